@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process's environment, read in this one place; a bad value is an error that names the variable."""
+"""Settings from environment variables; no other module reads them. A bad value is an error that names the variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAY_DIFFER = ("jax", "jaxlib", "driver", "space")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
-_READ = (  # all that settings depend on; a home is what `~` stands for
+_READ = (  # all variables that settings depend on; `~` expands to one of the home folders
     "EJKERNEL_AUTOTUNE",
     "EJKERNEL_CACHE_DIR",
     "EJKERNEL_CACHE_LAYERS",
@@ -35,10 +35,10 @@ _OURS = tuple(name for name in _READ if name.startswith(_PREFIX))
 
 
 class Settings:
-    """Process-wide defaults; a constructor argument always wins over these.
+    """Process-wide defaults; constructor arguments take precedence.
 
-    Each is read when it is asked for, so that a bad value is an error for whoever needs it, and for nobody else. An
-    unset or empty variable means its default.
+    Each variable is read on first use, so that a bad value only affects code that needs it. An unset or empty variable
+    means its default.
 
     Args:
         env: The environment.
@@ -49,7 +49,7 @@ class Settings:
 
     @functools.cached_property
     def cache_dir(self) -> Path:
-        """Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`)."""
+        """The folder to which the persistent cache writes (`EJKERNEL_CACHE_DIR`)."""
         given = self._env.get("EJKERNEL_CACHE_DIR", "").strip()
         if "://" in given:
             raise _error(f"EJKERNEL_CACHE_DIR must be a folder, got {given!r}; URLs are for EJKERNEL_CACHE_LAYERS.")
@@ -57,18 +57,20 @@ class Settings:
             try:
                 return Path(given).expanduser()
             except RuntimeError as error:
-                raise _error(f"EJKERNEL_CACHE_DIR: nobody knows the home folder of {given!r}; write it out.") from error
+                raise _error(
+                    f"EJKERNEL_CACHE_DIR: cannot find the home folder in {given!r}; use an absolute path."
+                ) from error
         base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
         return Path(base).expanduser() / "ejkernel" / "configs"
 
     @functools.cached_property
     def cache_layers(self) -> tuple[str, ...]:
-        """Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them)."""
+        """Folders and URLs to read after `cache_dir` (`EJKERNEL_CACHE_LAYERS`, separated by commas)."""
         return _items(self._env, "EJKERNEL_CACHE_LAYERS")
 
     @functools.cached_property
     def cache_protocols(self) -> tuple[str, ...]:
-        """Protocols that URLs of shared caches may have beside the usual ones (`EJKERNEL_CACHE_PROTOCOLS`)."""
+        """Additional protocols for URLs of shared caches (`EJKERNEL_CACHE_PROTOCOLS`)."""
         names = tuple(name.lower() for name in _items(self._env, "EJKERNEL_CACHE_PROTOCOLS"))
         bad = [name for name in names if not _PROTOCOL.fullmatch(name)]
         if bad:
@@ -82,34 +84,31 @@ class Settings:
 
     @functools.cached_property
     def heuristic(self) -> bool:
-        """Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`."""
+        """Whether the default executor may use the heuristic on a miss (not with `EJKERNEL_ON_MISS=error`)."""
         return _on_miss(self._env) != "error"
 
     @functools.cached_property
     def note_misses(self) -> bool:
-        """Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`)."""
+        """Whether the default executor writes misses to the cache folder (`EJKERNEL_NOTE_MISSES`)."""
         return _flag(self._env, "EJKERNEL_NOTE_MISSES")
 
     @functools.cached_property
     def record(self) -> bool:
-        """Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`)."""
+        """Whether every lowered call is recorded (`EJKERNEL_OPS_RECORD`)."""
         return _flag(self._env, "EJKERNEL_OPS_RECORD")
 
     @functools.cached_property
     def stale(self) -> tuple[tuple[str, str], ...]:
-        """What becomes of configurations that were measured with other versions, by what differs (`EJKERNEL_STALE`).
-
-        That is `use`, `retune` or `refuse`.
-        """
+        """How to treat stale entries (`use`, `retune` or `refuse`), by the field that differs (`EJKERNEL_STALE`)."""
         return _stale(self._env)
 
     @functools.cached_property
     def stamp(self) -> str:
-        """What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
+        """Content of a call's label in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
         return _choice(self._env, "EJKERNEL_OPS_STAMP", _STAMPS)
 
     def check(self) -> None:
-        """Raise if one that is no place is bad: for whoever will need all, and better tells it before it begins."""
+        """Raise if a setting other than folders and URLs is bad; commands call this before they start."""
         for name in ("autotune", "heuristic", "note_misses", "record", "stale", "stamp"):
             getattr(self, name)
 
@@ -125,54 +124,54 @@ def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
     return Settings(dict(variables))
 
 
-_told: set[str] = set()  # unknown variables that this process has warned of
+_reported: set[str] = set()  # unknown variables that this process has warned about
 
 
 def unknown_variables_are_told() -> None:
-    """Do not warn of unknown variables in this process, because its parent does."""
-    _told.update(_unknown())
+    """Do not warn about unknown variables in this process, because its parent already has."""
+    _reported.update(_unknown())
 
 
 def _unknown() -> list[str]:
-    """Return the variables that look like ours and are not."""
+    """Return the variables with our prefix that ejkernel does not know."""
     return sorted(name for name in os.environ if name.upper().startswith(_PREFIX) and name not in _OURS)
 
 
 def _warn_of_unknown_variables() -> None:
-    unknown = [name for name in _unknown() if name not in _told]
+    unknown = [name for name in _unknown() if name not in _reported]
     if not unknown:
         return
-    _told.update(unknown)
-    from ejkernel.ops.errors import SettingsWarning  # imports JAX, which settings that are right do not need
+    _reported.update(unknown)
+    from ejkernel.ops.errors import SettingsWarning  # imports JAX, so only if needed
     from ejkernel.ops.utils.messages.names import nearest
     from ejkernel.ops.utils.messages.warn import warn
 
-    endings = {name.removeprefix(_PREFIX): name for name in _OURS}  # what all begin with would make all of them close
+    endings = {name.removeprefix(_PREFIX): name for name in _OURS}  # the common prefix would make all names similar
     for name in unknown:
         close = nearest(name[len(_PREFIX) :], endings)
         advice = f"did you mean {endings[close]}?" if close else f"the variables are {', '.join(_OURS)}."
-        text = f"the environment variable {name} has no effect, because ejkernel has none of that name; {advice}"
+        text = f"the environment variable {name} has no effect, because ejkernel does not know it; {advice}"
         warn(text, SettingsWarning)
 
 
 def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether XLA was told, in `XLA_FLAGS`, to run nothing whose results do not repeat bit by bit."""
-    said = False
+    """Return whether `XLA_FLAGS` restrict XLA to operations with bitwise reproducible results."""
+    found = False
     for flag in environ.get("XLA_FLAGS", "").split():
         name, _, value = flag.lstrip("-").partition("=")
         if name in _DETERMINISTIC:
-            said = said or value.lower() in ("", "1", "true")
-    return said
+            found = found or value.lower() in ("", "1", "true")
+    return found
 
 
-_LOG_LEVEL_OF_JAX = "1"  # JAX sets it when it is imported, and a child process inherits it
+_LOG_LEVEL_OF_JAX = "1"  # JAX sets this level at import, and child processes inherit it
 
 
 def share_device(environ: Mapping[str, str]) -> None:
-    """Prepare a process that shares the device with others and runs candidates, before JAX initialises the device.
+    """Prepare a process that runs candidates on a shared device; call it before JAX initialises the device.
 
-    JAX takes the GPU's memory as it needs it, not most of it at once. XLA logs errors, not warnings: a candidate that
-    does not fit would print pages of them. Values that the user set stay.
+    JAX allocates GPU memory on demand instead of reserving most of it. XLA logs errors but no warnings, because a
+    candidate that does not fit in memory would print pages of them. The user's own settings stay.
 
     Args:
         environ: Variables to set.
@@ -184,7 +183,7 @@ def share_device(environ: Mapping[str, str]) -> None:
 
 
 def only_gpu(number: int) -> dict[str, str]:
-    """Return the variables with which a process sees one GPU alone: the given one of those that this process sees."""
+    """Return environment variables that restrict a child process to one GPU, by its number in this process."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
         return {"CUDA_VISIBLE_DEVICES": str(number)}
@@ -192,50 +191,50 @@ def only_gpu(number: int) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return what the GPUs that this process may see are called in `CUDA_VISIBLE_DEVICES`, without asking a driver."""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if said is not None:
-        return [name.strip() for name in said.split(",") if name.strip()]
+    """Return the names of this process's GPUs, as in `CUDA_VISIBLE_DEVICES`, without loading a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
     found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return [str(number) for number in range(max(found, 1))]  # elsewhere than on Linux there may be one all the same
+    return [str(number) for number in range(max(found, 1))]  # other systems than Linux have no such files: assume one
 
 
 def gpu_called(name: str) -> dict[str, str]:
-    """Return the variables with which a process sees the GPU of that name alone."""
+    """Return environment variables that restrict a child process to the GPU with this name."""
     return {"CUDA_VISIBLE_DEVICES": name}
 
 
 def compile_without_gpu() -> None:
-    """Let JAX's CUDA plugin load where there is no GPU, so that it compiles for one."""
+    """Let JAX's CUDA plugin load on a machine without a GPU, so that it can compile for one."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def tell_of_spills() -> None:
-    """Let the GPU's compilers write how many registers each program spills, before their first use in a process."""
+    """Make the GPU compilers log register spills; call it before their first use in the process."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
 
 def _error(text: str) -> Exception:
-    from ejkernel.ops.errors import ConfigError  # imports JAX, which settings that are right do not need
+    from ejkernel.ops.errors import ConfigError  # imports JAX, so only if needed
 
     return ConfigError(text)
 
 
 def _items(env: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Return what a variable lists, with commas in between, each once."""
+    """Return the distinct items of a variable that lists them with commas."""
     raw = env.get(name, "").strip()
     found = tuple(map(str.strip, raw.split(","))) if raw else ()
-    if not all(found):  # as of `$OURS,$THEIRS` one of which is not set
-        raise _error(f"{name} must have something before and behind each comma; got {raw!r}.")
+    if not all(found):  # for example `$OURS,$THEIRS` if one of them is not set
+        raise _error(f"{name} must not have empty items; got {raw!r}. Remove the extra comma.")
     twice = next((item for item in found if found.count(item) > 1), None)
     if twice is not None:
-        raise _error(f"{name} must name everything once, and has {twice!r} twice; got {raw!r}.")
+        raise _error(f"{name} must list each item once, but lists {twice!r} twice; got {raw!r}.")
     return found
 
 
 def _on_miss(env: Mapping[str, str]) -> str:
-    """Return what happens on a miss; `EJKERNEL_AUTOTUNE=1` is another way to say `tune`."""
+    """Return how to handle a miss; `EJKERNEL_AUTOTUNE=1` is the same as `tune`."""
     asked, tune = _choice(env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(env, "EJKERNEL_AUTOTUNE")
     if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
         raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
@@ -243,20 +242,20 @@ def _on_miss(env: Mapping[str, str]) -> str:
 
 
 def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return what `retune`, which is for all that may differ, or `jax=retune,driver=refuse` says."""
+    """Return actions by field: of `retune`, which applies to all fields, or of e.g. `jax=retune,driver=refuse`."""
     raw = env.get("EJKERNEL_STALE", "").strip().lower()
     if raw in _STALE:
         return tuple((name, raw) for name in _MAY_DIFFER)
-    said: dict[str, str] = {}
+    actions: dict[str, str] = {}
     for item in _items(env, "EJKERNEL_STALE"):
         name, _, action = (part.strip() for part in item.lower().partition("="))
         if name not in _MAY_DIFFER or action not in _STALE:
             fields = ", ".join(_MAY_DIFFER)
             raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
-        if name in said:
-            raise _error(f"EJKERNEL_STALE must say once what becomes of another {name}; got {raw!r}.")
-        said[name] = action
-    return tuple(said.items())
+        if name in actions:
+            raise _error(f"EJKERNEL_STALE must list {name} only once; got {raw!r}.")
+        actions[name] = action
+    return tuple(actions.items())
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -157,7 +157,7 @@ def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
     mesh = mesh_of("explicit")
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"key, .* over 'model', and it can be split over data"),
+        pytest.raises(ValueError, match=r"key, .* over 'model', but here it can be split only over data"),
     ):
         jax.jit(attention)(*placed(ATTENTION[2], [P("data"), P("model"), P("data")], mesh))
 

@@ -61,33 +61,39 @@ def assert_equal(expected, actual):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lhs": [1.0]}, r"lhs must be a floating-point array \[m, k\], got list; pass an array of JAX's or NumPy's"),
-        ({"lhs": LHS.astype("int8")}, r"lhs must be .* \[m, k\], got dtype int8; cast it, such as to bfloat16"),
+        ({"lhs": [1.0]}, r"lhs must be a floating-point array \[m, k\], got list; pass a JAX or NumPy array"),
+        ({"lhs": LHS.astype("int8")}, r"lhs must be .* \[m, k\], got dtype int8; cast it, e.g. to bfloat16"),
         ({"lhs": jnp.ones((2, 3, 4))}, r"lhs must be \[m, k\], got shape \(2, 3, 4\); reshape it"),
         ({"rhs": jnp.ones((4, K, N), int)}, r"rhs must be a floating-point array \[groups, k, n\], got dtype int32"),
         ({"rhs": RHS.astype("bfloat16")}, "one dtype, got float32 and bfloat16; cast"),
         (
             {"rhs": jnp.ones((4, K + 1, N))},
-            r"have one k where .* False; got shapes \(20, 8\) and \(4, 9, 6\), of which axes 1 and 1",
+            r"have one k where .* False; got shapes \(20, 8\) and \(4, 9, 6\): axes 1 and 1 differ",
         ),
         (
             {"transpose_rhs": True},
-            r"have one k where .* True; got shapes \(20, 8\) and \(4, 8, 6\), of which axes 1 and 2",
+            r"have one k where .* True; got shapes \(20, 8\) and \(4, 8, 6\): axes 1 and 2 differ",
         ),
         ({"transpose_rhs": 1}, "transpose_rhs must be True or False, got 1"),
         ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
         ({"group_sizes": SIZES[None]}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(1, 4\)"),
-        ({"group_sizes": (5, 5, 5, 5)}, "group_sizes must be an array of integers .*, got tuple; pass an array"),
+        (
+            {"group_sizes": (5, 5, 5, 5)},
+            "group_sizes must be an array of integers .*, got tuple; pass a JAX or NumPy array",
+        ),
         (
             {"group_sizes": jnp.ones(6, int)},
-            r"got shape \(6,\); if rhs has some of the groups alone, say with first_group",
+            r"got shape \(6,\); if rhs has only some of the groups, pass first_group",
         ),
         ({"group_sizes": jnp.ones(3, int)}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(3,\)"),
-        ({"first_group": 1.5}, r"first_group must be an integer, or an array of one without axes; got 1\.5"),
+        ({"first_group": 1.5}, r"first_group must be an integer, or an integer array of shape \(\); got 1\.5"),
         ({"first_group": jnp.float32(1)}, r"first_group must be an integer, .*; got float32\[\]"),
         ({"first_group": -1}, "first_group must be from 0 to 4, the number of groups; got -1"),
         ({"first_group": 2**40}, "first_group must be from 0 to 4, the number of groups; got 1099511627776"),
-        ({"first_group": 0, "group_sizes": SIZES[:3]}, r"of all groups, of which 4 have matrices here; .* \(3,\)"),
+        (
+            {"first_group": 0, "group_sizes": SIZES[:3]},
+            r"sizes of all groups, at least the 4 with matrices here; .* \(3,\)",
+        ),
         ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
         ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
         ({"precision": "exact"}, "precision must be one of default, high, highest"),
@@ -104,11 +110,13 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         grouped_matmul_wgrad(LHS, DOUT[1:], SIZES)
     with pytest.raises(ArgumentError, match=r"group_sizes must be \[groups\]; got shape \(\)"):
         grouped_matmul_wgrad(LHS, DOUT, jnp.int32(3))
-    with pytest.raises(ArgumentError, match="groups must be how many groups the result is of, with first_group"):
+    with pytest.raises(
+        ArgumentError, match="groups must be the number of groups in the result if first_group is given"
+    ):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, first_group=1)
     with pytest.raises(ArgumentError, match=r"groups must be an int >= 0, or None; got 2\.0"):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2.0)
-    with pytest.raises(ArgumentError, match=rf"groups must be {len(SIZES)}, .* or come with first_group, .*; got 2"):
+    with pytest.raises(ArgumentError, match=rf"groups must be {len(SIZES)}, .*; got 2\. .* pass first_group"):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2)
     with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
         XlaParams(block_rows=0)
@@ -116,7 +124,8 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
 
 def test_types_in_the_place_of_arrays_are_told():
     with pytest.raises(
-        ArgumentError, match=r"grouped_matmul: an argument is a type, float32\[20, 8\], .* jax.eval_shape"
+        ArgumentError,
+        match=r"grouped_matmul: an argument is a type without values, float32\[20, 8\]; .* jax.eval_shape",
     ):
         grouped_matmul(jax.ShapeDtypeStruct((20, 8), "float32"), RHS, SIZES)
 
@@ -216,6 +225,14 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
     for own, of_example in zip(sizes, found, strict=True):
         expected = by_numpy.product(np.ones((ROWS, N)), RHS, own, transpose_rhs=True)
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_weights_gradient_in_bfloat16_batches_over_its_right_operand():
+    lhs, douts = LHS.astype("bfloat16"), jnp.stack([DOUT, -DOUT]).astype("bfloat16")
+    found = jax.vmap(lambda dout: grouped_matmul_wgrad(lhs, dout, SIZES))(douts)
+    expected = by_numpy.weights_gradient(lhs, douts[0], SIZES)
+    np.testing.assert_allclose(found.astype("float32"), [expected, -expected], rtol=1e-2, atol=1e-2)
 
 
 def test_64_bits_are_kept():

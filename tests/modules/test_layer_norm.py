@@ -36,7 +36,7 @@ def test_a_wrong_argument_is_named(changes, words):
     [
         ((8, 1 << 20), "float32", "rows of 1048576 elements, and 'pallas' keeps 8"),
         ((8, 128), "float16", "x has dtype float16, and 'pallas' takes float32 and bfloat16"),
-        ((0, 128), "float32", "rows whose number is known and not 0"),
+        ((0, 128), "float32", "a known number of rows, at least 1"),
     ],
 )
 def test_pallas_says_what_it_does_not_run(shape, dtype, words):

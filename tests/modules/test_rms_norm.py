@@ -254,7 +254,7 @@ def test_what_says_nothing_is_not_in_the_key():
         ({"axis": (0, -3)}, r"axis must name each axis once; got \(0, -3\)"),
         ({"axis": (0, 1)}, r"weight must have the shape of x's axes \(0, 1\), \(3, 6\); got \(16,\)"),
         ({"weight_offset": "1"}, "weight_offset must be a number"),
-        ({"weight": None, "weight_offset": 1}, "weight_offset must be .* 0 where there is no weight"),
+        ({"weight": None, "weight_offset": 1}, "weight_offset must be .* 0 if weight is None"),
     ],
 )
 def test_a_wrong_axis_or_offset_is_named(changes, words):

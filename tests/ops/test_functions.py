@@ -142,9 +142,9 @@ def test_what_a_call_gives_is_fixed_in_its_candidates():
 
 def test_cfg_and_arguments_may_agree_but_not_differ():
     assert shown(rows=4, cfg={"rows": 4, "cols": 16}) == 416
-    with pytest.raises(ConfigError, match=r"cfg is .*'rows': 1.* but the call says {'rows': 4}"):
+    with pytest.raises(ConfigError, match=r"cfg is .*'rows': 1.* but the call passes {'rows': 4}"):
         shown(rows=4, cfg={"rows": 1, "cols": 16})
-    with pytest.raises(ConfigError, match=r"cfg is .*'cols': 16.* but the arguments say .*'cols': 8"):
+    with pytest.raises(ConfigError, match=r"cfg is .*'cols': 16.* but the arguments give .*'cols': 8"):
         shown(rows=1, cols=8, cfg={"rows": 1, "cols": 16})
 
 
@@ -305,15 +305,19 @@ def test_a_decorator_without_a_space_says_how_to_write_it(written):
         (lambda x: x, {}, "space names 'rows', which must be a parameter .* the parameters are x"),
         (lambda rows, /: rows, {}, "space names 'rows', which must be a parameter that can be passed by keyword"),
         (lambda x, rows, y: x, {}, "rows must come after all arguments that are not tunable"),
-        (lambda x, *, rows=1, cfg=None: x, {}, "the parameter cfg must have another name"),
+        (lambda x, *, rows=1, cfg=None: x, {}, "rename the parameter cfg"),
         (lambda x, *, rows=jnp.float32: x, {}, "the default of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": [jnp.float32]}}, "a value of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": "abc"}}, r"space\['rows'\] must be a sequence of values"),
         (lambda x, *, rows=1: x, {"space": 3}, "space must be values by name, a ConfigSpace, .* got 3"),
         (lambda x, *, rows=1: x, {"space": {}}, "space must name at least one tunable argument"),
         (lambda x: x, {"space": lambda inv: []}, "space must name at least one tunable argument"),
-        (lambda x, *, rows=1: x, {"space": [{"rows": 1}], "constraints": lambda rows: True}, "constraints belong to"),
-        (functools.partial(rows_only), {}, "has no name to be kept under; pass .*name="),
+        (
+            lambda x, *, rows=1: x,
+            {"space": [{"rows": 1}], "constraints": lambda rows: True},
+            "constraints need a space",
+        ),
+        (functools.partial(rows_only), {}, "has no usable name; pass .*name="),
         (3, {}, "tune decorates a function, got 3"),
     ],
 )
@@ -326,13 +330,16 @@ def test_a_bad_declaration_is_refused(function, options, text):
 
 def test_a_space_of_other_names_is_refused_when_it_is_asked_for():
     kernel = made(lambda x, *, rows=1, causal=False: x, name="c", space=lambda inv: {"rows": [1]})
-    with pytest.raises(ConfigError, match=r"space must have values for rows, causal, .* every keyword-only parameter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"for the tunable arguments rows, causal; got .* every keyword-only parameter",
+    ):
         listed(kernel, X)
 
 
 def test_a_heuristic_must_say_what_has_no_default():
     kernel = made(lambda x, *, rows: x, name="u", heuristic=lambda inv: {})
-    with pytest.raises(ConfigError, match="what heuristic returns, with the defaults, must be a dictionary with rows"):
+    with pytest.raises(ConfigError, match="the result of heuristic, with the defaults, must be a dictionary with rows"):
         kernel(X)
 
 
@@ -531,5 +538,5 @@ def test_keeping_residuals_is_said_to_the_decorator():
 
 
 def test_a_decorator_without_parentheses_says_what_it_needs():
-    with pytest.raises(KernelError, match=r"^theirs: tune needs to know .* write @tune\(space="):
+    with pytest.raises(KernelError, match=r"^theirs: tune needs the values .* write @tune\(space="):
         tune(theirs)

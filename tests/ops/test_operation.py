@@ -544,7 +544,7 @@ def test_a_given_configuration_that_jax_cannot_differentiate_takes_anothers_tang
 
 
 def test_parameters_that_must_not_run_a_call_are_refused_and_no_candidates():
-    with pytest.raises(ConfigError, match=r"scale: Tiles\(tile=1024.* is not for this call: tile does not fit"):
+    with pytest.raises(ConfigError, match=r"scale: Tiles\(tile=1024.* is invalid for this call: tile does not fit"):
         SCALE(EVEN, cfg=ScaleConfig(implementation="fast", fwd=Tiles(tile=1024)))
     assert SEEN == []
     tiles = [config.fwd.tile for config in SCALE.config_space(call()) if config.implementation == "fast"]
@@ -655,17 +655,17 @@ def test_a_backend_is_imported_when_it_is_asked_for_and_says_why_it_cannot_be(tm
 
 
 def test_a_wrong_declaration_is_an_error_at_once():
-    with pytest.raises(KernelError, match="Unnamed must name a subclass of OperationConfig"):
+    with pytest.raises(KernelError, match="Unnamed must name its own subclass of OperationConfig"):
 
         class Unnamed(Operation):
             implementations = Implementations({"plain": Plain()})
 
-    with pytest.raises(KernelError, match="ScaleConfig is the configuration's type of another operation"):
+    with pytest.raises(KernelError, match="ScaleConfig is the configuration type of another operation"):
 
         class Second(Operation[ScaleConfig, ScaleCall, jax.Array]):
             implementations = Implementations({"plain": Plain()})
 
-    with pytest.raises(KernelError, match=r"a name to the Implementation of that name, got 'p': Plain\('plain'\)"):
+    with pytest.raises(KernelError, match=r"each name to the Implementation with that name, got 'p': Plain\('plain'\)"):
         _ = Implementations({"p": Plain()})["p"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's settings: those in force in this thread, and those that a process chooses once."""
+"""JAX's settings: those of the current thread, and those of the whole process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# The stubs of `jax.config` name none of its options.
+# The type stubs of `jax.config` lack its options.
 _config: Any = jax.config
 
 
@@ -26,7 +26,7 @@ def x64_enabled() -> bool:
 
 
 class Numerics(NamedTuple):
-    """JAX's settings that decide what a traced function computes, as `jax.config` has them."""
+    """The settings in `jax.config` that change the numbers of a traced function."""
 
     default_matmul_precision: str | None
     enable_x64: bool
@@ -52,10 +52,10 @@ def numerics_in_force() -> Numerics:
 
 @contextlib.contextmanager
 def numerics(wanted: Numerics) -> Iterator[None]:
-    """Put settings in force.
+    """Apply settings in this thread within a `with` block.
 
     Raises:
-        ValueError: JAX knows no such value of one of them.
+        ValueError: JAX does not accept one of the values.
     """
     with contextlib.ExitStack() as stack:
         for name, now, value in zip(Numerics._fields, numerics_in_force(), wanted, strict=True):
@@ -65,7 +65,7 @@ def numerics(wanted: Numerics) -> Iterator[None]:
 
 
 def settings_name(value: Any) -> str:
-    """Return the name of a setting's value, which is an enumeration's member in some versions of JAX."""
+    """Return the name of a setting's value, which is an enum member in some versions of JAX."""
     return str(getattr(value, "value", value))
 
 
@@ -75,7 +75,7 @@ def jit_disabled() -> bool:
 
 
 def looks_for_nans() -> bool:
-    """Return whether JAX looks for NaN or infinity in results, and repeats a program that has some op by op."""
+    """Return whether JAX checks results for NaN or infinity, and reruns a program with some op by op."""
     return bool(_config.jax_debug_nans or _config.jax_debug_infs)
 
 
@@ -85,29 +85,29 @@ def chosen_device() -> Any:
 
 
 def have_cpu_devices(count: int) -> None:
-    """Let this process have so many devices, of the CPU alone; before it has any."""
+    """Give this process `count` CPU devices and no others; call it before JAX initialises a backend."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def leave_devices_alone() -> None:
-    """Let JAX use nothing but the CPU in this process, whatever there is; to be called before its first use."""
+    """Restrict JAX to the CPU in this process; call it before JAX initialises a backend."""
     jax.config.update("jax_platforms", "cpu")
 
 
 def forget_compilations() -> None:
-    """Let JAX neither use nor fill its persistent compilation cache in this process."""
+    """Disable JAX's persistent compilation cache in this process."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def process_settings() -> dict[str, Any]:
-    """Return the values of all options of `jax.config` for the whole process, apart from this thread's contexts."""
+    """Return the process-wide values of all options of `jax.config`, without the overrides of this thread."""
     holders = _config._value_holders
     return {name: _of_process(holder) for name, holder in holders.items()}
 
 
 def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Give options the values that `process_settings` returned; return those that had changed, with both values."""
+    """Restore the values from `process_settings`; return the changed options, each with the restored and old value."""
     now = process_settings()
     changed = {name: (value, now[name]) for name, value in settings.items() if name in now and now[name] != value}
     for name, (value, _) in changed.items():
@@ -116,7 +116,7 @@ def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _of_process(holder: Any) -> Any:
-    # Flags that have no context manager have one value for all threads.
+    # Flags without a context manager have one value for all threads.
     return holder.get_global() if hasattr(holder, "get_global") else holder.value
 
 

@@ -15,7 +15,7 @@ from ejkernel.kernels._numbers import accumulator
 
 
 def normalized(x: jax.Array, axes: tuple[int, ...] = (1,)) -> tuple[jax.Array, jax.Array]:
-    """Return values whose largest magnitude along `axes` is between 0.5 and 1, and the factors that they lack.
+    """Return values whose largest magnitude along `axes` is between 0.5 and 1, and the factors that restore them.
 
     The factors have length 1 along `axes`.
     """

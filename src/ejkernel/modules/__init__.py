@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready operations: checked arguments, every implementation that is installed, and a configuration chosen for you."""
+"""The operations: they check their arguments and choose implementation and configuration for each call."""
 
 from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flash_attention`: softmax attention, by whichever implementation is the fastest for the call."""
+"""`flash_attention`: softmax attention, with the fastest implementation for each call."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NAMES_ELSEWHERE = {  # in JAX, flash-attn, PyTorch, Tokamax, xFormers, Flax and
     "scaling": "softmax_scale",
     "logits_scale": "softmax_scale",
     "mask": "attention_mask",
-    "attn_mask": "use `attention_mask=` for one of booleans, `bias=` for numbers that are added.",
+    "attn_mask": "use `attention_mask=` for a boolean mask, `bias=` for numbers to add.",
     "attn_bias": "bias",
     "ab": "bias",
     "alibi_slopes": "pass the slopes times the distances as `bias=`.",
-    "window_size": "use `sliding_window=`, with None where there -1 means no limit.",
+    "window_size": "use `sliding_window=`, with None instead of -1 for no limit.",
     "local_window_size": "sliding_window",
     "window": "sliding_window",
     "softcap": "logits_soft_cap",
@@ -54,12 +54,12 @@ _NAMES_ELSEWHERE = {  # in JAX, flash-attn, PyTorch, Tokamax, xFormers, Flax and
     "kv_lens": "key_lengths",
     "q_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
     "kv_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
-    "cu_seqlens_q": "use `segment_ids=`, with the number of its document for each token.",
-    "cu_seqlens_k": "use `segment_ids=`, with the number of its document for each token.",
+    "cu_seqlens_q": "use `segment_ids=`, with a document number for each token.",
+    "cu_seqlens_k": "use `segment_ids=`, with a document number for each token.",
     "s_aux": "sinks",
     "softmax_aux": "sinks",
     "attention_sink": "sinks",
-    "enable_gqa": "heads are grouped wherever keys have fewer than queries; leave it out.",
+    "enable_gqa": "heads are grouped whenever keys have fewer of them than queries; leave it out.",
     "return_residual": "return_lse",
     "return_residuals": "return_lse",
     "save_residuals": "return_lse",
@@ -182,61 +182,62 @@ def flash_attention(
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
 ) -> Output | tuple[Output, LogSumExp]:
-    """Softmax attention, with grouped key/value heads and every usual mask, without the matrix of scores in memory.
+    """Return softmax attention, with grouped key/value heads and the usual masks, without storing the score matrix.
 
-    A query that sees no key at all gives zeros, and has zero gradients. There may be any number of batch axes, or none.
+    A query that sees no key has zero output and zero gradients. Any number of batch axes is accepted, including none.
 
-    What its gradient needs of the forward are its arguments, the output and the log-sum-exp. The latter two have the
-    names `flash_attention.out` and `flash_attention.residuals`: under `jax.checkpoint` with a policy that saves both,
+    The backward needs the arguments, the output and the log-sum-exp. The latter two are named `flash_attention.out` and
+    `flash_attention.residuals` for `jax.checkpoint`. With a policy that saves both, e.g.
     `jax.checkpoint_policies.save_only_these_names("flash_attention.out", "flash_attention.residuals")`, the backward
-    does not compute the forward again.
+    does not recompute the forward.
 
     Args:
         query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`.
         key, value: Keys and values, of query's dtype.
         causal: Hide keys after the query; the last query is aligned with the last key.
         softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
-        bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient. Where it is
-            meant to hide keys, `attention_mask` is exact, and faster: a row all of whose keys have a bias such as -1e9
-            sees the mean of all values, and its gradients, computed from a log-sum-exp in float32, are off.
+        bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient. To hide keys,
+            use `attention_mask`, which is exact and faster. If all keys of a row have a bias such as -1e9, the row is
+            the mean of all values, and its gradients, computed from a float32 log-sum-exp, are inaccurate.
         attention_mask: True where a key is visible; `[batch, keys]`, or four axes, broadcastable like `bias`.
-        segment_ids: A query sees the keys of its own segment alone; one array for both, or a pair.
-        query_lengths: How many queries of each example count; the others see nothing.
-        key_lengths: How many keys of each example count; the others are hidden. Lengths are masks: what `causal` and
-            `sliding_window` mean does not depend on them.
-        sinks: Attention sinks: a logit for each head that takes part in the softmax of every row, and has no value.
-            They have a gradient.
-        sliding_window: A query sees so many keys before and after its own position; a pair is `(left, right)`, with
-            `None` for no limit. With `causal` the right side is 0.
+        segment_ids: A query sees only keys of its own segment; one array for both, or a pair.
+        query_lengths: Number of valid queries of each example; later queries see no key.
+        key_lengths: Number of valid keys of each example; later keys are hidden. Lengths only mask: they do not shift
+            `causal` and `sliding_window`.
+        sinks: Attention sinks: for each head an additional logit in the softmax of every row, without a value. They
+            have a gradient.
+        sliding_window: Number of keys that a query sees before and after its own position; a pair is `(left, right)`,
+            with `None` for no limit. With `causal` the right side is 0.
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`, before the bias is added.
-        soft_cap_after_bias: Squash the sum with the bias instead.
-        dropout_rate: With what probability a weight is set to zero; the others grow, so that their mean stays.
-        dropout_key: A key of `jax.random`, another one for each step and layer. Key and place, `[batch, head, query,
-            key]` in this call, decide which weights are dropped: the backward knows it again, and all implementations
-            drop the same. Under `vmap` and `shard_map` a shared key drops the same in each part; fold an index into it.
+        soft_cap_after_bias: Add the bias first, then apply the soft cap.
+        dropout_rate: Probability of dropping a weight; the others are scaled up, so that the mean stays the same.
+        dropout_key: A `jax.random` key, different for each step and layer. The key and the position `[batch, head,
+            query, key]` in this call decide which weights are dropped. The backward and all implementations drop the
+            same ones. Under `vmap` and `shard_map` a shared key drops the same weights in each example or shard; fold
+            an index into it.
         precision: Of matrix products: `default`, `high`, `highest`, or a `jax.lax.Precision`; `None`: JAX's default.
-        deterministic: Run only what gives the same bits each time, gradients included. So do all calls of a process
-            whose `XLA_FLAGS` have `--xla_gpu_deterministic_ops`.
+        deterministic: Use only implementations with bitwise reproducible results, including gradients. It is implied
+            if `XLA_FLAGS` contain `--xla_gpu_deterministic_ops`.
         return_lse: Return the log-sum-exp as well. It has a gradient.
-        implementation: Run this one (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`), or one of these, the one to prefer
-            first, or raise; `None` leaves the choice to the configuration.
-        bucket_lengths: Run with what was tuned for lengths that are rounded up to powers of two, so that a program
-            whose lengths vary is tuned once a power. Nothing is padded, and the result is the same.
-        cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
-            parameters for one of the two, they are the implementation's heuristic's.
+        implementation: An implementation (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`), or several in order of
+            preference; the call raises if none of them supports it. `None` leaves the choice to the configuration.
+        bucket_lengths: Round lengths up to powers of two in the call's key, so that a program with varying lengths is
+            tuned once for each power. Arrays are not padded, and the result is the same.
+        cfg: The configuration of this call and its gradient; `None` looks one up. A direction without parameters in
+            `cfg` uses the implementation's heuristic.
 
     Returns:
-        The output, in query's dtype; sums run in float32. With `return_lse` a pair, whose second is the logarithm of
-        the sum of exponentials of each row's logits, sinks included, in float32: minus infinity for a row without keys.
+        The output, in query's dtype; sums are computed in float32. With `return_lse` a pair: the output, and the
+        float32 log-sum-exp of each row's logits, including sinks (minus infinity for a row without keys).
 
     Raises:
-        ArgumentError: an argument has the wrong shape, dtype or value.
-        ConfigError: `cfg` names another implementation than `implementation`.
-        UnsupportedError: `implementation` cannot run this call; the message says why. Where the platform is the
-            reason, that is found when the program is lowered.
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations.
+        UnsupportedError: `implementation` cannot run this call; the message says why. An unsupported platform is
+            found when the program is lowered.
     """
     run = _bucketed_flash_attention if bucket_lengths else _flash_attention
-    # What is no array passes for a call of four axes: the operation says what is wrong with it.
+    # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:
         query, key, value, query_lengths, key_lengths = (
@@ -253,10 +254,10 @@ def flash_attention(
         attention_mask = batches.fold_mask(attention_mask, batch)
         segment_ids = batches.fold_segments(segment_ids, batch)
     arrays: list[Any] = [query, key, value, bias, attention_mask, segment_ids]
-    # Arguments that came later: where none is given the call has the key that it had before.
+    # Newer arguments are only passed if given, so that calls without them keep the keys of earlier versions.
     if query_lengths is not None or key_lengths is not None or sinks is not None or dropout_key is not None:
         arrays += [(query_lengths, key_lengths), sinks, dropout_key]
-    # Every option that is passed takes time of an eager call.
+    # Each option slows down an eager call, so defaults are not passed.
     flags = soft_cap_after_bias is deterministic is return_lse is False
     more: dict[str, Any] = {}
     if not (flags and precision is None and type(dropout_rate) is float and not dropout_rate):

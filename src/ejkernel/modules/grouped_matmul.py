@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_matmul`: rows in groups, each group multiplied with a matrix of its own."""
+"""`grouped_matmul`: multiply each group of rows by the group's own matrix."""
 
 from __future__ import annotations
 
@@ -65,25 +65,26 @@ def grouped_matmul(
 ) -> Float[Array, "m n"]:
     """Multiply the first `group_sizes[0]` rows of `lhs` with `rhs[0]`, the next `group_sizes[1]` with `rhs[1]`, ...
 
-    What a mixture of experts computes of tokens that are sorted by expert. Groups may be of any sizes, also empty;
-    nothing of one group, be it NaN or infinite, reaches the rows of another.
+    This is the product in a mixture of experts, for tokens sorted by expert. Groups may have any size and may be
+    empty. NaN and infinity in one group do not affect the rows of other groups.
 
-    Its gradient is made of two calls that are configured for themselves: a product with `rhs` transposed, and
-    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before. For float16 operands, a
-    power of two keeps each row of a float32 gradient, or of one that is still to be scaled, within float16's range.
+    The gradient consists of two calls, each with its own configuration: a product with `rhs` transposed, and
+    `grouped_matmul_wgrad`. Before, the result's gradient is rounded to the operands' dtype. For float16 operands, each
+    row of a float32 gradient, or of a gradient before `row_scale`, is first scaled by a power of two into float16's
+    range.
 
-    With an activation or a gate it is `activation(lhs @ rhs) * (lhs @ gate)`, of each group's matrices, in one kernel
-    where there is one, and a call with a key of its own, `grouped_matmul_activation`; what is made of the sums is made
-    of them in float32, before the result is rounded. Differentiated, it keeps the products, rounded to the result's
-    dtype as plain JAX would, but in float32 for a float16 result. Under `jax.checkpoint` they are computed again
-    instead, unless a policy saves `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of
-    rows alone keep nothing.
+    With an activation or a gate, the result is `activation(lhs @ rhs) * (lhs @ gate)` for each group's matrices. This
+    is a separate operation, `grouped_matmul_activation`, with its own key; implementations that can do so compute it in
+    one kernel. Activation, gate and row scale are applied to float32 sums, before the result is rounded. The forward
+    saves the products for the gradient, rounded to the result's dtype as in plain JAX, but in float32 for a float16
+    result. Under `jax.checkpoint` they are recomputed, unless a policy saves `grouped_matmul_activation.out` and
+    `grouped_matmul_activation.residuals`. `row_scale` alone saves nothing.
 
-    Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
-    are better joined into one call.
+    Under `jax.vmap`, implementations without a batched kernel compute the examples one after the other. It is faster to
+    join batches of rows into one call.
 
-    Under `jit` over a mesh it splits itself: by rows, by groups (experts), by columns, by what is summed over, and by
-    several of them. Inside `jax.shard_map`, where matrices of some groups are on each device, say which these are:
+    Under `jit` over a mesh the call splits itself: by rows, groups (experts), columns, the contracted axis, or several
+    of these. Inside `jax.shard_map`, if each device holds the matrices of some groups, pass the first group:
 
         out = grouped_matmul(lhs, rhs, group_sizes, first_group=jax.lax.axis_index("expert") * rhs.shape[0])
         out = jax.lax.psum(out, "expert")
@@ -91,29 +92,31 @@ def grouped_matmul(
     Args:
         lhs: Rows, group after group.
         rhs: A matrix for each group, of the same dtype.
-        group_sizes: How many rows each group has. They need not add up to `m`: what comes after the last group
-            belongs to none, and rows that there are not do not count.
-        activation: A function of the product: `silu`, `gelu` (the approximation by tanh, `jax.nn.gelu`'s default),
-            `relu`, or `relu2`, its square; `None`: none.
-        gate: A second matrix for each group, as `rhs` is: the result is multiplied with the product of it.
-        row_scale: A factor for each row of the result, such as a router's weight; past the last group it may be
-            anything.
-        first_group: Where `rhs` has some of the groups alone, the number of its first in `group_sizes`, which has all:
-            rows of the others are zero in the result. With a number of each device the program is one for all.
-        transpose_rhs: Whether the matrices, the gate's too, are transposed, `[groups, n, k]`.
-        preferred_element_type: Dtype of the result; that of `lhs` by default.
-        precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
-        implementation: Run this one (`mosaic_gpu`, `jax_mgpu`, `xla`, `megablox`), or one of these, the one to prefer
-            first, or raise; `None` leaves the choice to the configuration. It is for the gradient's products, too.
-        cfg: The configuration to run with, for this call alone, with an activation or a gate a
-            `GroupedMatmulActivationConfig`; `None` resolves one.
+        group_sizes: Number of rows in each group. The sum may differ from `m`: rows after the last group belong to no
+            group, and sizes beyond the last row are ignored.
+        activation: Activation of the product: `silu`, `gelu` (the tanh approximation, `jax.nn.gelu`'s default),
+            `relu`, or `relu2`, its square; or `None`.
+        gate: A second matrix for each group, shaped like `rhs`; the result is multiplied by `lhs @ gate`.
+        row_scale: A factor for each row of the result, such as a router's weight. Values past the last group are
+            ignored.
+        first_group: If `rhs` holds only some of the groups, the index of its first group in `group_sizes`, which lists
+            all groups. Rows of the other groups are zero in the result. As an array, e.g. computed from the device's
+            index, it lets all devices run the same program.
+        transpose_rhs: Whether the matrices of `rhs` and `gate` are transposed, `[groups, n, k]`.
+        preferred_element_type: Dtype of the result; by default that of `lhs`.
+        precision: Of the products, as for `jax.lax.dot`; only `xla` supports a value other than `None`.
+        implementation: An implementation (`mosaic_gpu`, `jax_mgpu`, `xla`, `megablox`), or several in order of
+            preference; the call raises if none of them supports it. `None` leaves the choice to the configuration. It
+            also applies to the products of the gradient.
+        cfg: The configuration of this call, not of its gradient; `None` looks one up. With an activation or a gate it
+            is a `GroupedMatmulActivationConfig`.
 
     Returns:
-        The result, zeros in rows past the last group; sums run in float32 (float64 for float64).
+        The result, with zeros in rows past the last group. Sums are computed in float32 (float64 for float64).
 
     Raises:
-        ArgumentError: an argument has the wrong shape, dtype or value.
-        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call; the message says why.
     """
     options: dict[str, Any] = {
@@ -145,22 +148,22 @@ def grouped_matmul_wgrad(
     """Return `lhs[rows].T @ rhs[rows]` for the rows of each group: the gradient of `grouped_matmul`'s matrices.
 
     Args:
-        lhs: Rows, group after group: the operand of the product.
-        rhs: Rows of the same groups, of the same dtype: the gradient of its result.
+        lhs: Rows, group after group: the left operand of `grouped_matmul`.
+        rhs: Rows of the same groups, of the same dtype: the gradient of the result of `grouped_matmul`.
         group_sizes: As for `grouped_matmul`.
-        first_group: Likewise; then `groups` says how many there are.
-        groups: How many groups, from the first on, the result is of; all by default.
-        preferred_element_type: Dtype of the result; that of `lhs` by default.
+        first_group: Index of the first group in the result, as for `grouped_matmul`; pass `groups` with it.
+        groups: Number of groups in the result, starting with `first_group`; by default all.
+        preferred_element_type: Dtype of the result; by default that of `lhs`.
         precision: As for `grouped_matmul`.
-        implementation: Likewise, of `mosaic_gpu`, `xla` and `megablox`.
-        cfg: The configuration to run with, for this call alone; `None` resolves one.
+        implementation: As for `grouped_matmul`; `mosaic_gpu`, `xla` or `megablox`.
+        cfg: The configuration of this call; `None` looks one up.
 
     Returns:
-        The sums, zeros for empty groups; rows past the last group are in none, whatever they hold.
+        The sums, with zeros for empty groups. Rows past the last group are ignored.
 
     Raises:
-        ArgumentError: an argument has the wrong shape, dtype or value.
-        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call; the message says why.
     """
     return _grouped_matmul_wgrad(

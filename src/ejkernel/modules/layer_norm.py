@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`layer_norm`: rows with mean 0 and variance 1, scaled and shifted."""
+"""`layer_norm`: normalise rows to mean 0 and variance 1, then scale and shift them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES_ELSEWHERE = {  # in Flax, PyTorch, Tokamax and flash-attn
     "axes": "layer_norm normalises the last axis; move yours there.",
     "reduction_axes": "layer_norm normalises the last axis; move yours there.",
     "normalized_shape": "layer_norm normalises the last axis; leave it out.",
-    "prenorm": "with residual= the sum is always a result; leave it out.",
+    "prenorm": "with residual= the sum is always returned; leave it out.",
     "config": "cfg",
 }
 
@@ -70,24 +70,24 @@ def layer_norm(
     """Normalise `x` over its last axis: `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
     Args:
-        x: What is normalised.
-        weight: Factor on every element of a row; of any floating-point dtype.
-        bias: Added to every element of a row, likewise.
-        residual: Added to `x` before, as a block adds its input to what it computed; of `x`'s shape and dtype. The sum
-            is a result, too, rounded to that dtype before it is normalised.
+        x: Array to normalise.
+        weight: Scale of each column; any floating-point dtype.
+        bias: Shift of each column; any floating-point dtype.
+        residual: Added to `x` before normalising, as in a residual block; same shape and dtype as `x`. The sum is
+            rounded to that dtype before it is normalised, and returned as a second result.
         eps: Added to the variance.
-        implementation: Run this one (`mosaic_gpu`, `xla`, `pallas`), or one of these, the one to prefer first, or
-            raise; `None` leaves the choice to the configuration.
-        cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
-            parameters for one of the two, they are the implementation's heuristic's.
+        implementation: An implementation (`mosaic_gpu`, `xla`, `pallas`), or several in order of preference; the call
+            raises if none of them supports it. `None` leaves the choice to the configuration.
+        cfg: The configuration of this call and its gradient; `None` looks one up. A direction without parameters in
+            `cfg` uses the implementation's heuristic.
 
     Returns:
-        The output, in `x.dtype`; it is computed in float32. With a residual, the output and the sum.
+        The output, computed in float32 and returned in `x.dtype`. With a residual, the output and the sum.
 
     Raises:
-        ArgumentError: an argument has the wrong shape, dtype or value.
-        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call; the message says why.
     """
-    more = () if residual is None else (residual,)  # what is not said takes no time
+    more = () if residual is None else (residual,)  # each argument slows down an eager call
     return _layer_norm(x, weight, bias, *more, eps=eps, implementation=implementation, cfg=cfg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rms_norm`: scale rows by their root mean square."""
+"""`rms_norm`: divide rows by their root mean square."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NAMES_ELSEWHERE = {  # in Flax, Optax, PyTorch, Tokamax and flash-attn
     "gamma": "weight",
     "scale_offset": "weight_offset",
     "offset": "weight_offset",
-    "bias": "rms_norm adds none; add it to the result.",
+    "bias": "rms_norm has no bias; add it to the result.",
     "dim": "axis",
     "axes": "axis",
     "reduction_axes": "axis",
     "normalized_shape": "axis",
-    "prenorm": "with residual= the sum is always a result; leave it out.",
-    "use_scale": "without weight= nothing is scaled; leave it out.",
+    "prenorm": "with residual= the sum is always returned; leave it out.",
+    "use_scale": "without weight= the result is not scaled; leave it out.",
     "config": "cfg",
 }
 
@@ -90,38 +90,40 @@ def rms_norm(
     implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
 ) -> Float[Array, "*rows dim"] | tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]:
-    """Scale `x` by the root mean square of its last axis: `x / sqrt(mean(x²) + eps) * (weight + weight_offset)`.
+    """Divide `x` by the root mean square of its last axis: `x / sqrt(mean(x²) + eps) * (weight + weight_offset)`.
 
     Args:
-        x: What is normalised.
-        weight: Factor on every element of a row; of any floating-point dtype, and of the shape that the axes have, in
+        x: Array to normalise.
+        weight: Scale of each element of a row; any floating-point dtype, with the shape of the normalised axes, in
             their order. `None`: 1.
-        residual: Added to `x` before, as a block adds its input to what it computed; of `x`'s shape and dtype. The sum
-            is a result, too, rounded to that dtype before it is normalised.
+        residual: Added to `x` before normalising, as in a residual block; same shape and dtype as `x`. The sum is
+            rounded to that dtype before it is normalised, and returned as a second result.
         eps: Added to the mean of squares.
-        weight_offset: Added to the weight: 1 for weights that are kept around zero.
-        axis: Which axis is normalised, or which ones together.
-        implementation: Run this one (`mosaic_gpu`, `xla`), or one of these, the one to prefer first, or raise; `None`
-            leaves the choice to the configuration.
-        cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
-            parameters for one of the two, they are the implementation's heuristic's.
+        weight_offset: Added to the weight; 1 for models that store weights around zero.
+        axis: The axis to normalise, or several to normalise together.
+        implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
+            none of them supports it. `None` leaves the choice to the configuration.
+        cfg: The configuration of this call and its gradient; `None` looks one up. A direction without parameters in
+            `cfg` uses the implementation's heuristic.
 
     Returns:
-        The output, in `x.dtype`; it is computed in float32. With a residual, the output and the sum.
+        The output, computed in float32 and returned in `x.dtype`. With a residual, the output and the sum.
 
     Raises:
-        ArgumentError: an argument has the wrong shape, dtype or value.
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
     """
     more = () if residual is None else (residual,)
     if type(axis) is int and axis == -1 and type(weight_offset) is float and not weight_offset:
-        # What is not said takes no time.
+        # Each argument slows down an eager call, so defaults are not passed.
         return _rms_norm(x, weight, *more, eps=eps, implementation=implementation, cfg=cfg)
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
-    # What is no array has no axes to be told apart: the operation says what is wrong with it.
+    # Arguments that are not arrays go to the operation, which raises a clear error.
     if not is_array(x) or (is_integer(axis) and axis in (-1, len(x.shape) - 1)):
         return _rms_norm(x, weight, *more, **options)
     axes = _normalized_axes(axis, len(x.shape))
-    # Implementations know rows alone, which several axes become together.
+    # Implementations normalise the last axis, so several axes are flattened into one.
     moved, *others = (jnp.moveaxis(y, axes, range(-len(axes), 0)) for y in (x, *given_residual(residual, x)))
     kept, dims = moved.shape[: -len(axes)], moved.shape[-len(axes) :]
     if weight is not None and (not is_array(weight) or tuple(weight.shape) != dims):

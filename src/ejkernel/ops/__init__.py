@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 
-# What tunes, checks and compares is loaded when somebody asks for it: a program that only runs does not.
+# Tuning, checking and comparing are imported on first use (`_LAZY`): programs that only run calls do not need them.
 __all__ = [
     "LABEL_RE",
     "AgreementError",

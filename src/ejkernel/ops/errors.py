@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that ejkernel raises on purpose, under one root."""
+"""The errors and warnings of ejkernel, each kind under one root."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ejkernel.ops.utils.printable import printable_lines
 
 
 class EjkernelError(Exception):
-    """Root: `except EjkernelError` catches all that this library raises on purpose."""
+    """Root: `except EjkernelError` catches every deliberate error of this library."""
 
     def __str__(self) -> str:
-        return printable_lines(super().__str__())  # messages quote files and other people's exceptions
+        return printable_lines(super().__str__())  # messages quote files and foreign exceptions
 
 
 class ConfigError(EjkernelError, ValueError):
@@ -18,7 +18,7 @@ class ConfigError(EjkernelError, ValueError):
 
 
 class SerializationError(ConfigError):
-    """A value cannot be written as JSON, or a JSON text is not such a value; the message holds the path."""
+    """A value cannot be written as JSON, or JSON data do not fit the type; the message contains the path."""
 
 
 class KernelError(EjkernelError, TypeError):
@@ -26,7 +26,7 @@ class KernelError(EjkernelError, TypeError):
 
 
 class GradientError(KernelError):
-    """A gradient rule returned something that does not fit the arguments."""
+    """A gradient rule returned gradients that do not match the arguments."""
 
 
 class ArgumentError(EjkernelError, ValueError):
@@ -34,27 +34,27 @@ class ArgumentError(EjkernelError, ValueError):
 
 
 class CallError(EjkernelError, TypeError):
-    """The arguments of a call do not fit the operation: one is unknown, missing, or by position without a place."""
+    """The arguments of a call do not fit the operation: an unknown, missing or surplus argument."""
 
 
 class UnsupportedError(EjkernelError, NotImplementedError):
-    """The platform or implementation that was asked for cannot run this call."""
+    """The requested platform or implementation cannot run this call."""
 
 
 class UnstableKeyError(EjkernelError, TypeError):
-    """A static argument has no name that is the same in every process, so the call has no key."""
+    """A static argument has no name that is stable across processes, so the call has no key."""
 
 
 class DescriptionError(EjkernelError, ValueError):
-    """A description of a call, in a program's text or a file, cannot be turned back into the call."""
+    """A call cannot be rebuilt from its description in a program's text or a file."""
 
 
 class AgreementError(EjkernelError, RuntimeError):
-    """The processes of one program do not run a call with one configuration."""
+    """The processes of one program run a call with different configurations."""
 
 
 class CandidateError(EjkernelError, RuntimeError):
-    """One candidate could not be compiled, run or accepted."""
+    """A candidate failed to compile or run, or its results were rejected."""
 
 
 class TuningError(EjkernelError, RuntimeError):
@@ -62,18 +62,18 @@ class TuningError(EjkernelError, RuntimeError):
 
 
 class DeviceLostError(TuningError):
-    """The device does not work in this process any more, as after an illegal access."""
+    """The device no longer works in this process, e.g. after an illegal memory access."""
 
 
 class KernelCheckError(EjkernelError, AssertionError):
-    """`check_kernel` found something wrong; the message is its table, and `report` the report."""
+    """`check_kernel` found a violation; the message contains its table, and `report` the report."""
 
     def __init__(self, report: object) -> None:
         super().__init__(report)  # args keep the report, so the error survives pickling
         self.report = report
 
     def __str__(self) -> str:
-        return f"a kernel does not keep its contract\n{self.report}"
+        return f"the kernel breaks its contract\n{self.report}"
 
 
 class NoConfigError(EjkernelError, LookupError):
@@ -84,12 +84,12 @@ class NoConfigError(EjkernelError, LookupError):
         self.op_id, self.tried, self.call, self.not_taken = op_id, tried, call, not_taken
 
     def __str__(self) -> str:
-        saved = f" What is saved for it is not taken: {self.not_taken}." if self.not_taken else ""
+        saved = f" The saved entry is not used: {self.not_taken}." if self.not_taken else ""
         advice = (
             "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
             if "heuristic" in self.tried
-            else "Pass cfg=..., tune the call (`ejkernel tune`), or allow the kernel's own choice with "
-            "AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
+            else "Pass cfg=..., tune the call (`ejkernel tune`), or allow the kernel's heuristic with "
+            "AutotunePolicy(heuristic=True), or by unsetting EJKERNEL_ON_MISS=error."
         )
         return printable_lines(
             f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
@@ -109,32 +109,32 @@ class CacheWarning(EjkernelWarning):
 
 
 class SettingsWarning(EjkernelWarning):
-    """A variable of the environment begins with `EJKERNEL_` and is not one of ours."""
+    """An environment variable starts with `EJKERNEL_` but is unknown."""
 
 
 class AgreementWarning(EjkernelWarning):
-    """The processes of one program have no means to agree on configurations."""
+    """The processes of one program cannot agree on configurations."""
 
 
 class UnstableKeyWarning(EjkernelWarning):
-    """A call cannot be remembered, because one of its static arguments has no stable name."""
+    """A call has no key, because one of its static arguments has no stable name, so it cannot be tuned."""
 
 
 class KernelWarning(EjkernelWarning):
-    """Two kernels cannot be told apart, or one breaks its contract in a way that does not end the program."""
+    """Two kernels have the same name and version, or a kernel breaks its contract without ending the program."""
 
 
 class ShardingWarning(EjkernelWarning):
-    """A call that could be split over the devices of its program is not; each device computes all of it."""
+    """A call with a sharding rule is not split over the devices of its program; each device computes all of it."""
 
 
 class OfflineWarning(EjkernelWarning):
-    """A program's calls could not be tuned, because nothing is known about them but their labels."""
+    """A program's calls cannot be tuned, because only their labels are known."""
 
 
 class TuningWarning(EjkernelWarning):
-    """A search ended without measuring what it was asked to measure."""
+    """A search ended without measuring all of its candidates."""
 
 
 class GradientWarning(TuningWarning):
-    """A kernel's gradients are wrong under every configuration, or where forward and backward have different ones."""
+    """A kernel's gradients are wrong, under every configuration or if forward and backward use different ones."""

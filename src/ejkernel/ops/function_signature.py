@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signature that a function has as a kernel."""
+"""The signature of a kernel created from a function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def signature_for_calls(
     """Return the function's signature, with tunable arguments as keyword-only ones.
 
     Raises:
-        KernelError: a tunable argument cannot be passed by keyword, or is in front of one that is not tunable.
+        KernelError: A tunable argument cannot be passed by keyword, or precedes an argument that is not tunable.
     """
     for name in names:
         if name not in parameters or parameters[name].kind not in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY):
@@ -26,14 +26,14 @@ def signature_for_calls(
                 f"parameters are {', '.join(parameters)}."
             )
     if "cfg" in parameters:
-        raise KernelError(f"{called}: the parameter cfg must have another name; calls pass a configuration as cfg=...")
+        raise KernelError(f"{called}: rename the parameter cfg; calls pass a configuration as cfg=...")
     positional = [p for p in parameters.values() if p.kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL)]
     at = next((index for index, p in enumerate(positional) if p.name in names), len(positional))
-    # What is behind can still be passed by name; what has no default would be expected by position.
+    # Parameters after a tunable argument become keyword-only, so they must have defaults.
     behind = [p for p in positional[at:] if p.name not in names]
     if any(p.kind not in _POSITIONAL[1:] or p.default is p.empty for p in behind):
         first = ", ".join(p.name for p in positional[at:] if p.name in names)
-        raise KernelError(f"{called}: {first} must come after all arguments that are not tunable, behind *.")
+        raise KernelError(f"{called}: {first} must come after all arguments that are not tunable, after *.")
     positional = positional[:at]
     kept = {p.name for p in positional}
     rest = [p for p in parameters.values() if p.name not in kept and p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: a plain function with tunable keyword arguments as a kernel."""
+"""`tune`: turns a plain function with tunable keyword arguments into a kernel."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tune(
     name: str | None = None,
     version: str = "0",
 ) -> Any:
-    """Make a kernel of a function: some of its keyword arguments become its configuration.
+    """Turn a function into a kernel: some of its keyword arguments become its configuration.
 
     >>> import jax.numpy as jnp
     >>> @tune(space={"rows": [1, 2, 4]})
@@ -97,47 +97,47 @@ def tune(
     >>> float(total(jnp.ones(8)))
     8.0
 
-    A function that is somewhere else is wrapped as `tune(function, space=...)`.
+    To wrap an imported function, write `tune(function, space=...)`.
 
-    The kernel is called as the function was, and resolves the tunable arguments that a call leaves out: from what was
-    tuned, or else their defaults. A call that gives all of them runs with these, like one with `cfg=`. A call that
-    gives some is a call of its own, with its own key: what it gives is fixed, also while it is tuned.
+    Call the kernel like the function. It fills in omitted tunable arguments from the tuned configuration, or else with
+    their defaults. A call that passes all tunable arguments runs with them, as with `cfg=`. A call that passes some of
+    them has a separate key, and tuning leaves the passed values fixed.
 
-    A configuration is a dictionary of the tunable arguments; `gelu(x, w, **autotune(gelu, x, w))` is a call too. Their
-    values are numbers, texts, booleans, `None`, and tuples of those; a list reaches the function as a tuple.
+    A configuration is a dictionary of the tunable arguments, so `gelu(x, w, **autotune(gelu, x, w))` works. Values are
+    numbers, strings, booleans, `None`, and tuples of those; the function receives a list as a tuple.
 
     Args:
-        space: What the tunable arguments may be: the values of each by name, in their order, where a function of the
-            invocation may stand for values that depend on shapes; a `ConfigSpace`; a list of dictionaries, which give
-            the heuristic's value to what they leave out; or a function of the invocation that returns any of those.
-            With that last form all keyword-only parameters are tunable.
-        bwd_space: The same for the backward call, of arguments that matter to it; the others keep their heuristic's
-            values there, as in the forward those that `space` leaves out do. By default it is `space`.
-        constraints: Conditions on configurations whose values are given by name, as `ConfigSpace` takes them.
-        reference: The plain truth that candidates are checked against; called without the tunable arguments. By
-            default it is what the heuristic computes.
-        heuristic: Returns a good configuration from the invocation, without measuring; what it leaves out has its
-            default. Arguments that the call itself gives are in `inv.kwargs`.
-        bwd_heuristic: The same for the backward call. Without it an untuned backward runs with what was measured for
-            its forward, or else with what `heuristic` returns.
+        space: The values of the tunable arguments: a mapping from name to values in order, or to a function of the
+            invocation if the values depend on shapes; a `ConfigSpace`; a list of dictionaries, whose missing values
+            come from the heuristic; or a function of the invocation that returns any of these. With a function, all
+            keyword-only parameters are tunable.
+        bwd_space: The space of the backward call, by default `space`. In both directions, arguments outside the space
+            have the heuristic's values.
+        constraints: Conditions on configurations, as for `ConfigSpace`; only for a space that maps names to values.
+        reference: The reference function that candidates are checked against, called without the tunable arguments; by
+            default the function with the heuristic's configuration.
+        heuristic: Returns a good configuration for an invocation, without measuring; missing values have their
+            defaults. `inv.kwargs` holds the tunable arguments that the call passes.
+        bwd_heuristic: The same for the backward call. Without it, an untuned backward runs with the configuration tuned
+            for its forward, or else with that of `heuristic`.
         example_inputs: Called with the invocation and a `numpy.random.Generator`; returns the arrays to measure with,
             as a tuple of the function's positional arguments or as `(args, kwargs)`. Without it floating-point arrays
             are normal, integers zeros and ones, and booleans fair coins.
-        keeps_residuals: Whether what JAX keeps of the forward, such as what a `jax.custom_vjp` in the function saves,
-            serves the backward, instead of a second forward; see `Kernel.keeps_residuals` for what that promises.
+        keeps_residuals: Whether the backward uses the residuals that JAX saves, e.g. those of a `jax.custom_vjp` in the
+            function, instead of a second forward; see `Kernel.keeps_residuals` for the requirements.
         bucket: See `Kernel.bucket`.
-        sharding_rule: A `ShardingRule`, or a function from the invocation to one; see `Kernel.sharding_rule`.
-        name: Name of the operation in keys and labels; the function's by default. Two operations need two names.
+        sharding_rule: A `ShardingRule`, or a function from the invocation to a rule; see `Kernel.sharding_rule`.
+        name: Name of the operation in keys and labels, by default the function's; must be unique.
         version: Raise it when old configurations or measurements no longer apply.
 
     Raises:
-        KernelError: the function lacks a tunable argument, or takes it in a way in which it cannot be tuned.
+        KernelError: The function lacks a tunable argument, or takes it in a form that cannot be tuned.
     """
 
     if space is None:
         called = "tune()" if function is None else getattr(function, "__name__", repr(function))
         raise KernelError(
-            f"{called}: tune needs to know what the tunable arguments may be, and takes that by keyword; write "
+            f"{called}: tune needs the values of the tunable arguments as keyword argument space; write "
             '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
         )
 
@@ -155,15 +155,15 @@ def tune(
         spaces = _Directed(space, space if bwd_space is None else bwd_space)
         declared = _Declared(function, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
         if not isinstance(version, str):
-            raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
+            raise KernelError(f"{declared.called}: version must be a string, got {version!r}.")
         members: dict[str, Any] = {
-            "__module__": getattr(function, "__module__", __name__),  # by which kernels are found, shown and pickled
+            "__module__": getattr(function, "__module__", __name__),  # for lookup, display and pickling
             "run": _run(function, declared),
             "version": version,
             "keeps_residuals": bool(keeps_residuals),
         }
         if bwd_heuristic is not None:
-            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg  # which looks at the direction
+            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg  # it checks the direction
         if example_inputs is not None:
             members["example_inputs"] = _example_inputs(example_inputs)
         if reference is not None:
@@ -172,8 +172,8 @@ def tune(
             members["bucket"] = _bucket(bucket)
         if sharding_rule is not None:
             members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
-        # A class for each function, because hooks, signature and version belong to a kernel's class; and one instance
-        # of it, which looks like the function.
+        # One class for each function, because hooks, signature and version belong to the class of a kernel; its single
+        # instance looks like the function.
         cls = type(declared.called, (TunedFunction,), members)
         made: TunedFunction[P, Out] = cls(function, declared, name)
         return made
@@ -188,18 +188,18 @@ def _check_functions(called: str, functions: Mapping[str, Any]) -> None:
 
 
 class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
-    """A function as a kernel, made by `tune`; it keeps the function's name, documentation and signature."""
+    """A kernel created from a function by `tune`, with the function's name, documentation and signature."""
 
     def __init__(self, function: Callable[P, Out], declared: _Declared, name: str | None) -> None:
         if name is None and not declared.called.isidentifier():
-            raise KernelError(f"{declared.called} has no name to be kept under; pass tune(..., name=...).")
+            raise KernelError(f"{declared.called} has no usable name; pass tune(..., name=...).")
         super().__init__(name or declared.called)
         self._declared = declared
-        self.choices = frozenset(declared.names)  # saying the default fixes what is to be tuned
+        self.choices = frozenset(declared.names)  # passing a default fixes the value in tuning
         functools.update_wrapper(self, function)
         self.__signature__ = declared.signature
 
-    if TYPE_CHECKING:  # calls are the function's, or have `cfg=` beside its arguments
+    if TYPE_CHECKING:  # a call takes the function's arguments, and optionally `cfg=`
 
         @overload  # type: ignore[override]
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
@@ -210,7 +210,7 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
             ...
 
     def __reduce_ex__(self, protocol: object) -> str:
-        """Pickle by name, as functions are: another process has a kernel of its own under it."""
+        """Pickle by name, like a function; another process loads its own kernel of that name."""
         del protocol
         return str(self.__qualname__)  # type: ignore[attr-defined] # the function's
 
@@ -221,22 +221,22 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
         self: TunedFunction[Concatenate[Any, Rest], Out], instance: object, owner: type | None = None
     ) -> Callable[Rest, Out]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Return the function as a method of `instance`, which is then the first argument of every call."""
+        """Return the kernel as a bound method, with `instance` as the first argument of each call."""
         return self if instance is None else types.MethodType(self, instance)
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check tunable arguments; all of them together are the call's configuration."""
+        """Check the tunable arguments; if the call passes all of them, they become its `cfg`."""
         fixed = {name: self._declared.checked(name, kwargs[name]) for name in self._declared.names if name in kwargs}
         if len(fixed) < len(self._declared.names):
             return args, {**kwargs, **fixed}
         return args, {**{name: value for name, value in kwargs.items() if name not in fixed}, "cfg": fixed}
 
     def heuristic_cfg(self, inv: Invocation[Config, Out]) -> Config:
-        """Return what the call fixes, what `heuristic=` says, and defaults for the rest."""
+        """Return the values that the call passes, then those of `heuristic=`, then the defaults."""
         return self._declared.heuristic_cfg(inv)
 
     def config_space(self, inv: Invocation[Config, Out]) -> Collection[Config]:
-        """Return the configurations that agree with what the call fixes."""
+        """Return the configurations that agree with the values that the call passes."""
         return self._declared.config_space(inv)
 
     def _check_cfg(self, config: object, name: str) -> None:
@@ -245,18 +245,18 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
 
 @dataclasses.dataclass(frozen=True)
 class _Directed(Generic[T]):
-    """What differs between a call and its backward."""
+    """A pair of values: for the forward and for the backward call."""
 
     forward: T
     backward: T
 
     def of(self, inv: Invocation[Any, Any]) -> T:
-        """Return the part for the direction of a call."""
+        """Return the value for the direction of a call."""
         return self.backward if inv.direction == "bwd" else self.forward
 
 
 class _Declared:
-    """What `tune` was told of a function, checked against it."""
+    """The arguments of `tune`, checked against the function's signature."""
 
     def __init__(
         self,
@@ -291,22 +291,22 @@ class _Declared:
         self._types = _types((self._static.forward, self._static.backward), self.names, self._defaults)
 
     def _known(self, space: Space, own: Sequence[str]) -> Collection[Config] | None:
-        """Return the candidates of a space that no call changes; `None` if calls do."""
+        """Return the candidates of a space that is the same for all calls; `None` if it depends on the call."""
         if callable(space) or _depends_on_shapes(space) or not self._defaults.keys() >= set(self.names) - set(own):
             return None
         return self._listed(space, {}, self._defaults, own)
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Config:
-        """Return the configuration of a call that nobody tuned."""
+        """Return the configuration of an untuned call."""
         heuristic = self._heuristics.of(inv)
         found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
-        merged = {**self._defaults, **found, **self._fixed(inv)}  # what the call says comes last: nothing overrides it
-        return self.checked_config(merged, f"{self.called}: what heuristic returns, with the defaults,")
+        merged = {**self._defaults, **found, **self._fixed(inv)}  # the call's own values take precedence
+        return self.checked_config(merged, f"{self.called}: the result of heuristic, with the defaults,")
 
     def config_space(self, inv: Invocation[Any, Any]) -> Collection[Config]:
-        """Return the candidates of a call; the heuristic alone where nothing else is left."""
+        """Return the candidates of a call; only the heuristic's if the space is empty."""
         fixed, base = self._fixed(inv), self.heuristic_cfg(inv)
         static, space = self._static.of(inv), self._spaces.of(inv)
         if isinstance(static, ConfigSpace) and not fixed:
@@ -324,9 +324,9 @@ class _Declared:
         """Return the value of a tunable argument as plain data.
 
         Raises:
-            ConfigError: it is not, or it is of another type than the values that it may have.
+            ConfigError: It is not plain data, or has another type than the values in the space.
         """
-        value = plain(value, f"{self.called}: {name}")  # a dtype would be another object in the next process
+        value = plain(value, f"{self.called}: {name}")  # e.g. a dtype object would not survive the process
         types = self._types.get(name)
         if types and type(value) not in types and not (type(value) is int and float in types):
             wanted = " or ".join(sorted(kind.__name__ for kind in types))
@@ -339,7 +339,7 @@ class _Declared:
         """Return a configuration with plain values.
 
         Raises:
-            ConfigError: it is no dictionary of exactly the tunable arguments, or a value is wrong.
+            ConfigError: It is not a dictionary of exactly the tunable arguments, or a value is invalid.
         """
         if not isinstance(config, Mapping) or set(config) != set(self.names):
             raise ConfigError(f"{what} must be a dictionary with {', '.join(self.names)}; got {config!r}.")
@@ -349,18 +349,20 @@ class _Declared:
         return {name: inv.kwargs[name] for name in self.names if name in inv.kwargs}
 
     def _listed(self, space: Any, fixed: Config, base: Config, own: Sequence[str]) -> Collection[Config]:
-        """Return the configurations of `space`, whichever form it has, that agree with `fixed`.
+        """Return the configurations of `space`, in any form, that agree with `fixed`.
 
-        What is not among its `own` names is tuned in the other direction, and stays as it is in `base`.
+        Arguments outside `own` are tuned only in the other direction, and have their values from `base`.
         """
         others = {name: base[name] for name in self.names if name not in own}
         if isinstance(space, Mapping):
             self._check_names(space, own)
             axes = {name: [fixed[name]] if name in fixed else self._values(name, space[name], base) for name in space}
             axes |= {name: [value] for name, value in others.items()}
-            return _some(ConfigSpace(axes, constraints=self._constraints), base)
+            return _or_base(ConfigSpace(axes, constraints=self._constraints), base)
         if self._constraints:
-            raise KernelError(f"{self.called}: constraints belong to values by name; put them into the ConfigSpace.")
+            raise KernelError(
+                f"{self.called}: constraints need a space that maps names to values; put them into the ConfigSpace."
+            )
         if isinstance(space, ConfigSpace):
             self._check_names(space.names, self.names)
             return _narrowed(space, fixed, base) if fixed else space
@@ -368,14 +370,14 @@ class _Declared:
             raise KernelError(
                 f"{self.called}: space must be values by name, a ConfigSpace or a list of dictionaries; got {space!r}."
             )
-        # An entry may be short of what `heuristic=` is yet to say; what is left out is filled in for each call.
+        # Entries may omit values; each call fills them in from `heuristic=`.
         listed = [{**base, **entry} for entry in space]
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
-        if isinstance(values, range):  # not gone through: it may have millions of values
+        if isinstance(values, range):  # not listed: it may have millions of values
             return values or ([base[name]] if name in base else [])
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
         return listed or ([base[name]] if name in base else [])
@@ -383,8 +385,8 @@ class _Declared:
     def _check_names(self, names: Iterable[str], own: Sequence[str]) -> None:
         if set(names) != set(own):
             raise ConfigError(
-                f"{self.called}: space must have values for {', '.join(own)}, which are its tunable arguments; "
-                f"got {', '.join(names)}. With a function as the space every keyword-only parameter is tunable."
+                f"{self.called}: space must have values for the tunable arguments {', '.join(own)}; got "
+                f"{', '.join(names)}. With a function as the space, every keyword-only parameter is tunable."
             )
 
 
@@ -413,7 +415,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         config = declared.checked_config(cfg, f"{self.op_id}: the configuration")
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
-            raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call says {fixed!r}; leave one of them out.")
+            raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
         return function(*args, **{**kwargs, **config})
 
     empty = inspect.Parameter.empty
@@ -423,7 +425,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         for p in declared.signature.parameters.values()
     ]
     at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    first = inspect.Parameter("_kernel", inspect.Parameter.POSITIONAL_ONLY)  # a method's function has a self of its own
+    first = inspect.Parameter("_kernel", inspect.Parameter.POSITIONAL_ONLY)  # the function may have its own `self`
     run.__signature__ = inspect.Signature([first, *parameters[:at], cfg, *parameters[at:]])  # type: ignore[attr-defined]
     return run
 
@@ -446,13 +448,15 @@ def _bucket(bucket: Bucket) -> Callable[..., Any]:
 
 def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
     if not isinstance(rule, ShardingRule) and not callable(rule):
-        raise KernelError(f"{called}: sharding_rule must be a ShardingRule, or a function to one, got {rule!r}.")
+        raise KernelError(
+            f"{called}: sharding_rule must be a ShardingRule, or a function that returns one, got {rule!r}."
+        )
     return lambda self, inv: rule if isinstance(rule, ShardingRule) else rule(inv)
 
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
     def called(self: TunedFunction[..., Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
-        found = examples(inv, rng)  # a tuple of arrays will do: most functions take nothing else
+        found = examples(inv, rng)  # a tuple of arrays is enough for most functions
         is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
 
@@ -464,7 +468,7 @@ def _depends_on_shapes(space: Any) -> bool:
 
 
 def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], defaults: Config) -> dict[str, set[type]]:
-    """Return the types of each tunable argument's values, where these are all known."""
+    """Return the types of each tunable argument's values, if all values are known."""
     own: dict[str, list[Any]] = {name: [defaults[name]] if name in defaults else [] for name in names}
     for space in spaces:
         if space is None:
@@ -482,11 +486,11 @@ def _agree(config: Mapping[str, object], fixed: Config) -> bool:
     return all(stable_json(config.get(name)) == stable_json(value) for name, value in fixed.items())
 
 
-def _some(space: ConfigSpace[Config], base: Config) -> Collection[Config]:
-    return space if base in space or not space.empty() else [base]  # the former is cheap: it lists nothing
+def _or_base(space: ConfigSpace[Config], base: Config) -> Collection[Config]:
+    return space if base in space or not space.empty() else [base]  # the membership test is cheap: it lists nothing
 
 
 def _narrowed(space: ConfigSpace[Config], fixed: Config, base: Config) -> Collection[Config]:
-    """Return the part of a space that agrees with `fixed`; what is fixed at another value leaves nothing to choose."""
+    """Return the subspace that agrees with `fixed`; only `base` if a fixed value is outside the space."""
     narrowed = space.narrowed(fixed)
-    return [base] if narrowed is None else _some(narrowed, base)
+    return [base] if narrowed is None else _or_base(narrowed, base)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Implementation`: one way to compute an operation; `OperationConfig`: which one runs, and with what parameters."""
+"""`Implementation`: one way to compute an operation; `OperationConfig`: an implementation and its parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ejkernel.ops.utils.messages.names import did_you_mean
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCall:
-    """What all implementations may know of a call; an operation adds shapes, dtypes and options to it.
+    """The description of a call for its implementations; an operation's subclass adds shapes, dtypes and options.
 
     Attributes:
-        platform: `gpu`, `tpu` or `cpu`; `None` if it is not known yet.
-        device_fingerprint: Such as `gpu:nvidia_h200`; empty if it is not known yet.
-        backward: Whether the backward is asked for, rather than the forward.
-        partitioned: Whether XLA's partitioner spreads the call over devices, and cannot be told how.
-        examples: How many such calls run at once, under `vmap`.
+        platform: `gpu`, `tpu` or `cpu`; `None` if unknown.
+        device_fingerprint: E.g. `gpu:nvidia_h200`; empty if unknown.
+        backward: Whether this is a backward call.
+        partitioned: Whether XLA's partitioner distributes the call over devices without control by the implementation.
+        examples: The number of examples under `vmap`.
     """
 
     platform: str | None = None
@@ -36,10 +36,10 @@ class OperationCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the call asks for that only an implementation which names it in its own `features` runs.
+        """The features that an implementation must list in its own `features` to run the call.
 
-        An operation whose arguments grow names the new ones here, as its users do: an implementation that was written
-        before refuses a call that has them, rather than leaves them out.
+        An operation lists optional arguments here that it gained later, by their public names. An older implementation
+        then rejects a call that uses them, instead of ignoring them.
         """
         return frozenset()
 
@@ -49,22 +49,22 @@ CallT = TypeVar("CallT", bound=OperationCall)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoParams:
-    """The parameters of an implementation that has none."""
+    """The parameter type of an implementation without parameters."""
 
 
 class Implementation(Generic[CallT]):
-    """One way to compute an operation, with parameters of its own. All that it says, it says of a call's description.
+    """One way to compute an operation, with its own parameters. Its methods see only the description of a call.
 
     Attributes:
-        name: What `implementation=` and configurations call it.
-        params: Type of its parameters for the forward: a frozen dataclass with defaults, of plain data.
-        bwd_params: Type of its parameters for the backward; `None`: the same.
-        residuals: Name of what its forward leaves for a backward: a contract. The forward of one implementation may be
-            followed by the backward of another where both have the same; where nobody shares it, an implementation is
-            chosen for both or for none. `None`: nothing is left, and a backward computes from the arguments alone.
-        differentiable: Whether JAX can differentiate `forward` and `backward`, in both modes. The others take
-            tangents and higher derivatives from one that is.
-        features: Those of `OperationCall.features` that it knows; a call with others is not asked about.
+        name: Its name in `implementation=` and in configurations.
+        params: Type of its forward parameters: a frozen dataclass of plain data with defaults.
+        bwd_params: Type of its backward parameters; `None`: the same as `params`.
+        residuals: Name of the format of the residuals. The forward of one implementation works with the backward of
+            another if both have the same format; otherwise one implementation runs both. `None`: no residuals, the
+            backward computes from the arguments alone.
+        differentiable: Whether JAX can differentiate `forward` and `backward`, in both modes. The other implementations
+            use the tangents and higher derivatives of a differentiable implementation.
+        features: The supported members of `OperationCall.features`; calls with other features are rejected.
     """
 
     name: ClassVar[str]
@@ -75,15 +75,15 @@ class Implementation(Generic[CallT]):
     features: ClassVar[frozenset[str]] = frozenset()
 
     def unsupported(self, call: CallT) -> str | None:
-        """Return why `call` does not run, and what would; `None` if it runs."""
+        """Return why `call` does not run, and what to use instead; `None` if it runs."""
         return None
 
     def params_fault(self, call: CallT, params: Any) -> str | None:
-        """Return why `call` must not run with these parameters; `None` if it may. They are refused, and never tried."""
+        """Return why these parameters are invalid for `call`, or `None`. Invalid parameters never run."""
         return None
 
     def preference(self, call: CallT) -> int:
-        """Return how much it is to be preferred for a call that it runs; of equals, the first of the operation is."""
+        """Return the priority for a call that it runs; of equal priorities, the first in the operation's list wins."""
         return 0
 
     def heuristic(self, call: CallT) -> Any:
@@ -91,21 +91,21 @@ class Implementation(Generic[CallT]):
         return self.params_type(backward=call.backward)()
 
     def space(self, call: CallT) -> Collection[Any]:
-        """Return the parameters that tuning tries, a list or a `ConfigSpace`; by default the heuristic's alone."""
+        """Return the parameters that tuning tries, a list or a `ConfigSpace`; by default only the heuristic's."""
         return [self.heuristic(call)]
 
     def forward(self, call: CallT, /, *args: Any, params: Any) -> tuple[Any, Any]:
-        """Return the output, and the residuals that `residuals` names (`()` if it names none).
+        """Return the output, and residuals in the format `residuals` (`()` if that is `None`).
 
         Args:
             call: The description.
             *args: The operation's positional arguments.
-            params: A `params`.
+            params: An instance of `params`.
         """
         raise KernelError(f"{type(self).__name__} has no forward.")
 
     def output(self, call: CallT, /, *args: Any, params: Any) -> Any:
-        """Return the output alone; by default that of `forward`. For those that compute it faster so."""
+        """Return only the output; by default that of `forward`. Override it if skipping the residuals is faster."""
         return self.forward(call, *args, params=params)[0]
 
     def backward(
@@ -113,15 +113,15 @@ class Implementation(Generic[CallT]):
     ) -> tuple[Any, ...]:
         """Return the gradient of each positional argument (`None`: zero); optional.
 
-        Without it JAX differentiates `forward`, if it can, with these parameters, and computes it a second time.
+        By default JAX differentiates a differentiable `forward` with these parameters, and computes it a second time.
 
         Args:
             call: The description.
-            residuals: What the contract names.
+            residuals: The residuals of the forward, in the format `residuals`.
             out: The output.
-            cotangents: One for each output; a single output gives a tuple of one.
+            cotangents: A tuple with one cotangent for each output.
             *args: The operation's positional arguments.
-            params: A `bwd_params`.
+            params: An instance of `bwd_params`.
         """
 
         def run(*args: Any) -> Any:
@@ -138,12 +138,12 @@ class Implementation(Generic[CallT]):
 
     @classmethod
     def has_backward(cls) -> bool:
-        """Return whether there is a gradient: one of its own, or JAX's."""
+        """Return whether it has a gradient: its own `backward`, or JAX's derivative."""
         return cls.differentiable or cls.backward is not Implementation.backward
 
     @classmethod
     def runs_everywhere(cls, call: CallT) -> bool:
-        """Return whether no platform and no device would make it refuse `call`."""
+        """Return whether it runs `call` on every platform and device."""
         return cls.unsupported is Implementation.unsupported and call.features <= cls.features
 
     def __repr__(self) -> str:
@@ -151,16 +151,17 @@ class Implementation(Generic[CallT]):
 
 
 def _gradient(gradient: Any) -> Any:
-    # Of integers: rules say `None` for what JAX says with a type of its own.
+    # The gradient of an integer is `None` in gradient rules, and float0 in JAX.
     return None if gradient.dtype == jax.dtypes.float0 else gradient
 
 
 class LazyImplementation(NamedTuple):
-    """An implementation whose module is imported when it is first asked for.
+    """An implementation whose module is imported on first use.
 
     Attributes:
-        target: Where its class is, `module:Class`.
-        platforms: Where it runs, of `gpu`, `tpu` and `cpu`; empty: everywhere. It is asked for elsewhere only by name.
+        target: Its class, as `module:Class`.
+        platforms: Its platforms: `gpu`, `tpu`, `cpu`; empty for all. Elsewhere it is considered only if requested by
+            name.
     """
 
     target: str
@@ -171,10 +172,10 @@ Declared = Implementation[Any] | LazyImplementation | str
 
 
 class Implementations(Mapping[str, Implementation[Any]]):
-    """The implementations of an operation by name, the one to prefer first; each is loaded when it is looked up.
+    """The implementations of an operation by name, in order of preference; each is loaded on first lookup.
 
     Args:
-        declared: By name, an `Implementation`, or where its class is: `"module:Class"`, or a `LazyImplementation`.
+        declared: By name: an `Implementation`, its class as `"module:Class"`, or a `LazyImplementation`.
     """
 
     def __init__(self, declared: Mapping[str, Declared]) -> None:
@@ -193,11 +194,11 @@ class Implementations(Mapping[str, Implementation[Any]]):
         return isinstance(name, str) and name in self._declared
 
     def __getitem__(self, name: str) -> Implementation[Any]:
-        """Return the implementation of that name.
+        """Return the implementation `name`.
 
         Raises:
-            ArgumentError: there is none; a call that was read from a file may ask for any.
-            UnsupportedError: its module cannot be imported here.
+            ArgumentError: The name is unknown, e.g. in a call read from a file.
+            UnsupportedError: Its module cannot be imported here.
         """
         if name not in self:
             raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self)}")
@@ -211,15 +212,15 @@ class Implementations(Mapping[str, Implementation[Any]]):
         return ", ".join(self._declared)
 
     def platforms(self, name: str) -> tuple[str, ...]:
-        """Return the platforms that an implementation runs on; none: all."""
+        """Return the platforms of an implementation; empty for all."""
         declared = self._declared[name]
         return declared.platforms if isinstance(declared, LazyImplementation) else ()
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
-        """Return those of these names that can be imported here."""
+        """Return those named implementations that can be imported here."""
         found = []
         for name in names:
-            with contextlib.suppress(UnsupportedError):  # which `unsupported` gives as a reason
+            with contextlib.suppress(UnsupportedError):  # `unsupported` reports the reason
                 found.append(self[name])
         return found
 
@@ -237,7 +238,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         unknown = sorted(call.features - found.features)
         if not unknown:
             return None
-        # To be told of one that is for another platform helps nobody here.
+        # Suggest only implementations for all platforms: another platform's would not help here.
         others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
         where = "the gradient of " if call.backward else ""
         return (
@@ -251,7 +252,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         module, _, attribute = declared.target.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)()
-        # What it needs may be missing here, which is a reason as any other.
+        # A missing dependency makes the implementation unsupported here.
         except ImportError as error:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
@@ -260,27 +261,27 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         found = declared
     if not isinstance(found, Implementation) or found.name != name:
         raise KernelError(
-            f"implementations must map a name to the Implementation of that name, got {name!r}: {found!r}."
+            f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperationConfig:
-    """How one call of an operation runs. An operation has a subclass of its own, which it is declared with.
+    """The configuration of a call of an operation; each operation has its own subclass.
 
-    A tagged union: the name decides of which types the parameters are, in memory and in files.
+    A tagged union: the implementation's name determines the types of the parameters, in memory and in files.
 
-    Passed as `cfg=`, it is for the call and for its gradient. What is found for a call holds the parameters of that
-    call's direction.
+    Passed as `cfg=`, it applies to the call and to its gradient. A tuned configuration holds only the parameters of the
+    direction of its call.
 
     Attributes:
-        implementation: Which implementation runs.
-        fwd: Its parameters for the forward, a `params`; `None`: its heuristic's.
-        bwd: Its parameters for the gradient, a `bwd_params`; `None`: its heuristic's.
+        implementation: Name of the implementation.
+        fwd: Its parameters for the forward, of type `params`; `None`: its heuristic's.
+        bwd: Its parameters for the backward, of type `bwd_params`; `None`: its heuristic's.
 
     Raises:
-        ConfigError: there is no such implementation, or the parameters are another's.
+        ConfigError: The implementation is unknown, or the parameters belong to another implementation.
     """
 
     implementation: str
@@ -306,11 +307,11 @@ class OperationConfig:
 
     @classmethod
     def field_types(cls, data: Mapping[str, object]) -> dict[str, Any]:
-        """Return the types of the fields of stored data, which the implementation's name among them decides."""
+        """Return the field types for stored data; they depend on the implementation's name in the data."""
         name: Any = data.get("implementation")
-        # A file may say any name, and one of a later version.
+        # A file may contain any name, e.g. one from a later version.
         if name not in cls.implementations:
-            return {"implementation": str, "fwd": Any, "bwd": Any}  # refused in __post_init__, with the names there are
+            return {"implementation": str, "fwd": Any, "bwd": Any}  # __post_init__ rejects it and lists the valid names
         found = cls.implementations[name]
         forward, backward = (found.params_type(backward=backward) for backward in (False, True))
         return {"implementation": str, "fwd": forward | None, "bwd": backward | None}

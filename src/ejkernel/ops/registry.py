@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that were seen, or missed, so that they can be tuned later. Only signatures are kept: no array, no tracer."""
+"""Recorded and missed calls, for later tuning. Only signatures are stored, no arrays and no tracers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
-    """`(kernel, args, kwargs)` of a recorded call, with abstract arguments; `invocation` is the whole of it."""
+    """`(kernel, args, kwargs)` of a recorded call, with abstract arguments; `invocation` holds the complete call."""
 
     invocation: Invocation[Any, Any]
 
     def __new__(cls, inv: Invocation[Cfg, Out]) -> Recorded:
-        """Make it of an invocation."""
+        """Create it from an invocation."""
         recorded = super().__new__(cls, (inv.kernel, inv.args, dict(inv.kwargs)))  # type: ignore[arg-type]
         recorded.invocation = inv
         return recorded
@@ -42,10 +42,10 @@ _lock = threading.Lock()
 
 
 def record_invocation(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> None:
-    """Keep the signature of a call; the same call again replaces it.
+    """Record the signature of a call; it replaces an earlier record of the same call.
 
     Raises:
-        UnstableKeyError: a static argument has no stable name, so the call has no key to be kept under.
+        UnstableKeyError: A static argument has no stable name, so the call has no key.
     """
     check_argument(hasattr(kernel, "op_id"), "kernel", "a Kernel", kernel)
     check_argument(hasattr(inv, "abstract_args"), "inv", "an Invocation", inv)
@@ -59,7 +59,7 @@ def record_invocation(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> No
 
 
 def get_invocations(device: str | None = None) -> Any:
-    """Return what was recorded: `{device: {op: {call key: (kernel, args, kwargs)}}}`; for one device, its part."""
+    """Return the recorded calls, `{device: {op: {call key: (kernel, args, kwargs)}}}`, or the entry of one device."""
     with _lock:
         copy = {dev: {op: dict(calls) for op, calls in ops.items()} for dev, ops in _invocations.items()}
     return copy if device is None else copy.get(device, {})
@@ -73,14 +73,14 @@ def clear_invocations() -> None:
 
 
 def missed() -> Invocations:
-    """Return the calls of this process that nothing was measured for, in the form of `get_invocations()`.
+    """Return the untuned calls of this process, in the form of `get_invocations()`.
 
-    A provisional tier answered them, such as the heuristic, or what was found for their forward.
-    `autotune_recorded(missed())` tunes them, and what was tuned is no longer among them.
+    They ran with a provisional configuration, such as the heuristic or the configuration of their forward.
+    `autotune_recorded(missed())` tunes them; tuned calls disappear from the result.
     """
     found: Invocations = {}
     with _lock:
-        # A copy, since kernels that are collected take their entries out.
+        # A copy, because a collected kernel removes its entries.
         noted = list(_missed.items())
     for (device, op, call), (owner, inv) in noted:
         kernel = owner()
@@ -90,29 +90,28 @@ def missed() -> Invocations:
 
 
 def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: ConfigKey) -> None:
-    """Keep a call that nothing was measured for while its user keeps the kernel; of very many the latest."""
+    """Record an untuned call for the lifetime of its kernel; beyond the limit, only the latest calls are kept."""
     if key not in _missed:
-        # Weakly: a miss was noted and not asked for, and must not keep a kernel that its user has dropped.
+        # Weak: recording a miss must not keep alive a kernel that the user has dropped.
         owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
         _missed.keep(key, (owner, inv.abstract().without_kernel()))
 
 
 def forget_missed(key: ConfigKey) -> None:
-    """Let go of a call that has been tuned since."""
+    """Remove a call that has been tuned."""
     with _lock:
         _missed.pop(key, None)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Invocation[Any, Any]]]:
-    """Record every call that is lowered inside the `with` block; gives the list that they are added to.
+    """Record each call lowered inside the `with` block, in the list that the block yields.
 
-    Functions that `jit` has compiled are traced again inside, so their calls are seen too.
+    Functions already compiled by `jit` are traced again inside the block, so their calls are recorded too.
     """
     seen: list[Invocation[Any, Any]] = []
     with _lock:
-        # The number is in the key of JAX's caches, which have one value for the whole context: with a new one JAX
-        # compiles anew all that runs in the block.
+        # The token is part of JAX's cache keys: with a new token, JAX recompiles everything that runs in the block.
         token = _unused.pop() if _unused else next(_tokens)
         _collectors[token] = seen
     try:
@@ -122,5 +121,5 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
     finally:
         with _lock:
             del _collectors[token]
-            if not seen:  # what was compiled meanwhile has no call in it, and need not be compiled anew the next time
+            if not seen:  # programs compiled under this token contain no calls, so it can be reused without recompiling
                 _unused.append(token)

@@ -338,7 +338,7 @@ def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, pa
         ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
         ({"partitioned": True}, "jax.shard_map"),
         ({"dtype": "float32"}, "dtype float32"),
-        ({"query": (2, 256, 4, 100)}, "query has head_dim 100, .* multiples of 8"),
+        ({"query": (2, 256, 4, 100)}, "query has head_dim 100; .* multiples of 8"),
         ({"value": (2, 256, 2, 264)}, "value has head_dim 264"),
         ({"key": (2, 0, 2, 128)}, "sizes above 0"),
         ({"rules": Rules(scale=0.0)}, "scale"),

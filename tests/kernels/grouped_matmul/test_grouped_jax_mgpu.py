@@ -57,7 +57,7 @@ def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(monkeypa
         ({"platform": "cpu", "device_fingerprint": "cpu:some"}, "implementation='jax_mgpu' needs a Hopper GPU"),
         ({"out_dtype": "float32"}, "got bfloat16 to float32"),
         ({"inner": 100}, "multiples of 64"),
-        ({"groups": 300}, "1 to 256 groups, and there are 300"),
+        ({"groups": 300}, "1 to 256 groups, got 300"),
     ],
 )
 def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, changes, words):

@@ -187,7 +187,7 @@ def test_parameters_are_positive_integers(wrong):
             "gpu",
             "rows of 96 elements; 'mosaic_gpu' supports multiples of 64 below 512, and of 128",
         ),
-        (8, 256, "bfloat16", "gpu", "x has 8 rows, and of short ones 'mosaic_gpu' takes a multiple of 16; use 'xla'"),
+        (8, 256, "bfloat16", "gpu", "x has 8 short rows; 'mosaic_gpu' supports multiples of 16; use 'xla'"),
         (16, 448, "float32", "gpu", "rows of 448 elements, too long for registers"),
         (8, 1000, "bfloat16", "gpu", "rows of 1000 elements"),
         (8, 65536, "bfloat16", "gpu", "too long for shared memory"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a program agree on: each rank here is a part of this process, and they share a store."""
+"""Agreement of processes. The tests simulate the ranks in this process, with a shared store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ejkernel.ops.config.agreement.decisions import Book
 
 
 class Client:
-    """JAX's client of a coordination service, of which all that there is are these values."""
+    """A fake of JAX's coordination client, which only holds these values."""
 
     def __init__(self, values):
         self.values = values
@@ -62,7 +62,7 @@ class Client:
 
 
 class Rank(contextlib.AbstractContextManager):
-    """One process: its caches, and what it knows of the decisions."""
+    """A process: its caches and its known decisions."""
 
     def __init__(self, ranks, index, **chain):
         self.ranks, self.index = ranks, index
@@ -85,7 +85,7 @@ class Rank(contextlib.AbstractContextManager):
         return jax.jit(lambda x: self.executor(kernel, x))
 
     def run(self, kernel, x):
-        """Lower and run, in a program of its own, and return the configuration that the result shows."""
+        """Lower and run in a separate program; return the configuration visible in the result."""
         with self:
             return int(np.asarray(self.program(kernel)(x)).ravel()[0])
 
@@ -125,7 +125,7 @@ def ranks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def x():
-    """An array on two devices, which a program has whose devices nobody tells."""
+    """An array on two devices, in a program that does not name its devices."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     return jax.device_put(jnp.ones((2, 2)), NamedSharding(mesh, PartitionSpec("a")))
 
@@ -139,7 +139,7 @@ def key_of(kernel, x):
     return Invocation(kernel=kernel, args=(x,)).key
 
 
-# --- who decides ---
+# --- the deciding process ---
 
 
 def test_the_first_to_lower_decides_whatever_the_others_remember(ranks, kernel, x):
@@ -271,7 +271,7 @@ def test_a_kernel_that_is_differentiated_in_the_open_has_an_agreed_configuration
 
 def test_nothing_is_tuned_while_others_would_wait(ranks, kernel, x):
     ranks[0] = {"autotune": True}
-    with pytest.warns(TuningWarning, match=r"times: nothing is tuned on a miss while several processes run"):
+    with pytest.warns(TuningWarning, match=r"times: not tuned on a miss, because several processes run"):
         assert ranks[0].run(kernel, x) == 1
 
 
@@ -434,7 +434,7 @@ def test_a_call_without_a_key_runs_with_its_heuristic_in_every_process(ranks, x)
             return f(cfg * x)
 
     called = Called("called")
-    with ranks[0], pytest.warns(UserWarning, match="cannot be remembered"):
+    with ranks[0], pytest.warns(UserWarning, match="cannot be cached"):
         jax.jit(lambda x: ranks[0].executor(called, x, lambda y: y))(x)
     assert ranks.values == {}
 

@@ -253,5 +253,5 @@ def test_an_operation_may_be_defined_again_with_the_same_class_of_configurations
 
 def test_another_operation_needs_a_class_of_its_own():
     operation("rows")
-    with pytest.raises(KernelError, match="Config is the configuration's type of another operation"):
+    with pytest.raises(KernelError, match="Config is the configuration type of another operation"):
         operation("rows", path="Tripled")

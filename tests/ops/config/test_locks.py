@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of a cache is removed only if it is the one that was judged, and links inside a cache lead nowhere."""
+"""A cache file is removed only if it has not changed since it was judged, and links inside a cache are not followed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(cache, file, monkey
 
 @pytest.fixture
 def outside(tmp_path, cache):
-    """Another cache with an entry of the same key; a folder of this one is a link to its."""
+    """Another cache with an entry of the same key; a folder of this cache links to it."""
     other = PersistentCache(tmp_path / "outside", shipped=False)
     other.put(KEY, {"rows": 7})
     return other
@@ -141,7 +141,7 @@ def outside(tmp_path, cache):
 
 @pytest.fixture(params=["the device's folder", "the operation's folder"])
 def linked(request, cache, outside, tmp_path):
-    """A cache whose folder for the key leads into the other one."""
+    """A cache with a link as the key's folder, into the other cache."""
     made = PersistentCache(tmp_path / "linked", shipped=False)
     device, op, _ = location(KEY)
     parts = (device,) if "device" in request.param else (device, op)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured with other versions: what an entry says of that, and what the policy makes of it."""
+"""Entries of other versions: their differences, and the actions of the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ejkernel.settings import Settings
 
 
 class Spaced(Kernel):
-    """A kernel whose space is what it is given."""
+    """A kernel with a given space."""
 
     def __init__(self, space):
         super().__init__("spaced")
@@ -133,7 +133,7 @@ def test_a_stale_entry_under_each_miss_policy(cache, inv, monkeypatch, stale, on
     chain.tuner = Heuristically()
     wanted = ON_MISS[stale, on_miss]
     if wanted is None:
-        with pytest.raises(NoConfigError, match=r"What is saved for it is not taken: measured with jax 0\.0\.1, not"):
+        with pytest.raises(NoConfigError, match=r"The saved entry is not used: measured with jax 0\.0\.1, not"):
             chain.resolve(inv, KERNEL)
     else:
         found = chain.resolve(inv, KERNEL)

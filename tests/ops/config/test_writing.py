@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole: what is kept when processes and machines end, and what is tidied up after them."""
+"""Atomic writes: durability, and clean-up of abandoned temporary files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
-SYNC = _writing._sync  # of which the tests have another
+SYNC = _writing._sync  # the tests replace it
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What is brought to the disk, and renamed, in this order."""
+    """The synced and renamed files, in order."""
     found = []
     replace = os.replace
 
@@ -43,7 +43,7 @@ def steps(monkeypatch):
 
 
 def beside(file, pid=1, age=0.0, text="half"):
-    """What a process left that was ended while it wrote."""
+    """The temporary file of a process killed during a write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     left = file.with_name(f".{file.name}.{pid}-0123abcd.tmp")
     left.write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def beside(file, pid=1, age=0.0, text="half"):
     return left
 
 
-# --- what is on the disk ---
+# --- durability ---
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_put_returns(steps, tmp_path):
@@ -105,7 +105,7 @@ def test_a_disk_that_fails_is_a_warning_and_memory(monkeypatch, tmp_path):
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
-# --- what others left ---
+# --- abandoned temporary files ---
 
 
 def test_old_temporary_files_are_removed_by_the_first_write_into_their_folder(tmp_path):
@@ -153,7 +153,7 @@ def test_a_process_rewrites_a_temporary_file_that_was_removed_as_abandoned(monke
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# --- processes that are killed ---
+# --- killed processes ---
 
 KILLED = """
 import os, signal, sys, warnings
@@ -213,7 +213,7 @@ def test_temporary_files_of_a_dead_writer_on_this_machine_are_removed_at_once(tm
     assert remove_left_over(tmp_path, alive.stat().st_mtime) == 1
     assert not gone.exists()
     assert alive.exists()
-    assert elsewhere.exists()  # of another machine, whose processes are not known here
+    assert elsewhere.exists()  # of another machine, with unknown processes
 
 
 def _pid_of_none():

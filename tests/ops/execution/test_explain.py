@@ -39,12 +39,12 @@ def test_an_explanation_reads_like_this(executor):
         "  overlay    - none in force",
         "  memory     - nothing remembered",
         "  persistent - the chain has no persistent cache",
-        "  shipped    - the chain does not ask for it",
+        "  shipped    - the chain does not use shipped configurations",
         "  autotune   - the policy does not allow it (autotune=False)",
-        "  sister     - the chain does not ask for it",
-        "  forward    - the call is a forward",
+        "  sister     - the chain does not use shipped configurations",
+        "  forward    - the call is a forward call",
         "  heuristic  1",
-        "  devices    - no sharding_rule: of several devices every one computes all of it",
+        "  devices    - no sharding_rule: each device computes the whole call",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key}",
         "  => 1 from heuristic",
     ]
@@ -115,7 +115,7 @@ def test_a_function_without_calls_has_no_explanations():
 
 
 def test_what_is_no_function_is_a_clear_error():
-    with pytest.raises(ArgumentError, match="a kernel or a function is needed, got 3"):
+    with pytest.raises(ArgumentError, match="target must be a kernel or a function, got 3"):
         default_executor().explain(3)
 
 

@@ -86,7 +86,7 @@ def test_candidates_that_are_all_nan_come_with_what_to_do():
     [
         (made("refused", needs_whole_sizes), (X, SIZES), 3, "inputs must be True .* got 3"),
         (made("refused", needs_whole_sizes), (jax.ShapeDtypeStruct((8,), np.float32), SIZES), True, "needs arrays"),
-        (jnp.sin, (X,), True, "inputs are for a Kernel"),
+        (jnp.sin, (X,), True, "inputs= needs a Kernel"),
     ],
     ids=["number", "types", "function"],
 )

@@ -88,7 +88,7 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
             {"calls": [(SHORT,)], "weights": [True]},
             r"weights\[0\] must be a positive number up to .*, got True",
         ),
-        ((), {"calls": [(SHORT,)], "inputs": (1,)}, "inputs must be True or left out where there are calls"),
+        ((), {"calls": [(SHORT,)], "inputs": (1,)}, "inputs must be True or left out if calls are given"),
     ],
 )
 def test_what_does_not_go_together_is_an_error_that_names_it(kernel, args, options, message):
@@ -98,7 +98,9 @@ def test_what_does_not_go_together_is_an_error_that_names_it(kernel, args, optio
 
 @pytest.mark.parametrize("name", ["calls", "weights"])
 def test_a_function_has_no_calls_to_choose_for(name):
-    with pytest.raises(ArgumentError, match=f"{name} are for a Kernel; a function is tuned with its arguments"):
+    with pytest.raises(
+        ArgumentError, match=f"{name}= needs a Kernel as target; a function is tuned with its arguments"
+    ):
         autotune(lambda x: x, **{name: [1]})
 
 

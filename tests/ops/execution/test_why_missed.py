@@ -92,15 +92,15 @@ def test_transformations_and_precision_are_told(store):
 
 def test_another_device_is_told(store):
     put(store, X, device="gpu:nvidia_h100")
-    assert why(store, X) == "no entry; this very call was tuned on gpu:nvidia_h100"
-    assert why(store, X[:2]) == "no entry; other calls of it were tuned on gpu:nvidia_h100"
+    assert why(store, X) == "no entry; this call was tuned on gpu:nvidia_h100"
+    assert why(store, X[:2]) == "no entry; other calls of the operation were tuned on gpu:nvidia_h100"
 
 
 def test_another_version_is_told(store):
     put(store, X)
     newer = Scale2("scale")
-    assert why(store, X, kernel=newer) == "no entry; this very call was tuned as version 0"
-    assert why(store, X[:2], kernel=newer) == "no entry; other calls of it were tuned as version 0"
+    assert why(store, X, kernel=newer) == "no entry; this call was tuned as version 0"
+    assert why(store, X[:2], kernel=newer) == "no entry; other calls of the operation were tuned as version 0"
 
 
 def test_an_entry_that_cannot_be_used_is_told(store):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static values that are made of their descriptions again, and what is refused."""
+"""Static values decoded from their descriptions, and rejected descriptions."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ VALUES = [
 
 
 def name_of(value):
-    """Return what the test is called: the same in every process, so without addresses."""
+    """Return the test's id, without addresses so that it is the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+| from '[^']*'", "", repr(value))
 
 
@@ -211,7 +211,7 @@ def test_any_data_at_all_is_a_value_or_a_refusal(data):
         undescribe(data, HERE)
 
 
-# --- what is refused ---
+# --- rejected descriptions ---
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of static values: equal for those of one type, bits and structure, and for nothing else."""
+"""Identity of static values: equal only for the same type, bits and structure."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Slotted:
 
 
 class ByContent:
-    """Compares and hashes by what it holds, in a slot whose name is mangled."""
+    """Compares and hashes by content, in a slot with a mangled name."""
 
     __slots__ = ("__value", "__weakref__")
 
@@ -117,7 +117,7 @@ def function(x):
 
 
 def parts(value):
-    """Return type and content of plain data, floats as their bits; what two values must agree in to be the same."""
+    """Return type and content of plain data, with the bits of floats. Equal results mean equal values."""
     if isinstance(value, tuple | frozenset):
         return type(value), type(value)(parts(item) for item in value)
     if isinstance(value, float):
@@ -222,7 +222,7 @@ def test_values_that_may_compute_differently_are_distinguished(left, right):
 )
 def test_values_that_are_made_anew_each_time_are_the_same(make):
     first, second = make(), make()
-    if type(first).__name__ == "PjitFunction":  # an object of its own each time
+    if type(first).__name__ == "PjitFunction":  # a new object each time
         second = first
     assert identity(first) == identity(second)
     assert token_of(first) == token_of(second)
@@ -345,7 +345,7 @@ def test_neither_identity_nor_token_keeps_an_object_alive(collect):
 
 
 class Static:
-    """A node of a pytree that is static as a whole, and compares by content."""
+    """A fully static pytree node, compared by content."""
 
     def __init__(self, value):
         self.value = value

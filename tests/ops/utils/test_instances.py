@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances of a class are alive."""
+"""The live instances of a class."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be named: what is marked, and what signatures, defaults and fields declare."""
+"""Nameable objects: marked objects, and objects declared by signatures, defaults and fields."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What labels carry, read from the two forms of a program's text."""
+"""Payloads of labels, read from both forms of a program's text."""
 
 from __future__ import annotations
 

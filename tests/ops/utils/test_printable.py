@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from elsewhere, made fit to be printed."""
+"""Untrusted text made printable."""
 
 from __future__ import annotations
 

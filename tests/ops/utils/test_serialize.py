@@ -139,7 +139,7 @@ json_values = st.recursive(
 
 
 def refused(text, cls):
-    """Return the message with which `text` is refused as a `cls`."""
+    """Return the error message for decoding `text` as a `cls`."""
     with pytest.raises(SerializationError) as caught:
         from_json(text, cls)
     return str(caught.value)
@@ -354,7 +354,7 @@ def test_to_json_is_indented_and_sorted():
     assert to_json({"b": 1, "a": "é"}) == '{\n  "a": "é",\n  "b": 1\n}'
 
 
-# --- what cannot be written ---
+# --- values that cannot be encoded ---
 
 
 class Opaque:
@@ -422,7 +422,7 @@ def test_other_mappings_and_subclasses_of_built_ins_are_written():
     assert str is type(data["a"])
 
 
-# --- what cannot be read ---
+# --- text that cannot be decoded ---
 
 
 @given(outers, st.lists(st.sampled_from(["inner", "maybe", "tile"]), max_size=1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and descriptions that keys are made of: the same in every process, or an error that says what to pass."""
+"""Names and descriptions in keys: the same in every process, or an error with advice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_static_fields_of_a_registered_dataclass_matter():
     assert key_of(X, Batch(X, "train")) != key_of(X, Batch(X, "test"))
 
 
-# --- what has no name ---
+# --- values without a name ---
 
 
 def closure():

@@ -88,8 +88,8 @@ def unrolled_producer_tail(steps: Any, *pipelines: Pipeline | None) -> None:
 
     The register allocation of ptxas depends on it: with the loop some attention backwards spill up to 88 bytes more.
     """
-    for pipeline in pipelines:
-        for stage in range(pipeline.stages if pipeline is not None else 0):
+    for pipeline in filter(None, pipelines):
+        for stage in range(pipeline.stages):
             pl.when(stage < steps)(functools.partial(_wait_empty, pipeline, stage))
 
 

@@ -48,7 +48,7 @@ def check_rows(x: Any, **vectors: Any) -> None:
     """Check that `x` has rows to normalise and that each vector has the length of a row.
 
     Raises:
-        ArgumentError: an argument has the wrong shape or dtype.
+        ArgumentError: An argument has the wrong shape or dtype.
     """
     for name, array in {"x": x, **vectors}.items():
         if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
@@ -67,7 +67,7 @@ def canonical_eps(eps: Any) -> float:
     """Return `eps` as a Python float.
 
     Raises:
-        ArgumentError: it is not a number, or negative.
+        ArgumentError: It is not a number, or negative.
     """
     if not is_number(eps) or not 0 <= eps < math.inf:
         raise ArgumentError(f"eps must be a number >= 0, got {given_text(eps)}.")
@@ -80,7 +80,7 @@ def given_residual(residual: Any, x: Any) -> tuple[Any, ...]:
     A call without a residual thus keeps the key that it had before the argument existed.
 
     Raises:
-        ArgumentError: it is not an array of `x`'s shape and dtype.
+        ArgumentError: It is not an array of `x`'s shape and dtype.
     """
     if residual is None:
         return ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention in plain JAX cuts a call: the sizes of blocks, the pairs of them, and the arrays cut and joined."""
+"""Blocks of attention in plain JAX: their sizes, the visible pairs, and splitting and joining of arrays."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .common import AttentionCall, Operands, Rules, accumulator
 
 
 def has_blocks(call: AttentionCall) -> bool:
-    """Return whether the lengths are numbers: a length that is a symbol, in an exported program, is one block."""
+    """Return whether the lengths are numbers; a symbolic length, in an exported program, is one block."""
     return is_known(call.query[1], call.key[1])
 
 
 def default_blocks(call: AttentionCall) -> tuple[int, int]:
-    """Return the block sizes of queries and keys that are used where none are given.
+    """Return the default block sizes of queries and keys.
 
-    On a CPU a step's scores should stay in cache (2 MiB forward, 1 MiB backward were best where it was measured);
-    elsewhere a step should be large enough to fill the chip. Blocks larger than a window compute what it hides: for 512
-    tokens and a window of 48 on both sides, smaller ones took a third of the time forward, and 0.6 of it backward.
+    On a CPU the scores of one step should stay in cache (2 MiB forward and 1 MiB backward measured best); elsewhere a
+    step should be large enough to fill the chip. Blocks larger than the window compute hidden scores: for 512 tokens
+    and a window of 48 on both sides, smaller blocks took a third of the time forward, and 0.6 of it backward.
 
     Args:
-        call: The call; of an unknown platform, what the program is being lowered for, or the default backend.
+        call: The call. If its platform is unknown, the target of the current lowering or the default backend counts.
     """
     on_cpu = (call.platform or compat.target_kind()) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
@@ -56,7 +56,7 @@ def _largest_in_window(rules: Rules) -> tuple[int, int]:
 
 
 def even_block(length: int, most: int) -> int:
-    """Return the block size, at most about `most`, that cuts `length` with little padding."""
+    """Return a block size of at most about `most` that divides `length` with little padding."""
     if most >= length:
         return length
     size = -(-length // -(-length // most))
@@ -64,32 +64,32 @@ def even_block(length: int, most: int) -> int:
 
 
 class Blocks(NamedTuple):
-    """The operands, cut: the axis of blocks is first, so that a block is one contiguous slice."""
+    """The operands split into blocks: the block axis comes first, so each block is one contiguous slice."""
 
     query: jax.Array  # [query block, b, g, r, q, d]
     key: jax.Array  # [key block, b, g, k, d]
     value: jax.Array  # [key block, b, g, k, e]
-    bias: jax.Array | None  # [b, g, r, all queries, all keys], each in full or 1: not cut, it may be large
-    mask: jax.Array | None  # likewise
+    bias: jax.Array | None  # [b, g, r, all queries, all keys], each in full or 1: not split, as it may be large
+    mask: jax.Array | None  # as bias
     query_segments: jax.Array | None  # [query block, b, q]
     key_segments: jax.Array | None  # [key block, b, k]
     query_lengths: jax.Array | None  # [b]
-    key_lengths: jax.Array | None  # likewise
+    key_lengths: jax.Array | None  # [b]
     dropout_key: jax.Array | None
 
 
 class RowBlocks(NamedTuple):
-    """What the backward knows of every query: its weights are `exp((values - top) * factor - rest)`."""
+    """Data of each query row for the backward: its weights are `exp((values - top) * factor - rest)`."""
 
     dout: jax.Array  # [query block, b, g, r, q, e]
-    top: jax.Array  # [query block, b, g, r, q]; infinite for a row that sees no key, 0 if `rest` is the log-sum-exp
-    rest: jax.Array  # likewise
-    delta: jax.Array  # likewise
+    top: jax.Array  # [query block, b, g, r, q]; infinite for a row without a visible key, 0 if `rest` is the lse
+    rest: jax.Array  # [query block, b, g, r, q]
+    delta: jax.Array  # [query block, b, g, r, q]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is an array
 class Grid:
-    """How one call is cut into blocks.
+    """The block structure of one call.
 
     Attributes:
         pairs: `[pairs, 2]`, the query block and the key block of every step.
@@ -107,12 +107,12 @@ class Grid:
 
     @property
     def query_blocks(self) -> int:
-        """How many blocks of queries there are."""
+        """Number of query blocks."""
         return -(-self.queries // self.q_block)
 
 
 def grid_of(call: AttentionCall, params: FwdParams | BwdParams) -> Grid:
-    """Return how a call is cut with these parameters."""
+    """Return the block structure of a call with these parameters."""
     queries, keys = call.query[1], call.key[1]
     if has_blocks(call):
         q_most, kv_most = default_blocks(call)
@@ -134,7 +134,7 @@ def grid_of(call: AttentionCall, params: FwdParams | BwdParams) -> Grid:
 
 
 def _visible_pairs(queries: int, keys: int, q_block: int, kv_block: int, rules: Rules) -> np.ndarray:
-    """Return the pairs of blocks in which the window lets some query see some key, ordered by query block."""
+    """Return the pairs of blocks with at least one visible key under the window, ordered by query block."""
     start = np.arange(0, queries, q_block)
     first, last = start + keys - queries, np.minimum(start + q_block, queries) - 1 + keys - queries
     lowest = np.zeros_like(first) if rules.left is None else np.maximum(first - rules.left, 0)
@@ -145,7 +145,7 @@ def _visible_pairs(queries: int, keys: int, q_block: int, kv_block: int, rules: 
 
 
 def split(operands: Operands, grid: Grid) -> Blocks:
-    """Return the operands, cut."""
+    """Split the operands into blocks."""
     queries, keys = (
         None if x is None else _blocked(x, 1, block)
         for x, block in ((operands.query_segments, grid.q_block), (operands.key_segments, grid.kv_block))
@@ -165,13 +165,13 @@ def split(operands: Operands, grid: Grid) -> Blocks:
 
 
 def missing(length: int, block: int) -> int:
-    """Return how much padding makes whole blocks of a length."""
-    # A symbol, which is one block, has no remainder that is known.
+    """Return the padding that rounds a length up to whole blocks."""
+    # A symbolic length is one block; its remainder is unknown.
     return 0 if length == block else -length % block
 
 
 def _blocked(x: jax.Array, axis: int, block: int, fill: float = 0) -> jax.Array:
-    """Pad `axis` to whole blocks, cut it, and bring the axis of blocks to the front."""
+    """Pad `axis` to whole blocks, split it, and move the block axis to the front."""
     padding = [(0, missing(x.shape[axis], block) if a == axis else 0) for a in range(x.ndim)]
     x = jnp.pad(x, padding, constant_values=fill) if any(after for _, after in padding) else x
     x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
@@ -179,7 +179,7 @@ def _blocked(x: jax.Array, axis: int, block: int, fill: float = 0) -> jax.Array:
 
 
 def split_queries(x: jax.Array, grid: Grid) -> jax.Array:
-    """Cut `[batch, queries, heads, dim]`."""
+    """Split `[batch, queries, heads, dim]`."""
     x = x.reshape(*x.shape[:2], grid.groups, -1, x.shape[-1])
     return _blocked(x, 1, grid.q_block).transpose(0, 1, 3, 4, 2, 5)
 
@@ -196,13 +196,13 @@ def _split_keys(x: jax.Array, grid: Grid) -> jax.Array:
 
 
 def join_keys(x: jax.Array, grid: Grid) -> jax.Array:
-    """Undo what `split` does to keys and values."""
+    """Undo `split` for keys or values."""
     blocks, batch, groups, block, dim = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, blocks * block, groups, dim)[:, : grid.keys]
 
 
 def split_rows(x: jax.Array, grid: Grid, fill: float) -> jax.Array:
-    """Cut `[batch, heads, queries]`; the padding is `fill`."""
+    """Split `[batch, heads, queries]`; the padding is `fill`."""
     return _blocked(x.reshape(x.shape[0], grid.groups, -1, x.shape[-1]), 3, grid.q_block, fill)
 
 
@@ -213,7 +213,7 @@ def join_rows(x: jax.Array, grid: Grid) -> jax.Array:
 
 
 def _split_heads(x: jax.Array, grid: Grid) -> jax.Array:
-    """Cut the axis of heads of a bias or mask into groups, and pad queries and keys to whole blocks."""
+    """Split the head axis of a bias or mask into groups, and pad queries and keys to whole blocks."""
     batch, heads, queries, keys = x.shape
     x = x.reshape(batch, *((1, 1) if heads == 1 else (grid.groups, -1)), queries, keys)
     after = [0 if n == 1 else missing(n, block) for n, block in ((queries, grid.q_block), (keys, grid.kv_block))]
@@ -227,7 +227,7 @@ def join_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def part_of(x: jax.Array, grid: Grid, pair: jax.Array) -> jax.Array:
-    """Return the part of a bias or mask that belongs to one pair; an axis of 1 stays."""
+    """Return the block of a bias or mask for one pair; an axis of length 1 stays."""
     for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1])):
         if x.shape[axis] != 1:
             x = lax.dynamic_slice_in_dim(x, index * block, block, axis)
@@ -235,8 +235,8 @@ def part_of(x: jax.Array, grid: Grid, pair: jax.Array) -> jax.Array:
 
 
 def put_part(x: jax.Array, part: jax.Array, grid: Grid, pair: jax.Array) -> jax.Array:
-    """Return a bias's gradient with the part that belongs to one pair exchanged."""
-    zero = jnp.zeros_like(pair[0])  # all of one type, also where integers have 64 bits
+    """Return the gradient of a bias with the block of one pair replaced."""
+    zero = jnp.zeros_like(pair[0])  # all indices need one dtype, also with 64-bit integers enabled
     start = [zero] * 3 + [
         index * block if x.shape[axis] != 1 else zero
         for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1]))
@@ -250,7 +250,7 @@ def full(shape: tuple[int, ...], fill: float, dtype: jnp.dtype, blocks: Blocks) 
 
 
 def dot(subscripts: str, x: jax.Array, y: jax.Array, grid: Grid) -> jax.Array:
-    """Return the products, summed in the grid's dtype."""
+    """Return the einsum of two operands, accumulated in the grid's dtype."""
     return jnp.einsum(subscripts, x, y, preferred_element_type=grid.dtype, precision=grid.precision)
 
 
@@ -261,6 +261,6 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def put(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """Return `x` with one block exchanged."""
+    """Return `x` with one block replaced."""
     changed: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
     return changed

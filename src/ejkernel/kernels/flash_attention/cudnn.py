@@ -20,12 +20,12 @@ _AMD = re.compile(r"amd|radeon|instinct|:gfx\d")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
 _HOPPER_OR_LATER = re.compile(r"(h20|h100|h200|h800|gh200|b100|b200|b300|gb200|gb300|gb10|rtx_50\d\d|rtx_pro_\w+)(_|$)")
 
-# What a hidden key's logit is set to: far below every other, yet cuDNN can subtract two of them in its own precision.
+# The logit of a hidden key: far below all others, yet cuDNN can subtract two of them in its own precision.
 _HIDDEN = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}
 
 
 class Cudnn(AttentionImplementation):
-    """The implementation by cuDNN, which chooses its tiles by itself."""
+    """cuDNN's fused kernels, which choose their tiles themselves."""
 
     name = "cudnn"
     # "precision": 16-bit products are exact in float32
@@ -40,9 +40,9 @@ class Cudnn(AttentionImplementation):
         return forward(operands, rules)
 
     def output(self, call: AttentionCall, /, *args: Any, params: Any) -> Any:
-        """See `Implementation`; the log-sum-exp is left out where nothing else needs it."""
+        """See `Implementation`; computes the log-sum-exp only if needed."""
         operands = operands_of(args)
-        # Empty rows, which a mask or a bias may leave, are told by their log-sum-exp.
+        # A mask or a bias may leave empty rows, and `forward` recognises them by their log-sum-exp.
         if call.return_lse or any(array is not None for array in operands[3:]):
             return super().output(call, *args, params=params)
         return _attended(operands, call.rules, None, (None, None), with_lse=False)[0]
@@ -60,20 +60,20 @@ class Cudnn(AttentionImplementation):
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why cuDNN does not run `call`, and what would; `None` if it does."""
+    """Return why cuDNN does not support `call`, with an alternative; `None` if it does."""
     if not is_known(*call.query, *call.key, *call.value):
         return "it needs shapes that are numbers, and this program is exported for many; use 'xla'"
-    # The platform first: on another one, no change of the arguments would help.
+    # Check the platform first: on an unsupported one, changing the arguments would not help.
     return platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
 
 
 def is_hopper_or_later(device_fingerprint: str) -> bool:
-    """Return whether a device is a Hopper GPU of NVIDIA, or a later one."""
+    """Return whether a device is an NVIDIA GPU of the Hopper generation or later."""
     return _HOPPER_OR_LATER.search(device_fingerprint) is not None
 
 
 def platform_reason(call: AttentionCall) -> str | None:
-    """Return why cuDNN does not run where the call is; `None` if it does."""
+    """Return why cuDNN does not run on the platform of the call; `None` if it does."""
     device = call.device_fingerprint
     if call.platform not in (None, "gpu") or _AMD.search(device):
         return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
@@ -81,7 +81,7 @@ def platform_reason(call: AttentionCall) -> str | None:
         return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
     if call.backward and call.deterministic and not settings.deterministic_ops():
         return (
-            "deterministic is available with cuDNN's gradient only for a whole process, by "
+            "deterministic is available with cuDNN's gradient only for a whole process, with "
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true; set it, or use 'xla'."
         )
     if call.partitioned:
@@ -100,7 +100,7 @@ def _arguments_reason(call: AttentionCall) -> str | None:
     head_dim, value_dim = call.query[3], call.value[3]
     if value_dim != head_dim:
         return f"value has head_dim {value_dim} and query {head_dim}, and cuDNN is used for equal ones; use 'xla'."
-    known = call.device_fingerprint  # nothing is held against a GPU that is not known yet
+    known = call.device_fingerprint  # an unknown GPU may be of any generation
     largest = 256 if not known or _HOPPER_OR_LATER.search(known) else 128
     if head_dim % 8 or head_dim > largest:
         return (
@@ -146,7 +146,7 @@ def _length_reason(call: AttentionCall) -> str | None:
 
 
 def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
-    # A lone query is the last one: causal attention hides nothing from it.
+    # A single query is the last position: causal attention hides nothing from it.
     causal = rules.right == 0 and operands.query.shape[1] > 1
     # cuDNN counts the query's own position as well.
     window = rules.left + 1 if causal and rules.left is not None else 0
@@ -162,9 +162,9 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         counts, _ = _counting(operands)
         out = jnp.where(counts[:, :, None, None], out, 0)
         return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
-    if total is None:  # then every query sees a key
+    if total is None:  # every query sees a key
         return out, lse
-    # Not `<=`, which says of NaN that the row is not empty.
+    # `<=` would count a row with NaN as not empty.
     empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
     out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
@@ -173,7 +173,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 def _attended(
     operands: Operands, rules: Rules, total: jax.Array | None, lengths: tuple[Any, Any], *, with_lse: bool = True
 ) -> tuple[jax.Array, ...]:
-    """Return what cuDNN finds, with the sum of bias and mask; the log-sum-exp too, if it is asked for."""
+    """Return cuDNN's output for the sum of bias and mask, and with `with_lse` the log-sum-exp."""
     operands = unify_varying(operands)
     static = _static(operands, rules) | {"with_lse": with_lse}
 
@@ -211,7 +211,7 @@ def backward(
         folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
         batch, bias = arrays[0].shape[-4], arrays[3]
         shared = bias is not None and bias.shape[-4] < batch
-        if bias is not None:  # every example has a gradient of its own, so the bias is spread over all of them
+        if bias is not None:  # each example has a separate gradient, so broadcast the bias to all of them
             spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
             folded[3] = fold(spread, size, batched[3])
         found = [unfold(x, size) for x in pull(*folded)]
@@ -219,7 +219,7 @@ def backward(
             found[3] = found[3].sum(axis=1, keepdims=True)
         return tuple(found), (True,) * len(found)
 
-    # What was done to the bias before cuDNN had it, the cast, the mask and the broadcast, JAX undoes.
+    # JAX differentiates the cast, mask and broadcast of the bias before cuDNN.
     total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
     lengths = _both_lengths(operands)
     found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype), *lengths)
@@ -232,12 +232,12 @@ def backward(
 
 
 def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
-    """Return what cuDNN is to add to the logits for bias and mask together, `[batch or 1, heads or 1, q, k]`."""
+    """Return the sum of bias and mask for cuDNN to add to the logits, `[batch or 1, heads or 1, q, k]`."""
     mask, query = operands.attention_mask, operands.query
     if bias is None and mask is None:
         return None
     hidden = jnp.asarray(_HIDDEN[str(query.dtype)], query.dtype)
-    # A bias of minus infinity hides a key, too: cuDNN gives rows of nothing else zeros, as is wanted.
+    # A bias of minus infinity also hides a key: cuDNN returns zeros for rows with nothing else, as required.
     total = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
     if mask is not None:
         total = jnp.where(mask, total, hidden)
@@ -245,7 +245,7 @@ def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
 
 
 def _both_lengths(operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return lengths of queries and keys as cuDNN takes them, both or none: at least 1, and at most all."""
+    """Return the lengths of queries and keys for cuDNN, both or none, clipped to 1 and the full length."""
     given = (operands.query_lengths, operands.key_lengths)
     if given[0] is None and given[1] is None:
         return None, None
@@ -258,7 +258,7 @@ def _both_lengths(operands: Operands) -> tuple[jax.Array | None, jax.Array | Non
 
 
 def _counting(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Return which queries see a key, and which keys are seen, `[batch, length]`: cuDNN leaves the others undefined."""
+    """Return masks `[batch, length]`: queries that see a key, and visible keys; cuDNN leaves the others undefined."""
     given = (operands.query_lengths, operands.key_lengths)
     sizes = (operands.query.shape[1], operands.key.shape[1])
     batch = operands.query.shape[0]
@@ -274,7 +274,7 @@ def _lengths(queries: Any = None, keys: Any = None) -> dict[str, Any]:
 
 
 def fold(x: Any, size: int, batched: Any) -> Any:
-    """Merge the axis of a `vmap` into the axis of the batch; `None` stays."""
+    """Merge the axis of a `vmap` into the batch axis; `None` stays."""
     if x is None:
         return None
     x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -282,7 +282,7 @@ def fold(x: Any, size: int, batched: Any) -> Any:
 
 
 def _fold_bias(bias: jax.Array | None, size: int, batched: Any, batch: int) -> jax.Array | None:
-    """Merge likewise; a bias that all examples and the whole batch share stays as it is."""
+    """Apply `fold` to a bias; one shared by all examples and the whole batch stays as it is."""
     if bias is None or (not batched and bias.shape[0] == 1):
         return bias
     spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention within segments by cuDNN's packed layout, on NVIDIA GPUs from Hopper on.
 
-The layout is for segments that each are one run, told by where they begin; how many a row may have is a number that a
-kernel is compiled for, and that its gradient's time grows with. Neither is known before the program runs: there are
-several kernels, and the device takes the smallest that has room. Where a segment's ids are not one run, where queries
-and keys have other ids, or where there are too many segments, it takes plain JAX's blocks instead.
+The layout requires each segment to be one run of positions, and takes the start of each. A kernel is compiled for a
+maximum number of segments per row, and the time of its gradient grows with that number. Runs and counts are known only
+at run time, so the program contains several kernels, and the device takes the smallest with enough capacity. It falls
+back to plain JAX if the ids of a segment are not one run, if queries and keys have different ids, or if a row has too
+many segments.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from .common import AttentionCall, AttentionImplementation, Operands, Rules
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedParams:
-    """Which kernels there are.
+    """The compiled kernels.
 
     Attributes:
-        segments: How many segments a row may have, for each kernel; rising. On one H200 a gradient with room for 64
-            takes twice as long as one with room for 8.
+        segments: Capacity of each kernel in segments per row, rising. On one H200 a gradient with capacity 64 takes
+            twice as long as one with capacity 8.
     """
 
     segments: tuple[int, ...] = (8, 16, 32, 64)
@@ -45,7 +46,7 @@ class PackedParams:
 
 
 class CudnnPacked(AttentionImplementation):
-    """The implementation by cuDNN's packed layout, for segment ids."""
+    """cuDNN's packed layout, for segment ids."""
 
     name = "cudnn_packed"
     params = PackedParams
@@ -72,12 +73,12 @@ class CudnnPacked(AttentionImplementation):
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why the packed layout does not run `call`, and what would; `None` if it does."""
+    """Return why the packed layout does not support `call`, with an alternative; `None` if it does."""
     elsewhere = cudnn.platform_reason(call)
     if elsewhere is not None:
         return elsewhere.replace("implementation='cudnn'", "implementation='cudnn_packed'")
     if not call.segments:
-        return "implementation='cudnn_packed' is for segment_ids, and there are none; use 'cudnn'."
+        return "implementation='cudnn_packed' needs segment_ids, and the call has none; use 'cudnn'."
     if call.bias is not None or call.attention_mask is not None or call.rules.left is not None:
         return "segment_ids are not available with cuDNN beside bias, attention_mask or sliding_window; use 'xla'."
     if call.query[1] != call.key[1]:
@@ -87,19 +88,19 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         )
     if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
         return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
-    # Of all else the layout takes what cuDNN takes without segments.
+    # Otherwise the layout supports the same calls as cuDNN without segments.
     return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
 
 
 class _Layout(NamedTuple):
-    """Where segments are.
+    """Positions of the segments.
 
     Attributes:
-        ordinals: `[batch, length]`, which segment of its row each position is in.
-        starts: `[batch, length]`, where that segment begins.
-        first: `[batch, 1]`, how many segments all rows before have.
-        counts: `[batch, 1]`, how many segments each row has.
-        begins: `[batch, length]`, whether a segment begins here.
+        ordinals: `[batch, length]`, index of each position's segment in its row.
+        starts: `[batch, length]`, first position of that segment.
+        first: `[batch, 1]`, number of segments in all earlier rows.
+        counts: `[batch, 1]`, number of segments in each row.
+        begins: `[batch, length]`, whether a segment begins at this position.
     """
 
     ordinals: jax.Array
@@ -129,7 +130,7 @@ def forward(operands: Operands, rules: Rules, params: PackedParams) -> tuple[jax
 def backward(
     operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: PackedParams
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias, which there is none of; see `forward`."""
+    """Return the gradients of query, key, value and bias (always `None`); see `forward`."""
     static = _static(rules) | {"bias_gradient": False}
 
     def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any, *saved: Any) -> Any:
@@ -165,13 +166,13 @@ def _segmented(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Oper
 def _by_capacity(
     packed: Callable[..., Any], plain: Callable[..., Any], params: PackedParams, arrays: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Return what the smallest kernel computes that has room for the segments, or `plain` where none is for them.
+    """Return the result of the smallest kernel with capacity for the segments, or of `plain` if none applies.
 
     Args:
-        packed: Of the number of segments that a row may have, and the arrays.
-        plain: Of the arrays.
-        params: Which kernels there are.
-        arrays: Query, key, value, the segment ids of both, and others; the batch is the first axis of all.
+        packed: Function of a capacity in segments per row, and the arrays.
+        plain: Function of the arrays.
+        params: The compiled kernels.
+        arrays: Query, key, value, the segment ids of both, and others; the first axis of each is the batch.
     """
 
     @custom_vmap
@@ -217,46 +218,46 @@ def _layout_of(ids: jax.Array) -> _Layout:
 
 
 def _is_packed(ids: jax.Array, key_ids: jax.Array, layout: _Layout, most: int) -> jax.Array:
-    """Return whether no row has more than `most` segments, none of them has two runs, and keys have the same ids."""
+    """Return whether each row has at most `most` segments, each segment is one run, and keys have the same ids."""
     batch = ids.shape[0]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    # What is too many goes into a last column, and is cut off with it.
+    # Surplus segments go to the last column, which the slice drops.
     runs = jnp.zeros((batch, most + 1), ids.dtype).at[rows, jnp.minimum(layout.ordinals, most)].set(ids)[:, :most]
     there = jnp.arange(most, dtype=jnp.int32)[None] < layout.counts
     alike = (runs[:, :, None] == runs[:, None, :]) & there[:, :, None] & there[:, None, :]
-    # Where no segment has two runs, each is alike itself alone.
+    # If each segment is one run, each id equals only itself.
     once = alike.sum(dtype=jnp.int32) == jnp.minimum(layout.counts, most).sum(dtype=jnp.int32)
     return (layout.counts.max() <= most) & once & (ids == key_ids).all()
 
 
 def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
-    """Return where segments begin and how long they are, for a kernel with room for so many in a row."""
+    """Return the starts and lengths of the segments, for a kernel with capacity `segments` per row."""
     batch, length = layout.begins.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     starts = jnp.full((batch, segments + 1), -1, jnp.int32)
     starts = starts.at[rows, jnp.minimum(layout.ordinals, segments)].set(layout.starts)
     there = jnp.arange(segments, dtype=jnp.int32)[None]
-    # The last segment has no next one to end before: it ends with the row.
+    # The last segment ends with the row, the others where the next begins.
     ends = jnp.where(there == layout.counts - 1, length, starts[:, 1:])
     lengths = jnp.where(there < layout.counts, ends - starts[:, :-1], -1)
     return compat.CudnnLengths(lengths, lengths, starts)
 
 
 def _places(layout: _Layout) -> tuple[jax.Array, jax.Array]:
-    """Return, `[batch, length]`, which of all segments a position is in, and how far from its first."""
+    """Return the index of each position's segment over all rows, and the offset in it, both `[batch, length]`."""
     positions = jnp.arange(layout.starts.shape[1], dtype=jnp.int32)[None]
     return layout.first + layout.ordinals, positions - layout.starts
 
 
 def _of_rows(stats: jax.Array, layout: _Layout) -> jax.Array:
-    """Return a number of every row, `[batch, heads, length]`, from cuDNN's, `[batch * segments, heads, length]`."""
+    """Return cuDNN's statistics `[batch * segments, heads, length]` as `[batch, heads, length]`."""
     segment, place = _places(layout)
     rows: jax.Array = stats[segment, :, place]
     return rows.transpose(0, 2, 1)
 
 
 def _of_segments(rows: jax.Array, layout: _Layout, segments: int) -> jax.Array:
-    """Undo `_of_rows`; what is behind a segment's end is zero."""
+    """Undo `_of_rows`; entries past the end of a segment are zero."""
     batch, heads, length = rows.shape
     segment, place = _places(layout)
     empty = jnp.zeros((batch * segments, heads, length), rows.dtype)

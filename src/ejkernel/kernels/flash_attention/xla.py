@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in plain JAX: block by block with an online softmax, so that memory grows linearly with the length.
 
-One `lax.scan` walks over the pairs of a query block and a key block of which the rules let at least one entry be seen.
-The pairs are known from shapes alone, so nothing that the rules hide is computed, no loop bound depends on data, and
-the forward can be differentiated in any mode. Of those, pairs whose segments cannot meet are skipped as it runs.
+One `lax.scan` walks over the pairs of a query block and a key block with at least one visible entry. The pairs follow
+from shapes and static rules alone: hidden blocks are never computed, no loop bound depends on data, and JAX can
+differentiate the forward in both modes. At run time the loop also skips pairs without a common segment.
 
 Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 """
@@ -51,17 +51,17 @@ from ._xla_blocks import (
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, describe, within_window
 from .dropout import kept
 
-# Blocks that are tuned over: of queries, of keys.
+# The block sizes of the search space: queries, keys.
 _CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
 _BLOCKS = ((256, 512, 1024), (512, 1024, 2048))
 
-_LARGE_LSE = 1024.0  # below it a log-sum-exp is exact to 6e-5, and so are the weights that are computed from it
+_LARGE_LSE = 1024.0  # a smaller log-sum-exp is exact to 6e-5, and so are the weights computed from it
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
 
 
 class Xla(AttentionImplementation):
-    """The implementation that runs every call, everywhere."""
+    """Plain JAX: supports every call on every platform."""
 
     name = "xla"
     params = FwdParams
@@ -80,12 +80,12 @@ class Xla(AttentionImplementation):
     )
 
     def heuristic(self, call: AttentionCall) -> FwdParams | BwdParams:
-        """Return blocks that fit the platform."""
+        """Return the default block sizes of the platform."""
         return _params(call, *default_blocks(call)) if has_blocks(call) else _params(call)
 
     def space(self, call: AttentionCall) -> list[FwdParams | BwdParams]:
-        """Return each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
-        # Of symbols it cannot be told which blocks differ, nor what fits.
+        """Return the distinct pairs of block sizes for these lengths whose scores fit in memory."""
+        # With symbolic lengths, neither can be decided.
         if not has_blocks(call) or not is_known(*call.query):
             return [_params(call)]
         sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
@@ -125,7 +125,7 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
     """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
 
     Args:
-        operands: Of float16, bfloat16, float32 or float64.
+        operands: Arrays in float16, bfloat16, float32 or float64.
         rules: The static part of the call.
         params: Block sizes; `None` means `default_blocks`.
     """
@@ -145,7 +145,7 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
         keep = _kept(blocks, rules, grid, pair)
         used = weights if keep is None else jnp.where(keep, weights, 0)
         product = dot("bgrqk,bgke->bgrqe", used.astype(value.dtype), value, grid)
-        # The sum is of all weights: a dropout drops what the softmax has found.
+        # The sum includes dropped weights: dropout applies to the result of the softmax.
         return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
 
     def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
@@ -155,7 +155,7 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
     (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    # Not in the loop, whose weights are rounded: in float16 one that is divided by little overflows.
+    # Dividing inside the loop, where weights are rounded, could overflow in float16 if the divisor is small.
     out = (acc / (total[..., None] * (1 - rules.dropout_rate))).astype(operands.query.dtype)
     lse = jnp.where(empty, EMPTY_ROW_LSE, top * _factor(blocks, rules) + jnp.log(total))
     return join_queries(out, grid), join_rows(lse, grid)
@@ -170,13 +170,13 @@ def backward(
     *,
     dlse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias; probabilities are computed anew, block by block.
+    """Return the gradients of query, key, value and bias, recomputing probabilities block by block.
 
     Args:
-        operands: As the forward had them.
-        residuals: Output and log-sum-exp, of whichever forward computed them.
+        operands: The operands of the forward.
+        residuals: Output and log-sum-exp, from the forward of any implementation.
         dout: Cotangent of the output.
-        rules: As the forward had them.
+        rules: The rules of the forward.
         params: Block sizes; `None` means `default_blocks`.
         dlse: Cotangent of the log-sum-exp; `None`: zero.
     """
@@ -185,7 +185,7 @@ def backward(
     operands, out, lse, dout, dlse = unify_varying((operands, out, lse, dout, dlse))
     blocks = split(operands, grid)
     delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
-    # Rows of the padding are such that see no key, and add nothing to any gradient.
+    # Padding rows see no key, so they add nothing to any gradient.
     lse = split_rows(lse.astype(grid.dtype), grid, fill=EMPTY_ROW_LSE)
     empty = lse == EMPTY_ROW_LSE
     rows = RowBlocks(
@@ -195,7 +195,7 @@ def backward(
         delta=split_rows(delta, grid, fill=0),
     )
     rows = _exact_rows(rows, blocks, rules, grid)
-    if dlse is not None:  # a weight adds to the log-sum-exp as it takes from the others
+    if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
         rows = rows._replace(delta=rows.delta - split_rows(dlse.astype(grid.dtype), grid, fill=0))
     sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
     carry: Any = tuple(None if x is None else full(x.shape, 0, grid.dtype, blocks) for x in sums)
@@ -219,11 +219,11 @@ def backward(
 def _where_they_meet(
     change: Callable[[Any, jax.Array], Any], state: Any, pair: jax.Array, blocks: Blocks, grid: Grid
 ) -> Any:
-    """Return `change(state, pair)`, or `state` where segments and lengths hide all of the pair in every example."""
+    """Return `change(state, pair)`, or `state` if segments and lengths hide the whole pair in every example."""
     meet = []
     if blocks.query_segments is not None and blocks.key_segments is not None:
         queries, keys = take(blocks.query_segments, pair[0]), take(blocks.key_segments, pair[1])
-        # Ids that rise, as those of packed documents, are told apart by their ranges; of others some pairs are in vain.
+        # Comparing ranges is exact for rising ids, e.g. packed documents; with other ids some pairs run needlessly.
         meet += [queries.min(axis=1) <= keys.max(axis=1), keys.min(axis=1) <= queries.max(axis=1)]
     if blocks.query_lengths is not None:
         meet.append(pair[0] * grid.q_block < blocks.query_lengths)
@@ -238,21 +238,21 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _sums_of(sums: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
-    """Return the parts of the gradients that one pair adds to."""
+    """Return the blocks of the gradients to which one pair contributes."""
     dquery, dkey, dvalue, dbias = sums
     part = None if dbias is None else part_of(dbias, grid, pair)
     return take(dquery, pair[0]), take(dkey, pair[1]), take(dvalue, pair[1]), part
 
 
 def _put_sums(sums: _Sums, parts: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
-    """Return the gradients with the parts of one pair exchanged."""
+    """Return the gradients with the blocks of one pair replaced."""
     i, j = pair[0], pair[1]
     dbias = None if sums[3] is None or parts[3] is None else put_part(sums[3], parts[3], grid, pair)
     return put(sums[0], parts[0], i), put(sums[1], parts[1], j), put(sums[2], parts[2], j), dbias
 
 
 def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Sums:
-    """Return the gradients of one pair, added to `sums`, which are of its blocks alone."""
+    """Return `sums`, the gradients of one pair's blocks, plus the contributions of that pair."""
     dquery, dkey, dvalue, dbias = sums
     i, j = pair[0], pair[1]
     query, key, value = take(blocks.query, i), take(blocks.key, j), take(blocks.value, j)
@@ -281,7 +281,10 @@ def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, rules: Rules, g
 
 
 def _in_range(dscores: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the gradient of one pair's scores in `dtype`, and the factors `[b, g, 1, 1, 1]` that it lacks."""
+    """Return the gradient of one pair's scores scaled into the range of `dtype`, and the factors `[b, g, 1, 1, 1]`.
+
+    The gradient is the product of both results.
+    """
     if not has_small_range(dtype):
         return dscores.astype(dtype), jnp.ones((1,) * dscores.ndim, dscores.dtype)
     scaled, size = normalized(dscores, (2, 3, 4))
@@ -291,13 +294,13 @@ def _in_range(dscores: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
 class _Logits(NamedTuple):
     """The logits of one pair: `values * factor`.
 
-    The maximum is subtracted from the values: what is left of the largest is exactly zero, whatever the factor. Of
-    `values * factor - top` a compiler may make one operation that rounds once, where `top` was rounded before.
+    The maximum is subtracted from the values, so the largest difference is exactly zero for every factor. A compiler
+    may fuse `values * factor - top` into one operation with one rounding, although `top` was rounded before.
 
     Attributes:
         values: -inf where masked.
-        factor: A positive number; 1 where a bias was added.
-        slope: The derivative of the soft cap; `None`: there is none.
+        factor: A positive number; 1 with a bias.
+        slope: The derivative of the soft cap; `None` without one.
     """
 
     values: jax.Array
@@ -306,7 +309,7 @@ class _Logits(NamedTuple):
 
 
 def _factor(blocks: Blocks, rules: Rules) -> float:
-    """Return what the values of `_logits` are multiplied with."""
+    """Return the factor of the logits; see `_Logits`."""
     if blocks.bias is not None and not rules.cap_after_bias:
         return 1.0
     return rules.scale if rules.soft_cap is None else rules.soft_cap
@@ -320,7 +323,7 @@ def _logits(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Logit
     if bias is not None or rules.soft_cap is not None:
         values = values * rules.scale
     if bias is not None and rules.cap_after_bias:
-        values = values + jnp.where(bias == -jnp.inf, 0, bias)  # what it hides, the cap would show
+        values = values + jnp.where(bias == -jnp.inf, 0, bias)  # the cap would turn -inf into a finite number
         bias = jnp.where(bias == -jnp.inf, bias, 0)
     if rules.soft_cap is not None:
         values = jnp.tanh(values / rules.soft_cap)
@@ -335,36 +338,36 @@ def _logits(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Logit
 
 
 def _weights(logits: _Logits, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the new maximum of each row, the weights, and what sums of earlier blocks are to be multiplied with."""
+    """Return the new maximum of each row, the weights, and the rescaling factor for the sums of earlier blocks."""
     # The result does not depend on `top`, so neither do its derivatives.
     new_top = lax.stop_gradient(jnp.maximum(top, logits.values.max(axis=-1)))
-    # A row that has seen nothing yet: exp(-inf - 0) is zero where exp(-inf + inf) is NaN.
+    # For a row without a visible key so far, exp(-inf - 0) is zero but exp(-inf + inf) would be NaN.
     shift = jnp.where(new_top == -jnp.inf, 0, new_top)
     differences = logits.values - shift[..., None]
-    if logits.factor == 1:  # what a bias was added to may be rounded in another way than for the maximum
+    if logits.factor == 1:  # logits with a bias may be rounded differently than for the maximum
         differences = _at_most_zero(differences)
     decay = jnp.exp((lax.stop_gradient(top) - shift) * logits.factor)
     return new_top, jnp.exp(differences * logits.factor), decay
 
 
 def _at_most_zero(x: jax.Array) -> jax.Array:
-    """Return `min(x, 0)` with a derivative of 1: what is above zero is there by rounding."""
+    """Return `min(x, 0)` with a derivative of 1: only rounding makes `x` positive."""
     return x - lax.stop_gradient(jnp.maximum(x, 0))
 
 
 def _gradient_of_weights(
     dout: jax.Array, value: jax.Array, keep: jax.Array | None, rules: Rules, grid: Grid
 ) -> jax.Array:
-    """Return the gradient of one pair's weights, as they are before the dropout."""
+    """Return the gradient of one pair's weights before dropout."""
     dweights = dot("bgrqe,bgke->bgrqk", dout, value, grid)
     return dweights if keep is None else jnp.where(keep, dweights / (1 - rules.dropout_rate), 0)
 
 
 def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> RowBlocks:
-    """Return what the backward knows of every query, exact also where the log-sum-exp is large.
+    """Return the data of each query row for the backward, exact also for a large log-sum-exp.
 
-    Of 1e9 the next float32 is 64 more: weights that are computed from it may be off by any factor. If there is such a
-    row, one more pass over all pairs finds maximum, sum and delta of each row anew; else it takes no time.
+    The float32 after 1e9 is 64 larger, so weights computed from such a log-sum-exp may be off by any factor. If a row
+    has one, another pass over all pairs recomputes maximum, sum and delta of each row; otherwise this takes no time.
     """
     large = (jnp.abs(rows.rest) > _LARGE_LSE) & (rows.top == 0)
     at_rest: Any = jax.tree.map(lax.stop_gradient, (rows, blocks))
@@ -389,7 +392,7 @@ def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> Ro
     pairs = jnp.asarray(grid.pairs)
     start = tuple(full(large.shape, fill, grid.dtype, at_rest[1]) for fill in (-jnp.inf, 0, 0))
     count = jnp.where(lax.stop_gradient(large).any(), jnp.int32(pairs.shape[0]), jnp.int32(0))
-    # A loop rather than a condition: under `vmap` both branches of a condition run.
+    # A loop instead of `lax.cond`, which runs both branches under `vmap`.
     top, total, pulled = lax.fori_loop(jnp.int32(0), count, step, start)
     total = jnp.where(large, total, 1)
     return _with_exact(rows, large, (top, jnp.log(total), pulled / total), _factor(blocks, rules))
@@ -398,10 +401,10 @@ def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> Ro
 def _with_exact(rows: RowBlocks, large: jax.Array, found: Any, factor: float) -> RowBlocks:
     """Return rows with maximum, logarithm of the sum and delta from `found` where they are `large`."""
     top, rest, delta = found
-    # What the log-sum-exp has on top of these sums is an attention sink's, unless it is rounding.
+    # The difference between the log-sum-exp and these sums comes from an attention sink, or from rounding.
     more = lax.stop_gradient(rows.rest) - (top * factor + rest)
     more = jnp.where(more > 1e-6 * jnp.abs(lax.stop_gradient(rows.rest)), more, 0)
-    # The values are constants, the derivatives are those of the residuals.
+    # Values are constants; derivatives flow through the residuals.
     lse = jnp.where(jnp.isfinite(rows.rest), rows.rest, 0)
     rest = rest + more + (lse - lax.stop_gradient(lse))
     delta = delta * jnp.exp(-more) + (rows.delta - lax.stop_gradient(rows.delta))
@@ -420,7 +423,7 @@ def _positions(grid: Grid, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _masks(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> list[jax.Array]:
-    """Return all that hides keys from queries in one pair, each to be broadcast to `[b, g, r, q, k]`."""
+    """Return the masks of one pair, each broadcastable to `[b, g, r, q, k]`; false hides a key from a query."""
     queries, keys = _positions(grid, pair)
     window = within_window(queries + (grid.keys - grid.queries), keys, rules)
     masks = [] if window is None else [window[None, None, None]]
@@ -439,7 +442,7 @@ def _masks(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> list[ja
 
 
 def _kept(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> jax.Array | None:
-    """Return which weights of one pair a dropout keeps; `None`: there is none."""
+    """Return which weights of one pair the dropout keeps; `None` without dropout."""
     if blocks.dropout_key is None:
         return None
     batch, groups, heads = blocks.query.shape[1:4]

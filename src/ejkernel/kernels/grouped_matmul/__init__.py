@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products group by group: what their implementations share, and one file for each of them."""
+"""Grouped matrix products: shared definitions, and one file or folder for each implementation."""

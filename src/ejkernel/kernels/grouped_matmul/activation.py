@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `grouped_matmul` with an activation or a gate: what is made of products, in their kernel.
+"""The operation behind `grouped_matmul` with an activation or a gate, fused into the epilogue of the products.
 
-It keeps the products for its backward, as plain JAX would, so that no product is computed twice; `jax.checkpoint` has
-the forward computed again instead. Each product of a gradient is a call of `grouped_matmul` or `grouped_matmul_wgrad`.
+The forward saves the products as residuals, as plain JAX would, so the backward recomputes none; under
+`jax.checkpoint`, JAX runs the forward again instead. Each product of a gradient is a call of `grouped_matmul` or
+`grouped_matmul_wgrad`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from .operation import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulActivationConfig(OperationConfig):
-    """How one call with an activation or a gate runs; `fwd` alone is looked at, for gradients are other calls."""
+    """Configuration of one call with an activation or a gate; only `fwd` counts, because gradients are other calls."""
 
     implementation: str = "xla"
 
 
 class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
-    """The operation behind `grouped_matmul` with an activation or a gate, which documents the arguments."""
+    """The operation behind `grouped_matmul` with an activation or a gate; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -76,7 +77,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
+        """Check the arguments, and drop options with default values, which the key omits."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
         arguments.check_product(lhs, rhs, transpose_rhs=transpose_rhs)
         groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
@@ -90,7 +91,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
                 f"{did_you_mean(activation, ACTIVATIONS)}"
             )
         if activation is None and gate is None:
-            raise ArgumentError("activation and gate are both None; that is a call of grouped_matmul.")
+            raise ArgumentError("activation and gate are both None; pass one of them, or call grouped_matmul.")
         said = arguments.said_options(
             lhs.dtype,
             activation=activation,
@@ -101,28 +102,28 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         return (lhs, rhs, groups, gate, row_scale), said | {"implementation": self.requested(implementation)}
 
     def describe(self, *args: Any, **options: Any) -> GroupedMatmulCall:
-        """Return the sizes and dtypes."""
+        """Return the sizes and dtypes of a call."""
         lhs, rhs, groups, gate, row_scale = args
         activation = options.pop("activation", None)
         product = grouped_matmul.describe(lhs, rhs, groups, row_scale, **options)
         return dataclasses.replace(product, activation=activation, gated=gate is not None)
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulActivationConfig, jax.Array]) -> ShardingRule:
-        """Return that all may be split but what is summed over, for an activation takes the whole sum.
+        """Return a rule that splits all axes except `inner`, because an activation needs the complete sum.
 
-        Rows of groups that a part lacks are zero in its result, so that those of all parts add up.
+        In the result of a shard, rows of other groups are zero, so the results of all shards add up.
         """
         gated, scaled = (inv.args[index] is not None for index in (3, 4))
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         operands = ["rows inner", rhs, axes_of_groups(inv), *[rhs] * gated, *["rows"] * scaled]
         split = SPLIT | {"split": "rows groups columns"}
-        # What is kept for the backward is added up as the result is: a residual has to be one array for all devices.
-        # Against that, the gradients of both products by the rows are one sum, and not two.
+        # The residuals are summed over shards like the result: each must be one array for all devices. In return, the
+        # gradient of the rows takes one all-reduce for both products instead of two.
         products = ", ".join(["rows columns"] * (1 + gated))
         return ShardingRule(f"{', '.join(operands)} -> rows columns", residuals=products, **split)
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the output, with sums and what is made of them in float32."""
+        """Return the output, with sums and epilogue in float32."""
         lhs, rhs, groups, gate, row_scale = args
         how = {"transpose_rhs": options.get("transpose_rhs", False), "precision": "highest", "block": REFERENCE_BLOCK}
         products = [reference.product(lhs, matrices, groups, **how) for matrices in (rhs, gate) if matrices is not None]
@@ -132,7 +133,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
     # Derivatives.
 
     def run(self, *args: Any, cfg: GroupedMatmulActivationConfig, **options: Any) -> Any:
-        """Return the output; its tangents are made of calls."""
+        """Return the output; calls of `grouped_matmul` compute its tangents."""
         running = self._running(cfg, args, options)
 
         def output(*args: Any) -> Any:
@@ -143,7 +144,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
     def fwd_with_residuals(
         self, *args: Any, cfg: GroupedMatmulActivationConfig, **options: Any
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Return the output and the products; their tangents are made of calls."""
+        """Return the output and the products; calls of `grouped_matmul` compute their tangents."""
         running = self._running(cfg, args, options)
 
         def forward(*args: Any) -> Any:
@@ -163,11 +164,11 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         cfg: GroupedMatmulActivationConfig,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """Return the gradients of the operands, by products and sums of products that are calls of their own."""
+        """Return the gradients of the operands, by separate calls of `grouped_matmul` and `grouped_matmul_wgrad`."""
         lhs, rhs, groups, gate, row_scale = args
         products = [product.astype(accumulator(product.dtype)) for product in residuals]
         activation, own = options.get("activation"), own_rows(groups, lhs.shape[0], rhs.shape[0])
-        # JAX differentiates what is made of products; these are calls, each with a configuration of its own.
+        # JAX differentiates the epilogue; each product is a call with a separate configuration.
         pull = jax.vjp(lambda *given: finished(given[0], own, given[1], activation), products, row_scale)[1]
         dproducts, dscale = pull(cotangents[0].astype(products[0].dtype))
         pairs = zip((rhs, gate), dproducts, strict=False)
@@ -176,7 +177,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         return dlhs.astype(lhs.dtype), found[0][1], None, None if gate is None else found[1][1], dscale
 
     def _by_calls(self, *args: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the output and the products, these by calls of their own."""
+        """Return the output and the products, computed by separate calls of `grouped_matmul`."""
         lhs, rhs, groups, gate, row_scale = args
         described = self.describe(*args, **{k: v for k, v in options.items() if k != "implementation"})
         shared = shared_options(options, grouped_matmul) | {
@@ -208,7 +209,7 @@ def _differentiable(function: Callable[..., Any], by_calls: Callable[..., Any], 
         return function(*args)
 
     def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        # What is not differentiated costs no products.
+        # Skip the products of operands without a tangent.
         given = {i: t for i, t in enumerate(tangents) if i != GROUPS and not isinstance(t, SymbolicZero | None)}
 
         def of_given(*varied: Any) -> Any:

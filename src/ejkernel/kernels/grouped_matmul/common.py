@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all implementations share: the description of a call, and sizes of groups in the form that they rely on."""
+"""Definitions that all implementations share: the description of a call, and canonical group sizes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import jax.numpy as jnp
 from ejkernel.kernels._numbers import accumulator, has_small_range
 from ejkernel.ops.implementation import OperationCall
 
-# The sizes of groups; or those of all, and the number of the first of those that the call has matrices of.
+# The sizes of the groups; or the sizes of all groups, and the number of the first group with a matrix in this call.
 Groups = jax.Array | tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulCall(OperationCall):
-    """A call without its arrays, of a product or of its weights' gradient; `m`, `k`, `n` of the one are the other's.
+    """A call of the product or of its weights' gradient, without arrays; `m`, `k`, `n` are the product's in both.
 
     Attributes:
-        rows: `m`: rows of all groups, and those past the last one.
-        groups: How many groups there are matrices of.
+        rows: `m`: all rows, including those past the last group.
+        groups: Number of groups with matrices in this call.
         inner: `k`: columns of the left operand.
         columns: `n`: columns of the product, or of the right operand of the weights' gradient.
         dtype: Name of the dtype of both operands.
-        out_dtype: Name of the result's.
+        out_dtype: Name of the dtype of the result.
         transpose_rhs: Whether the right operand is `[groups, n, k]`.
-        precision: Of the products, as `jax.lax.Precision` calls it; `None`: JAX's default.
-        activation: Name of the function of the product; `None`: none.
-        gated: Whether it is multiplied with the product of a second matrix of each group.
-        scaled: Whether each row is multiplied with a number.
-        all_groups: How many groups share the rows, where some have their matrices elsewhere; `None`: none has.
+        precision: Precision of the products, named as in `jax.lax.Precision`; `None` means JAX's default.
+        activation: Name of the function applied to the product, or `None`.
+        gated: Whether the result is multiplied by the product with a second matrix of each group.
+        scaled: Whether each row is multiplied by a factor.
+        all_groups: Number of groups that share the rows, if other devices have some of the matrices; else `None`.
     """
 
     rows: int
@@ -61,37 +61,37 @@ class GroupedMatmulCall(OperationCall):
 
     @property
     def kept_dtype(self) -> str:
-        """Name of the dtype of products that are kept for a backward: the result's, or float32 if that may overflow.
+        """Dtype of the products saved for the backward: the result's, or float32 if that may overflow.
 
-        A float16 product may be infinite where what is made of it, e.g. with a row factor of 1e-3, is not.
+        A float16 product may overflow although the result is finite, e.g. with a row factor of 1e-3.
         """
         return str(accumulator(self.out_dtype)) if has_small_range(self.out_dtype) else self.out_dtype
 
     @property
     def products(self) -> int:
-        """How many products there are."""
+        """Number of products."""
         return 2 if self.gated else 1
 
     @property
     def usual_rows(self) -> int:
-        """How many rows a group has, if all have as many."""
+        """Rows per group if all groups have the same size."""
         return self.rows // max(1, self.groups if self.all_groups is None else self.all_groups)
 
 
 def taken_apart(groups: Groups) -> tuple[jax.Array, jax.Array | None]:
-    """Return the sizes of all groups, and the number of the first that there are matrices of; `None`: of all."""
+    """Return the sizes of all groups, and the number of the first with a matrix; `None` if all have one."""
     return groups if isinstance(groups, tuple) else (groups, None)
 
 
 def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Return sizes in int32, at least zero and at most `rows` each."""
-    if group_sizes.dtype.itemsize < 4:  # which could not hold `rows`
+    """Return sizes in int32, each clipped to 0 and `rows`."""
+    if group_sizes.dtype.itemsize < 4:  # too narrow for `rows`
         group_sizes = group_sizes.astype(jnp.int32)
     return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
 
 
 def row_ends(groups: Groups, rows: int) -> jax.Array:
-    """Return where the rows of each group end, in int32: negative sizes count as zero, and rows there are not as none.
+    """Return the end of the rows of each group, in int32; negative sizes count as zero, ends are at most `rows`.
 
     Sizes are clipped first, so that their sum does not overflow.
     """
@@ -99,9 +99,9 @@ def row_ends(groups: Groups, rows: int) -> jax.Array:
 
 
 def row_spans(groups: Groups, rows: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return where the rows of each of the `count` groups that there are matrices of begin and end; see `row_ends`.
+    """Return the starts and ends of the rows of the `count` groups with matrices; see `row_ends`.
 
-    Those before the first of all groups, and past the last, are empty.
+    Groups before the first or past the last of all groups are empty.
     """
     bounds, first = jnp.pad(row_ends(groups, rows), (1, 0)), taken_apart(groups)[1]
     if first is None:
@@ -113,12 +113,12 @@ def row_spans(groups: Groups, rows: int, count: int) -> tuple[jax.Array, jax.Arr
 
 
 def own_rows(groups: Groups, rows: int, count: int) -> jax.Array:
-    """Return of each row whether it belongs to one of the `count` groups that there are matrices of."""
+    """Return for each row whether it belongs to one of the `count` groups with matrices."""
     starts, ends = row_spans(groups, rows, count)
     row = jnp.arange(rows, dtype=ends.dtype)
     return (row >= starts[:1].sum(dtype=starts.dtype)) & (row < ends.max(initial=0))
 
 
 def without_rest(x: jax.Array, own: jax.Array) -> jax.Array:
-    """Return rows, or a number for each, with zeros where they are not `own`, whatever lies there."""
+    """Return `x`, one entry per row, with zeros where `own` is false, even if the entry is NaN."""
     return jnp.where(jnp.expand_dims(own, range(1, x.ndim)), x, jnp.zeros_like(x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of products beside storing them: an activation, a gate, a factor for each row."""
+"""The epilogue of grouped products: an activation, a gate, a factor for each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ejkernel.kernels._numbers import accumulator
 
 from .common import without_rest
 
-PREACTIVATIONS: Final = "preactivations"  # the residuals: the products, in `kept_dtype` of the call
+PREACTIVATIONS: Final = "preactivations"  # the residuals: the products, in the call's `kept_dtype`
 
 
 def _relu2(x: jax.Array) -> jax.Array:
@@ -35,13 +35,13 @@ ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
 def finished(
     products: Sequence[jax.Array], own: jax.Array, row_scale: jax.Array | None, activation: str | None
 ) -> jax.Array:
-    """Return the result in the dtype of the products, that which sums run in.
+    """Return the result of the epilogue, in the dtype of the products, which is the accumulator dtype.
 
     Args:
-        products: The product, and the gate's where there is one: zeros in rows that are not own.
-        own: Of each row, whether it belongs to a group.
-        row_scale: A factor for each row, whatever it is for others; `None`: none.
-        activation: One of `ACTIVATIONS`, of the first product; `None`: none.
+        products: The product, and the gate's product if any; rows outside all groups are zero.
+        own: For each row, whether it belongs to a group.
+        row_scale: A factor for each row, or `None`; rows outside all groups ignore it.
+        activation: One of `ACTIVATIONS`, for the first product, or `None`.
     """
     first, *others = products
     out = first if activation is None else ACTIVATIONS[activation](first)
@@ -51,7 +51,7 @@ def finished(
 
 
 def scaled_rows(rows: jax.Array, row_scale: jax.Array, own: jax.Array) -> jax.Array:
-    """Return own rows times their factors, multiplied in the dtype that sums run in, and zeros in the others."""
+    """Return own rows times their factors, multiplied in the accumulator dtype, and zeros for the others."""
     wide = accumulator(rows.dtype)
     factors = without_rest(row_scale.astype(wide), own)
     return (without_rest(rows, own).astype(wide) * factors[:, None]).astype(rows.dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products by megablox, the kernels that JAX ships for TPUs.
 
-They write the rows of groups alone, and count rows in whole tiles: what is missing is added, and the rest cleared.
+They write only rows of groups, and need whole tiles of rows: this module pads the rows and clears the others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
 from .epilogue import PREACTIVATIONS, finished
 
 _DTYPES = ("bfloat16", "float32")
-_MEMORY = 16 << 20  # bytes of a core's vector memory that a kernel may have, unless its compiler is told otherwise
-_MOST_TILES = 4096  # of rows: the kernels find each one's place by a histogram in float32, which is wrong for 5000
-_ROWS, _LANES = 16, 128  # what tiles are multiples of
+_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
+_MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
+_ROWS, _LANES = 16, 128  # the granularity of tiles
 _COLUMNS = (128, 256, 512, 1024)
-_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+_one_by_one: Any = sequential_vmap  # for `vmap`; untyped in JAX
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegabloxParams:
-    """The tiles of a product; those of the weights' gradient, whose sums run over rows, are called alike.
+    """The tiles of a product; for the weights' gradient, which sums over rows, the names are the same.
 
     Attributes:
         block_m: Rows of a tile, a multiple of 16.
-        block_k: Columns of the left operand, a multiple of 128; where there are fewer, all.
-        block_n: Columns of the right one, likewise.
+        block_k: Columns of the left operand per tile, a multiple of 128; all of them if there are fewer.
+        block_n: Columns of the right operand per tile, with the same rule.
     """
 
     block_m: int = 128
@@ -53,14 +53,14 @@ class MegabloxParams:
 
 
 class _Megablox(Implementation[GroupedMatmulCall]):
-    """What product and weights' gradient share."""
+    """Base of the product and the weights' gradient."""
 
     name = "megablox"
     params = MegabloxParams
     features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
-        """Return why the kernels do not run the call, and what would."""
+        """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if call.platform not in (None, "tpu"):
             device = call.device_fingerprint or call.platform
             return f"implementation='megablox' needs a TPU, and this call is for {device}; use 'xla'."
@@ -69,36 +69,36 @@ class _Megablox(Implementation[GroupedMatmulCall]):
             return "'megablox' needs m, k, n and groups that are known and not 0; use 'xla'."
         if call.dtype not in _DTYPES or call.out_dtype not in _DTYPES:
             asked = f"{call.dtype} to {call.out_dtype}"
-            return f"'megablox' takes and gives bfloat16 and float32, got {asked}; cast lhs and rhs, or use 'xla'."
+            return f"'megablox' takes and returns bfloat16 and float32, got {asked}; cast lhs and rhs, or use 'xla'."
         if call.partitioned:
             return "'megablox' in a program that XLA partitions would gather both operands; use 'xla'."
         return None
 
     def params_fault(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
-        """Return what these parameters have too much of."""
+        """Return why these tiles exceed a limit; `None` if they do not."""
         tiles, needed = -(-call.rows // params.block_m), self.memory(call, params)
         if tiles > _MOST_TILES:
-            return f"it makes {tiles} tiles of rows, and megablox counts {_MOST_TILES} at most."
+            return f"it makes {tiles} tiles of rows, and megablox supports at most {_MOST_TILES}."
         if needed > _MEMORY:
-            return f"it takes {needed} bytes of vector memory, and there are {_MEMORY}."
+            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
         return None
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
-        """Return the bytes of a product's tiles: two of each operand and result, and the sums."""
+        """Return the bytes of a product's tiles: two of each operand and result, and one accumulator."""
         m, (k, n) = params.block_m, _blocks(call, params)
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        rest = 4 * k * (m + n) if call.inner % k else 0  # where k ends within a tile, which is cleared in float32
+        rest = 4 * k * (m + n) if call.inner % k else 0  # the kernel masks a partial tile of k in float32
         return 2 * (operands * k * (m + n) + out * m * n) + 4 * m * n + rest
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
-        """Return the largest tiles of the space, but no more rows than a group usually has."""
+        """Return the largest tiles of the space with at most the usual number of rows per group."""
         return max(
             (params for params in self.space(call) if params.block_m <= max(call.usual_rows, _LANES)),
             key=lambda params: (params.block_k * params.block_n, params.block_m),
         )
 
     def space(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
-        """Return tiles that fit into memory, none of which has much more than there is."""
+        """Return the tiles that fit in memory and are not much larger than the operands."""
         few = -(-call.rows // _ROWS) * _ROWS
         rows = [few] if few < _LANES else [m for m in (128, 256, 512, 1024) if m <= max(_LANES, 2 * call.usual_rows)]
         columns = ([size for size in _COLUMNS if size < max(_LANES + 1, 2 * of)] for of in (call.inner, call.columns))
@@ -110,13 +110,13 @@ class Megablox(_Megablox):
     """The product on TPUs."""
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: MegabloxParams) -> tuple[jax.Array, Any]:
-        """Return the product; nothing is left for a backward."""
+        """Return the product, without residuals."""
         lhs, rhs, groups = args
         return _product(call, lhs, rhs, groups, params, call.out_dtype), ()
 
 
 class MegabloxActivation(_Megablox):
-    """Products on TPUs, and what is made of them."""
+    """Products and their epilogue on TPUs."""
 
     residuals = PREACTIVATIONS
     features = frozenset({"activation", "gate", "row_scale", "first_group"})
@@ -131,7 +131,7 @@ class MegabloxActivation(_Megablox):
         return out, tuple(product.astype(call.kept_dtype) for product in products)
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
-        """Return the bytes of a product's tiles, whose result is in float32."""
+        """Return the bytes of a product's tiles, with a float32 result."""
         return super().memory(dataclasses.replace(call, out_dtype="float32"), params)
 
 
@@ -139,7 +139,7 @@ class MegabloxWgrad(_Megablox):
     """The weights' gradient on TPUs."""
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: MegabloxParams) -> tuple[jax.Array, Any]:
-        """Return the sums; nothing is left for a backward."""
+        """Return the gradient, without residuals."""
         tiling = (params.block_m, *_blocks(call, params))
 
         def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> Any:
@@ -151,7 +151,7 @@ class MegabloxWgrad(_Megablox):
         return _one_by_one(compute)(*unify_varying(args)), ()
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
-        """Return the bytes of its tiles: two of each operand and result, operands in float32, and the sums."""
+        """Return the bytes of its tiles: two of each operand and result, operands in float32, and one accumulator."""
         m, (k, n) = params.block_m, _blocks(call, params)
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         return (2 * operands + 4) * m * (k + n) + (2 * out + 4) * k * n
@@ -164,7 +164,7 @@ def _product(
 
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         sizes = _sizes(call, groups)
-        # A launch without any tile is not relied on: where no group has a row, the first is computed, and cleared.
+        # Avoid a launch without tiles: if all groups are empty, compute one row for the first group, and clear it.
         sizes = jnp.where(sizes[1:].any(), sizes, jnp.arange(sizes.shape[0], dtype=sizes.dtype) == 1)
         out = compat.megablox_product(
             _whole_tiles(lhs, params.block_m), rhs, sizes, dtype=dtype, tiling=tiling, transpose_rhs=call.transpose_rhs
@@ -176,13 +176,13 @@ def _product(
 
 
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
-    """Return the tiles' columns: a tile may have any number of them if these are all."""
+    """Return the sizes of tiles along k and n; a tile may have any size that covers its whole axis."""
     return min(params.block_k, call.inner), min(params.block_n, call.columns)
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
-    """Return the number of rows in front of the groups that there are matrices of, and the sizes of these."""
-    # Rows in front are a group more, whose matrix is never read, so that no rows are moved.
+    """Return the number of rows before the groups with matrices, and the sizes of these groups."""
+    # Rows before them form an extra group, whose matrix is never read. So no rows have to move.
     starts, ends = row_spans(groups, call.rows, call.groups)
     return jnp.concatenate([starts[:1], ends - starts])
 

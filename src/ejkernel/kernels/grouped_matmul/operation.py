@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations behind `grouped_matmul`: the product, and its weights' gradient, which differentiate into each other.
+"""The operations behind `grouped_matmul`: the product and its weights' gradient, each in terms of the other.
 
-The product is linear in each of its operands, a factor for each row included. So the gradient of one is a call of one
-of the two operations again, with a key and a configuration of its own, and nothing is left for a backward but the
-operands. Products with an activation or a gate are the operation in `activation.py`.
+The product is linear in each operand, including the row factors. So each gradient is a call of one of the two
+operations, with a separate key and configuration, and the backward needs no residuals except the operands.
+`activation.py` has the operation for products with an activation or a gate.
 """
 
 from __future__ import annotations
@@ -35,54 +35,54 @@ from .common import GroupedMatmulCall, Groups, own_rows, taken_apart, without_re
 from .epilogue import scaled_rows
 
 REFERENCE_BLOCK = 512
-GROUPS = 2  # which argument the groups are
-# Rows and matrices that are sharded over the same devices cannot both stay there: what is moved is `g * k * n` numbers
-# of matrices, or `m * (k + n)` of rows and results, whichever is less.
+GROUPS = 2  # position of the groups among the arguments
+# If rows and matrices are sharded over the same devices, one of them has to move: the rule picks the smaller of
+# `g * k * n` numbers for matrices and `m * (k + n)` for rows and results.
 SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulConfig(OperationConfig):
-    """How one call of `grouped_matmul` runs; `fwd` alone is looked at, for products of a gradient are other calls."""
+    """Configuration of one call of `grouped_matmul`; only `fwd` counts, because gradients are other calls."""
 
     implementation: str = "xla"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulWgradConfig(OperationConfig):
-    """How one call of `grouped_matmul_wgrad` runs; `fwd` alone is looked at."""
+    """Configuration of one call of `grouped_matmul_wgrad`; only `fwd` counts."""
 
     implementation: str = "xla"
 
 
 class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
-    """What operations on groups share: derivatives are made of calls, and sizes of groups are drawn as routers' are."""
+    """Base of the operations on groups: derivatives are calls, and example sizes resemble those of routers."""
 
     def call_of(self, inv: Invocation[_Cfg, jax.Array]) -> GroupedMatmulCall:
-        """Return the description of the forward, derivatives being made of calls of their own."""
+        """Return the description of the forward; derivatives are separate calls."""
         return dataclasses.replace(super().call_of(inv), backward=False)
 
     def config_space(self, inv: Invocation[_Cfg, jax.Array]) -> Collection[_Cfg]:
-        """Return the space of a forward; derivatives have nothing of their own to choose."""
+        """Return the search space of a forward; derivatives have no parameters."""
         return super().config_space(inv) if inv.direction == "fwd" else [self.heuristic_cfg(inv)]
 
     def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
-        return False  # every implementation has tangents, made of calls
+        return False  # every implementation has tangents, as calls
 
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes of one of the kinds that `example_draws` has."""
+        """Return random operands, with one of the kinds of sizes from `example_draws`."""
         draws = self.example_draws(inv, rng)
         return draws[str(rng.choice(list(draws)))]
 
     def example_draws(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the same random operands with sizes as routers of tokens give: what is fast depends on these.
+        """Return the same random operands with each kind of sizes that token routers produce; speed depends on them.
 
-        Of a part of the groups it is the one that has the most rows: the others wait for it.
+        If the call has only some of the groups, they are those with the most rows: the other devices wait for them.
         """
         (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
         (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
@@ -98,12 +98,12 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
         return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with the sizes that groups have in the part's rows, and its first group."""
+        """Return the arguments with the sizes of the groups in the shard's rows, and its first group."""
         lhs, rhs, groups, *others = args
         return (lhs, rhs, arguments.groups_of_part(part, groups), *others), options
 
     def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
-        """Return the work of a call all of whose rows belong to groups, of which a part has its share."""
+        """Return the work of a call if all rows belong to groups, shared evenly among all groups."""
         call = self.call_of(inv)
         if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
             return None
@@ -113,15 +113,15 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
         return Cost(flops=flops, bytes=inv.input_bytes + out)
 
     def result_size(self, call: GroupedMatmulCall) -> int:
-        """Return how many numbers the result of one example has."""
+        """Return the number of elements in the result of one example."""
         return call.rows * call.columns
 
 
 class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
-    """What the two share: they are linear in each of their floating-point operands."""
+    """Base of the two operations: both are linear in each floating-point operand."""
 
     def run(self, *args: Any, cfg: _Cfg, **options: Any) -> Any:
-        """Return the result; its tangents are calls again."""
+        """Return the result; its tangents are calls of the same operation."""
         running = self._running(cfg, args, options)
 
         @jax.custom_jvp
@@ -130,7 +130,7 @@ class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
-            # It is linear in each operand: a tangent in the place of its operand makes the same call.
+            # By linearity, the tangent is the same call with the tangent in place of its operand.
             parts = [
                 self(*primals[:index], tangent, *primals[index + 1 :], **options)
                 for index, tangent in enumerate(tangents)
@@ -143,7 +143,7 @@ class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
 
 
 class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
-    """The operation behind `grouped_matmul`, which documents the arguments."""
+    """The operation behind `grouped_matmul`; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -170,7 +170,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
+        """Check the arguments, and drop options with default values, which the key omits."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
         arguments.check_product(lhs, rhs, transpose_rhs=transpose_rhs)
         groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
@@ -196,7 +196,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         preferred_element_type: str | None = None,
         precision: str | None = None,
     ) -> GroupedMatmulCall:
-        """Return the sizes and dtypes."""
+        """Return the sizes and dtypes of a call."""
         sizes, first = taken_apart(groups)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
@@ -212,16 +212,16 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         )
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
-        """Return that every axis may be split: a part of the groups, as of what is summed over, gives a part of a sum.
+        """Return a rule that splits every axis; a shard of the groups or of the inner axis gives a partial sum.
 
-        Which groups are a part's, and how many of its rows each has, follows from all sizes: see `part_arguments`.
+        `part_arguments` computes the groups of a shard, and their sizes in its rows, from all sizes.
         """
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         scale = ", rows" * (len(inv.args) > GROUPS + 1)
         return ShardingRule(f"rows inner, {rhs}, {axes_of_groups(inv)}{scale} -> rows columns", **SPLIT)
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the product, with sums in float32."""
+        """Return the product, accumulated in float32."""
         lhs, rhs, groups, *scales = args
         transpose_rhs = options.get("transpose_rhs", False)
         out = reference.product(
@@ -234,13 +234,13 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: GroupedMatmulConfig, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
+        """Return the gradients of the operands, by separate calls of `grouped_matmul` and `grouped_matmul_wgrad`."""
         lhs, rhs, groups, *scales = primals
         dlhs, drhs = gradients_of_product((lhs, rhs, groups), cotangents[0], kwargs, *scales)
         if not scales:
             return dlhs.astype(lhs.dtype), drhs, None
         own = own_rows(groups, lhs.shape[0], rhs.shape[0])
-        # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
+        # For each row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: the gradient of the factor needs no more products.
         left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
         dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
         return scaled_rows(dlhs, scales[0], own).astype(lhs.dtype), drhs, None, dscale
@@ -252,7 +252,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
 
 
 class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
-    """The operation behind `grouped_matmul_wgrad`, which documents the arguments."""
+    """The operation behind `grouped_matmul_wgrad`; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -279,7 +279,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         groups: int | None = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
+        """Check the arguments, and drop options with default values, which the key omits."""
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
@@ -287,7 +287,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_count(count_asked, group_sizes, first_group)
         own = arguments.canonical_groups(group_sizes, first_group, count_asked)
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
-        # Where all groups are here their sizes say how many: said again, it would make another key of an equal call.
+        # Without `first_group` the sizes give the count: repeating it would change the key of an equal call.
         count = {"groups": groups} if isinstance(own, tuple) else {}
         return (lhs, rhs, own), said | count | {"implementation": self.requested(implementation)}
 
@@ -301,7 +301,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         precision: str | None = None,
         groups: int | None = None,
     ) -> GroupedMatmulCall:
-        """Return the sizes and dtypes."""
+        """Return the sizes and dtypes of a call."""
         sizes, first = taken_apart(own)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
@@ -319,16 +319,16 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         return call.groups * call.inner * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
-        """Return that every axis may be split; a part of the rows gives a part of the sum."""
+        """Return a rule that splits every axis; a shard of the rows gives a partial sum."""
         return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `GroupedOperation`; no argument tells how many groups the part has."""
+        """See `GroupedOperation`; adds the shard's number of groups, which no array has as its shape."""
         args, options = super().part_arguments(part, *args, **options)
         return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the sums, in float32."""
+        """Return the gradient, accumulated in float32."""
         lhs, rhs, own = args
         count = options.get("groups", taken_apart(own)[0].shape[0])
         out = reference.weights_gradient(lhs, rhs, own, count=count, block=REFERENCE_BLOCK, precision="highest")
@@ -341,7 +341,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         kwargs: dict[str, Any],
         cotangents: tuple[Any, ...],
     ) -> tuple[Any, ...]:
-        """Return the gradients of the operands, by products that are calls of their own."""
+        """Return the gradients of the operands, by separate calls of `grouped_matmul`."""
         lhs, rhs, groups = primals
         dout, shared = cotangents[0].astype(lhs.dtype), shared_options(kwargs, grouped_matmul)
         dlhs = grouped_matmul(rhs, dout, groups, transpose_rhs=True, **shared)
@@ -358,7 +358,7 @@ grouped_matmul_wgrad = GroupedMatmulWgrad()
 
 
 def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
-    """Return sizes of groups that add up to `rows`, by kind: even, by Zipf's law in any order, some empty."""
+    """Return sizes that add up to `rows`, by kind: balanced, by Zipf's law in random order, and some empty."""
     some = rng.random(groups) < _USED
     some[rng.integers(groups)] = True
     weights = {
@@ -370,11 +370,11 @@ def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str,
 
 
 def axes_of_groups(inv: Invocation[Any, Any]) -> str:
-    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
+    """Return the axes of the sizes, which every device gets in full, and of the scalar `first_group` if given."""
     return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
 
 
-_USED = 0.8  # of the groups, where some are empty
+_USED = 0.8  # probability that a group has rows in the kind with some empty
 
 
 def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -386,16 +386,16 @@ def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 def gradients_of_product(
     primals: tuple[Any, Any, Groups], dout: jax.Array, options: dict[str, Any], row_scale: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of both operands of a product, calls of their own; with factors, only rhs's has them in it.
+    """Return the gradients of both operands of a product, by separate calls; only that of `rhs` includes the factors.
 
-    The gradient of `lhs` is in float32 where a factor has yet to be multiplied in and the operands' dtype may overflow
-    without it.
+    The gradient of `lhs` is float32 if the caller still has to multiply by a factor, and the operands' dtype may
+    overflow before that.
 
     Args:
         primals: Rows, matrices, groups.
-        dout: The gradient of the product; a float32 one may be beyond the range of the operands' dtype.
-        options: Of the call.
-        row_scale: Factors of the rows that `dout` does not have in it as yet.
+        dout: The gradient of the product; in float32 it may exceed the range of the operands' dtype.
+        options: Options of the call.
+        row_scale: Row factors that `dout` does not include yet.
     """
     lhs, rhs, groups = primals
     transposed = options.get("transpose_rhs", False)
@@ -414,7 +414,7 @@ def gradients_of_product(
         dout = dout.astype(lhs.dtype)
         dlhs = grouped_matmul(dout, rhs, groups, **shared)
         operands = [lhs, dout]
-        if row_scale is not None:  # either will do, so the narrower one
+        if row_scale is not None:  # scale the narrower operand
             narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
             operands[narrower] = scaled_rows(operands[narrower], row_scale, own)
     if transposed:
@@ -424,9 +424,9 @@ def gradients_of_product(
 
 
 def shared_options(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
-    """Return those options of a call that a call of its gradient has, too.
+    """Return the options of a call that the calls of its gradient inherit.
 
-    Of the implementations that were asked for, it is asked for those that it has; if it has none, for none by name.
+    `operation` may lack some of the requested implementations: the others remain, or `None` if there are none.
     """
     shared = {name: options[name] for name in ("precision", "implementation") if name in options}
     asked = shared.get("implementation")

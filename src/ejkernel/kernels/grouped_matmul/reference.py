@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products in plain JAX: tile by tile of rows, each multiplied with its own group's matrix alone.
+"""Grouped products in plain JAX: a loop over tiles of rows, each multiplied by the matrix of its group.
 
-A tile belongs to one group, so what is computed grows with the rows and not with the groups, and nothing of another
-group, NaN or infinity, comes near a row. How many tiles there are is known from shapes, so that JAX can differentiate
-the loop in both modes.
+Each tile belongs to one group, so the work grows with the rows and not with the groups, and NaN or infinity in one
+group cannot reach rows of another. The number of tiles follows from shapes, so JAX can differentiate the loop in both
+modes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 
@@ -21,13 +22,13 @@ from .common import Groups, row_spans
 
 
 class Tile(NamedTuple):
-    """Some rows of one group; arrays of a number each, or of one for every tile.
+    """A tile of rows of one group: scalar arrays, or arrays with one entry per tile.
 
     Attributes:
-        group: Which group.
-        start: The first row that is read.
-        first: The first row that is the tile's.
-        end: Behind its last row.
+        group: Number of the group.
+        start: The first row to read.
+        first: The first row of the tile.
+        end: One past the last row of the tile.
     """
 
     group: jax.Array
@@ -37,14 +38,14 @@ class Tile(NamedTuple):
 
 
 def tiles_of(spans: tuple[jax.Array, jax.Array], rows: int, block: int) -> Tile:
-    """Return tiles of at most `block` rows, in order; those that are left over have none."""
+    """Return tiles of at most `block` rows, in order; surplus tiles are empty."""
     starts, ends = spans
     groups = starts.shape[0]
     counts = lax.div(ends - starts + (block - 1), jnp.int32(block))
     last = jnp.cumsum(counts, dtype=jnp.int32)
-    # Each group may have one tile that is not full, and there are no more tiles than rows.
+    # Each group may have one partial tile; the number of tiles is at most the number of rows.
     number = jnp.arange(min(rows // block + groups, rows), dtype=jnp.int32)
-    # How many groups end at or before each tile: a cumulated histogram, in memory linear in tiles and groups.
+    # Count the groups that end at or before each tile: a cumulative histogram, with memory linear in tiles and groups.
     ending = jnp.zeros(number.shape[0] + 1, jnp.int32).at[jnp.minimum(last, number.shape[0])].add(1)
     group = jnp.cumsum(ending[:-1], dtype=jnp.int32)
     known = jnp.minimum(group, groups - 1)
@@ -63,7 +64,7 @@ def product(
     transpose_rhs: bool = False,
     precision: str | None = None,
 ) -> jax.Array:
-    """Return the product `[rows, columns]` in the dtype that sums run in; see `grouped_matmul`."""
+    """Return the product `[rows, columns]` in the accumulator dtype; see `grouped_matmul`."""
     rows, columns = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     sum_dtype = accumulator(lhs.dtype)
     out = jnp.zeros((rows, columns), sum_dtype)
@@ -78,7 +79,7 @@ def product(
         part = lax.dynamic_slice_in_dim(lhs, tile.start, block)
         matrix = lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False)
         new = lax.dot_general(part, matrix, contracted, precision=precision, preferred_element_type=sum_dtype)
-        # What is read may begin before the tile, or go on behind it: foreign rows stay as they are.
+        # The rows read may begin before the tile or end after it: rows of other groups keep their values.
         new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
         return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None
 
@@ -88,7 +89,7 @@ def product(
 def weights_gradient(
     lhs: jax.Array, rhs: jax.Array, groups: Groups, *, count: int, block: int, precision: str | None = None
 ) -> jax.Array:
-    """Return the sums `[count, k, n]` in the dtype that sums run in; see `grouped_matmul_wgrad`."""
+    """Return the gradient `[count, k, n]` in the accumulator dtype; see `grouped_matmul_wgrad`."""
     rows, sum_dtype = lhs.shape[0], accumulator(lhs.dtype)
     out = jnp.zeros((count, lhs.shape[1], rhs.shape[1]), sum_dtype)
     if not out.shape[0] or not rows:
@@ -96,11 +97,14 @@ def weights_gradient(
     spans = row_spans(groups, rows, count)
     lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
+    # On CPUs XLA has no bfloat16 product with a float32 result for one of the layouts that `vmap` leads to.
+    dtype = sum_dtype if compat.target_kind() == "cpu" else lhs.dtype
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
         own = _own(tile, block)
-        # Both operands: in one alone, zero times NaN would remain.
+        # Mask both operands: masking one would leave zero times NaN.
         left, right = (jnp.where(own, lax.dynamic_slice_in_dim(x, tile.start, block), 0) for x in (lhs, rhs))
+        left, right = left.astype(dtype), right.astype(dtype)
         contracted = (((0,), (0,)), ((), ()))
         new = lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=sum_dtype)
         before = lax.dynamic_index_in_dim(out, tile.group, keepdims=False)

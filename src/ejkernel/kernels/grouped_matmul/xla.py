@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products in plain JAX: a loop over tiles of rows, or on TPUs the product that XLA has there."""
+"""Grouped products in plain JAX: a loop over tiles of rows, or XLA's ragged product, which is native on TPUs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class XlaParams:
-    """How rows are gone through.
+    """Parameters of the loop over rows.
 
     Attributes:
-        block_rows: Rows that are multiplied at a time; `None`: all of them, by `jax.lax.ragged_dot_general`, which
-            elsewhere than on TPUs multiplies every row with every group's matrix, and lets a NaN of one reach the
-            others.
+        block_rows: Rows per step; `None` multiplies all rows at once with `jax.lax.ragged_dot_general`. Except on TPUs,
+            that function multiplies every row by the matrix of every group, and a NaN in one group reaches the others.
     """
 
     block_rows: int | None = None
@@ -41,7 +40,7 @@ class XlaParams:
 
 
 class _Xla(Implementation[GroupedMatmulCall]):
-    """What product and weights' gradient share."""
+    """Base of the product and the weights' gradient."""
 
     name = "xla"
     params = XlaParams
@@ -49,13 +48,13 @@ class _Xla(Implementation[GroupedMatmulCall]):
     features = frozenset({"precision", "first_group"})
 
     def heuristic(self, call: GroupedMatmulCall) -> XlaParams:
-        """Return tiles about as large as groups are."""
+        """Return tiles of about the size of the groups."""
         if call.platform == "tpu" or not _has_tiles(call):
             return XlaParams()
         return XlaParams(block_rows=max(size for size in _BLOCKS if size <= max(call.usual_rows, _BLOCKS[0])))
 
     def space(self, call: GroupedMatmulCall) -> list[XlaParams]:
-        """Return tiles of which a group fills more than one, or that it fills by a quarter at least."""
+        """Return all tile sizes up to four times the usual size of a group."""
         whole = [XlaParams()] if call.platform == "tpu" or not _has_tiles(call) else []
         if not _has_tiles(call):
             return whole
@@ -64,12 +63,12 @@ class _Xla(Implementation[GroupedMatmulCall]):
 
 
 class Xla(_Xla):
-    """The product, everywhere."""
+    """The product, on every platform."""
 
     features = frozenset({"precision", "row_scale", "first_group"})
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
-        """Return the product; nothing is left for a backward."""
+        """Return the product, without residuals."""
         lhs, rhs, groups, *scales = args
         out = _product(call, lhs, rhs, groups, params)
         for row_scale in scales:
@@ -78,7 +77,7 @@ class Xla(_Xla):
 
 
 class XlaActivation(_Xla):
-    """Products and what is made of them, everywhere, one after the other."""
+    """Products, then their epilogue, on every platform."""
 
     residuals = PREACTIVATIONS
     features = frozenset({"precision", "activation", "gate", "row_scale", "first_group"})
@@ -94,10 +93,10 @@ class XlaActivation(_Xla):
 
 
 class XlaWgrad(_Xla):
-    """The weights' gradient, everywhere."""
+    """The weights' gradient, on every platform."""
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
-        """Return the sums; nothing is left for a backward."""
+        """Return the gradient, without residuals."""
         lhs, rhs, groups = args
         if params.block_rows is None:
             spans = row_spans(groups, call.rows, call.groups)
@@ -113,12 +112,12 @@ class XlaWgrad(_Xla):
 
 
 def _has_tiles(call: GroupedMatmulCall) -> bool:
-    """Return whether the sizes are numbers, of which tiles can be made."""
+    """Return whether the sizes are numbers, which tiles need."""
     return is_known(call.rows, call.groups)
 
 
 def _product(call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: XlaParams) -> jax.Array:
-    """Return a product in the dtype that sums run in."""
+    """Return a product in the accumulator dtype."""
     if params.block_rows is None:
         spans = row_spans(groups, call.rows, call.groups)
         axes = ((1,), (2 if call.transpose_rhs else 1,))
@@ -137,17 +136,17 @@ def _product(call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Gr
 def _whole(
     call: GroupedMatmulCall, operands: tuple[jax.Array, jax.Array], spans: _Spans, axes: Any, of_group: Any
 ) -> jax.Array:
-    """Return the product as XLA has it."""
+    """Return the product by XLA's ragged dot."""
     numbers = lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
     sizes, sum_dtype = spans[1] - spans[0], accumulator(call.dtype)
     return lax.ragged_dot_general(*operands, sizes, numbers, precision=call.precision, preferred_element_type=sum_dtype)
 
 
 def _own_first(call: GroupedMatmulCall, x: jax.Array, spans: _Spans) -> jax.Array:
-    """Return rows with those of the groups here before all others: XLA's groups begin there."""
+    """Roll the rows so that those of the groups with matrices come first, as XLA requires."""
     return x if call.all_groups is None else jnp.roll(x, -spans[0][:1].sum(), axis=0)
 
 
 def _own_back(call: GroupedMatmulCall, x: jax.Array, spans: _Spans) -> jax.Array:
-    """Return rows where they were before `_own_first`."""
+    """Undo `_own_first`."""
     return x if call.all_groups is None else jnp.roll(x, spans[0][:1].sum(), axis=0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation: what its implementations share, and one file for each of them."""
+"""Layer normalisation: shared definitions, and one file for each implementation."""

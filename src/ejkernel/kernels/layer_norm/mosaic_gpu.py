@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation by a kernel of our own, on Hopper GPUs."""
+"""Layer normalisation by ejkernel's kernel for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class MosaicGpu(implementation.MosaicGpu[LayerNormCall]):
     features = frozenset(("residual",))
 
     def formula(self, call: LayerNormCall) -> Formula:
-        """Return what is computed."""
+        """Return the formula of layer normalisation for this call."""
         return Formula(centred=True, eps=call.eps, bias=True, residual=call.residual)

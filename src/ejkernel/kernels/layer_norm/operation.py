@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `layer_norm`: its arguments, its reference, its cost, and which implementations it has."""
+"""The operation behind `layer_norm`: arguments, reference, cost, and implementations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ejkernel.ops.operation import Operation
 _Invocation = Invocation["LayerNormConfig", Normalized]
 
 RESIDUALS = "mean and 1 / standard deviation of every row, in float32"
-"""What every forward leaves for every backward."""
+"""The residuals that every implementation's forward saves, and every backward accepts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class LayerNormConfig(OperationConfig):
 
 
 class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
-    """The operation behind `layer_norm`, which documents the arguments."""
+    """The operation behind `layer_norm`; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -58,7 +58,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
     def prepare(
         self, x: Any, weight: Any, bias: Any, residual: Any = None, *, eps: Any = 1e-5, implementation: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
+        """Check the arguments, and drop an absent residual, which the key omits."""
         check_rows(x, weight=weight, bias=bias)
         return (x, weight, bias, *given_residual(residual, x)), {
             "eps": canonical_eps(eps),
@@ -76,24 +76,24 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         )
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the output, as the formula says, computed in float32."""
+        """Return the output by the plain formula, computed in float32."""
         x, weight, bias, *residual = args
         x = x + residual[0] if residual else x
         wide = x.astype(accumulator(x.dtype))
         centred = wide - wide.mean(axis=-1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
-        # JAX may have been told to promote no ranks.
+        # The user may have disabled JAX's rank promotion.
         weight, bias = (y.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias))
         out = (normal * weight + bias).astype(x.dtype)
         return (out, x) if residual else out
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
-        """Return that rows may be split."""
+        """Return a rule that splits the rows."""
         more = ", ... dim" * (len(inv.args) - 3)
         return ShardingRule(f"... dim, dim, dim{more} -> ... dim{more}", split="...", residuals="..., ...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the forward's work: seven operations an element; arrays are read, and the results are written."""
+        """Return the work of the forward: seven operations per element, and each array read or written once."""
         if inv.direction != "fwd":
             return None
         call = self.call_of(inv)
@@ -102,7 +102,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         return Cost(flops=7 * elements, bytes=inv.input_bytes + written)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a call with some rows."""
+        """Return a call with 1024 rows of 1024 elements."""
         vector = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
         return (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), vector, vector), {}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation by a Pallas kernel, on TPUs: a block of rows is read once, and normalised where it lies.
+"""Layer normalisation by a Pallas kernel on TPUs, which reads each block of rows once.
 
-There is a forward alone; the backward is that of another implementation.
+It has only a forward; another implementation computes the backward.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import RESIDUALS, LayerNormCall
 
-# Rows of one tile of vector memory, by dtype; and bytes of a block in float32, several of which are live at once.
+# Rows of one tile of vector memory, by dtype; and the most bytes of a float32 block, because several are live at once.
 _TILE = {"float32": 8, "bfloat16": 16}
 _MOST = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PallasParams:
-    """How rows are gone through.
+    """Parameters of the kernel.
 
     Attributes:
         block_rows: Rows per block.
@@ -45,12 +45,12 @@ class Pallas(Implementation[LayerNormCall]):
     residuals = RESIDUALS
 
     def unsupported(self, call: LayerNormCall) -> str | None:
-        """Return why `call` does not run, and what would; `None` if it runs."""
+        """Return why the kernel does not support `call`, with an alternative; `None` if it does."""
         if call.platform not in (None, "tpu"):
             device = call.device_fingerprint or call.platform
             return f"implementation='pallas' needs a TPU, and this call is for {device}; use 'xla'."
         if not is_known(call.rows, call.dim) or not call.rows:
-            return "it needs rows whose number is known and not 0; use 'xla'."
+            return "it needs a known number of rows, at least 1; use 'xla'."
         if call.dtype not in _TILE:
             return f"x has dtype {call.dtype}, and 'pallas' takes {' and '.join(_TILE)}; cast it, or use 'xla'."
         if call.dim * _TILE[call.dtype] * 4 > _MOST:
@@ -62,20 +62,20 @@ class Pallas(Implementation[LayerNormCall]):
         return None
 
     def params_fault(self, call: LayerNormCall, params: PallasParams) -> str | None:
-        """Return why a block is not one; `None` if it is."""
+        """Return why the kernel cannot use this block size; `None` if it can."""
         tile = _TILE[call.dtype]
         if params.block_rows % tile:
             return f"block_rows must be a multiple of {tile} for {call.dtype}."
         if params.block_rows * call.dim * 4 > _MOST:
-            return f"block_rows of {call.dim} elements each must fit into {_MOST} bytes, in float32."
+            return f"block_rows of {call.dim} elements each must fit in {_MOST} bytes, in float32."
         return None
 
     def heuristic(self, call: LayerNormCall) -> PallasParams:
-        """Return the largest block that `space` has."""
+        """Return the largest block of `space`."""
         return self.space(call)[-1]
 
     def space(self, call: LayerNormCall) -> list[PallasParams]:
-        """Return blocks that fit into memory, none of them larger than all rows need."""
+        """Return the block sizes that fit in memory and are not larger than all rows need."""
         tile = _TILE[call.dtype]
         sizes = [size for size in (tile << power for power in range(8)) if size * call.dim * 4 <= _MOST]
         return [PallasParams(block_rows=size) for size in sizes if size == tile or size < 2 * call.rows]
@@ -87,7 +87,7 @@ class Pallas(Implementation[LayerNormCall]):
         whole = pl.BlockSpec((params.block_rows, dim), lambda i: (i, 0))
         column = pl.BlockSpec((params.block_rows, 1), lambda i: (i, 0))
         vector = pl.BlockSpec((1, dim), lambda i: (0, 0))
-        # Under `shard_map` results have to say over which axes of the mesh they vary.
+        # Under `shard_map` the type of a result includes the mesh axes over which it varies.
         struct = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x).manual_axis_type)
         out, mean, scale = pl.pallas_call(
             functools.partial(_normalize, eps=call.eps),

@@ -17,7 +17,7 @@ from .operation import RESIDUALS, LayerNormCall
 
 
 class Xla(Implementation[LayerNormCall]):
-    """The implementation that runs every call, everywhere."""
+    """Plain JAX: supports every call on every platform."""
 
     name = "xla"
     residuals = RESIDUALS
@@ -30,7 +30,7 @@ class Xla(Implementation[LayerNormCall]):
         x = x + residual[0] if residual else x
         wide = x.astype(accumulator(x.dtype))
         mean = wide.mean(axis=-1, keepdims=True)
-        # In two steps: the mean of squares less the square of the mean loses its digits where the mean is large.
+        # Two steps: the mean of squares minus the square of the mean loses digits if the mean is large.
         centred = wide - mean
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + call.eps)
         out = (centred * scale * _as_row(weight, wide) + _as_row(bias, wide)).astype(x.dtype)
@@ -46,9 +46,9 @@ class Xla(Implementation[LayerNormCall]):
         *args: Any,
         params: Any,
     ) -> tuple[jax.Array, ...]:
-        """Return the gradients of `x`, the weight, the bias, and what was added to `x`."""
+        """Return the gradients of `x`, the weight, the bias, and the residual."""
         x, weight, bias, *residual = args
-        # The sum is a result, and so it is there already.
+        # The forward returned the sum as its second result.
         x = out[1] if residual else x
         weight, x, mean, scale, dout = unify_varying((weight, x, *residuals, cotangents[0]))
         wide, dout = x.astype(scale.dtype), dout.astype(scale.dtype)
@@ -60,12 +60,12 @@ class Xla(Implementation[LayerNormCall]):
         dweight, dbias = (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)
         if not residual:
             return dx.astype(x.dtype), dweight, dbias
-        # The sum is a result of its own, whose cotangent comes on top.
+        # Add the cotangent of the sum, which is the second result.
         dx = dx.astype(x.dtype) + cotangents[1]
         return dx, dweight, dbias, dx
 
 
 def _as_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a vector with as many axes as `like` has, of its dtype."""
-    # JAX may have been told to promote no ranks.
+    """Return a vector with the rank and dtype of `like`."""
+    # The user may have disabled JAX's rank promotion.
     return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation: what its implementations share, and one file for each of them."""
+"""RMS normalisation: shared definitions, and one file for each implementation."""

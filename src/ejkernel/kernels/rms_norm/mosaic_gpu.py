@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation by a kernel of our own, on Hopper GPUs."""
+"""RMS normalisation by ejkernel's kernel for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class MosaicGpu(implementation.MosaicGpu[RmsNormCall]):
     features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def formula(self, call: RmsNormCall) -> Formula:
-        """Return what is computed."""
+        """Return the formula of RMS normalisation for this call."""
         weight = call.weight_offset if call.weight else None
         return Formula(centred=False, eps=call.eps, weight=weight, residual=call.residual)

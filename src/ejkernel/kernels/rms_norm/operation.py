@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `rms_norm`: its arguments, its reference, its cost, and which implementations it has."""
+"""The operation behind `rms_norm`: arguments, reference, cost, and implementations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .reference import normalize
 _Invocation = Invocation["RmsNormConfig", Normalized]
 
 RESIDUALS = "1 / rms of every row, in float32"
-"""What every forward leaves for every backward."""
+"""The residuals that every implementation's forward saves, and every backward accepts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class RmsNormCall(RowNormCall):
     """A call without its arrays.
 
     Attributes:
-        weight: Whether there is one.
+        weight: Whether the call has a weight.
         weight_offset: Added to the weight.
     """
 
@@ -59,7 +59,7 @@ class RmsNormConfig(OperationConfig):
 
 
 class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
-    """The operation behind `rms_norm`, which documents the arguments."""
+    """The operation behind `rms_norm`; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -81,14 +81,14 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         weight_offset: Any = 0.0,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
+        """Check the arguments, and drop absent ones, which the key omits."""
         check_rows(x, **({} if weight is None else {"weight": weight}))
         eps = canonical_eps(eps)
         if not is_number(weight_offset) or not math.isfinite(weight_offset) or (weight is None and weight_offset):
             raise ArgumentError(
-                f"weight_offset must be a number, and 0 where there is no weight, got {given_text(weight_offset)}."
+                f"weight_offset must be a number, and 0 if weight is None, got {given_text(weight_offset)}."
             )
-        # It came later: left out where it is 0, it leaves keys of before as they were.
+        # Omitting an offset of 0 keeps the keys of earlier versions.
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
         return (x, weight, *given_residual(residual, x)), {
             "eps": float(eps),
@@ -110,20 +110,20 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         )
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the output, as the formula says."""
+        """Return the output by the plain formula."""
         x, weight, *residual = args
         x = x + residual[0] if residual else x
         out = normalize(x, weight, options["eps"], options.get("weight_offset", 0.0)).astype(x.dtype)
         return (out, x) if residual else out
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
-        """Return that rows may be split."""
+        """Return a rule that splits the rows."""
         weight = "" if inv.args[1] is None else ", dim"
         more = ", ... dim" * (len(inv.args) - 2)
         return ShardingRule(f"... dim{weight}{more} -> ... dim{more}", split="...", residuals="...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the forward's work: four operations an element; arrays are read, and the results are written."""
+        """Return the work of the forward: four operations per element, and each array read or written once."""
         if inv.direction != "fwd":
             return None
         call = self.call_of(inv)
@@ -132,7 +132,7 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         return Cost(flops=4 * elements, bytes=inv.input_bytes + written)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a call with some rows."""
+        """Return a call with 1024 rows of 1024 elements."""
         return (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)), {}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation as its formula says, in float32."""
+"""The reference for RMS normalisation: the plain formula in float32."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def normalize(x: jax.Array, weight: jax.Array | None, eps: float, offset: float 
     normal = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
     if weight is None:
         return normal
-    # JAX may have been told to promote no ranks.
+    # The user may have disabled JAX's rank promotion.
     return normal * (weight.astype(wide.dtype) + offset).reshape((1,) * (x.ndim - 1) + weight.shape)

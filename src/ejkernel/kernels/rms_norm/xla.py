@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation in plain JAX: all rows in one pass, or block after block of rows.
+"""RMS normalisation in plain JAX: all rows in one pass, or a loop over blocks of rows.
 
-XLA reads the rows once for their mean and once more to scale them. A block that stays in cache is fetched from memory
-only once; where there are enough rows, that outweighs the loop.
+XLA reads the rows twice: for their mean, and to scale them. A block that fits in cache is fetched from memory only
+once, which outweighs the loop if the call has enough rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import RESIDUALS, RmsNormCall
 
-# On a CPU, measured: elements of one block, and how many elements a call must have for blocks to pay. They pay most
-# where XLA would keep a wide copy of narrow rows, and never in a float32 forward.
+# Measured on a CPU: elements per block, and the minimum size of a call for blocks to pay. They pay most when XLA would
+# keep a float32 copy of 16-bit rows, and never in a float32 forward.
 _BLOCK = 1 << 19
 _WORTHWHILE = {"fwd": 1 << 24, "bwd": 1 << 22}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class XlaParams:
-    """How rows are gone through, forward or backward.
+    """Parameters of a forward or backward.
 
     Attributes:
-        block_rows: Rows per block; `None`: one pass over all rows.
+        block_rows: Rows per block; `None` processes all rows in one pass.
     """
 
     block_rows: int | None = None
@@ -45,7 +45,7 @@ class XlaParams:
 
 
 class Xla(Implementation[RmsNormCall]):
-    """The implementation that runs every call, everywhere."""
+    """Plain JAX: supports every call on every platform."""
 
     name = "xla"
     params = XlaParams
@@ -54,7 +54,7 @@ class Xla(Implementation[RmsNormCall]):
     features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def heuristic(self, call: RmsNormCall) -> XlaParams:
-        """Return one pass over all rows; on a CPU blocks, where they were seen to pay."""
+        """Return one pass over all rows, or on a CPU blocks if measurements favour them."""
         rows, dim = call.all_rows, call.dim
         worthwhile = _WORTHWHILE["bwd" if call.backward else "fwd"]
         if not is_known(rows, dim) or call.platform != "cpu" or rows * dim < worthwhile:
@@ -81,14 +81,14 @@ class Xla(Implementation[RmsNormCall]):
     def backward(
         self, call: RmsNormCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: XlaParams
     ) -> tuple[jax.Array | None, ...]:
-        """Return the gradients of `x`, the weight, and what was added to `x`."""
+        """Return the gradients of `x`, the weight, and the residual."""
         x, weight, *residual = args
-        # The sum is a result, and so it is there already.
+        # The forward returned the sum as its second result.
         x = out[1] if residual else x
         dx, dweight = backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
         if not residual:
             return dx, dweight
-        # The sum is a result of its own, whose cotangent comes on top.
+        # Add the cotangent of the sum, which is the second result.
         dx = dx + cotangents[1]
         return dx, dweight, dx
 
@@ -99,13 +99,13 @@ def forward(
     """Return the normalised `x`, `[..., dim]`, and `1 / rms` of every row, `[...]`, in float32.
 
     Args:
-        x: What is normalised, over its last axis.
+        x: The array to normalise over its last axis.
         weight: `[dim]`, or `None`.
         eps: Added to the mean of squares.
-        block_rows: Rows per block; `None`: one pass over all.
+        block_rows: Rows per block; `None` means one pass over all.
         offset: Added to the weight.
     """
-    # In the wide dtype: a sum with an offset of 1, rounded to bfloat16, keeps few digits of a small weight.
+    # Add the offset in float32: in bfloat16, a sum with an offset of 1 keeps few digits of a small weight.
     factor = None if weight is None else (weight.astype(accumulator(x.dtype)) + offset)[None]
 
     def block(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +137,7 @@ def backward(
         x, weight: As in the forward.
         scale: `1 / rms` of every row, from the forward.
         dout: Cotangent of the output.
-        block_rows: Rows per block; `None`: one pass over all.
+        block_rows: Rows per block; `None` means one pass over all.
         offset: Added to the weight.
     """
 
@@ -158,7 +158,7 @@ def backward(
 
 
 def _even(rows: int, most: int) -> int:
-    """Return the block size, at most `most`, that cuts `rows` with the least padding."""
+    """Return the block size, at most `most`, that divides `rows` with the least padding."""
     return -(-rows // -(-rows // most)) if rows else 1
 
 
@@ -172,7 +172,7 @@ def _summed_in_blocks(block: Callable[..., Any], size: int, arrays: list[jax.Arr
         dx, dweight = block(*parts)
         return total + dweight, dx
 
-    # Under `shard_map` a loop's carry keeps its type, and blocks vary over the mesh.
+    # Under `shard_map` the carry of a loop needs a fixed type, and blocks vary over the mesh.
     zero = unify_varying((jnp.zeros(arrays[0].shape[-1], arrays[1].dtype), arrays[0]))[0]
     dweight, dx = lax.scan(step, zero, tuple(_cut(x, size) for x in arrays))
     return _join(dx, arrays[0].shape[0]), dweight

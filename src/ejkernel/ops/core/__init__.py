@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel and a call are."""
+"""Kernels, calls, and calls under JAX's transformations."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: calls of varying lengths that share one key, and the call that stands for all of them."""
+"""Buckets: calls of varying lengths that share one key, and the call that represents each bucket."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
     (3, 128, 64)
 
     Args:
-        array: An array, concrete or abstract, or `None`, which stays.
-        axes: Which sizes to round.
-        least: They become at least this, a power of two.
+        array: An array, concrete or abstract; `None` is returned as is.
+        axes: The axes to round.
+        least: The smallest rounded size, a power of two.
 
     Raises:
-        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two; or a size that is to be
-            rounded is a symbol, in a program that is exported for many.
+        ArgumentError: `array` is not an array or lacks an axis, `least` is not a power of two, or a size to round is
+            symbolic, as in a program exported with symbolic shapes.
     """
     if array is None:
         return None
@@ -59,22 +59,22 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
 def _rounded(size: Any, axis: int, least: int) -> int:
     if not isinstance(size, int):
         raise ArgumentError(
-            f"axis {axis} has the size {size}, which stands for many and cannot be rounded; export for shapes that are "
-            "numbers, or give the kernel a bucket that leaves such calls alone."
+            f"axis {axis} has the symbolic size {size}, which cannot be rounded; export the program with concrete "
+            "shapes, or give the kernel a bucket that leaves symbolic sizes unchanged."
         )
     return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
 def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node: Node | None) -> Invocation[Any, Any]:
-    """Return the call that `kernel.bucket` names for `inv`; `inv` itself if that is the one.
+    """Return the call that represents the bucket of `inv`, according to `kernel.bucket`; it may be `inv` itself.
 
     Args:
         inv: The call.
         kernel: Its kernel.
-        node: The node of a call that was traced.
+        node: The node of a traced call.
 
     Raises:
-        KernelError: `bucket` returns something that cannot stand for the call.
+        KernelError: `bucket` returns something that cannot represent the call.
     """
     own = _taken_apart(kernel, inv.args, inv.kwargs, inv.method)
     stand_in = _asked(kernel, inv, own)
@@ -82,24 +82,23 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
         return inv
     spec, types = stand_in
     args, kwargs = spec.join(types)
-    # Nodes hold no shapes, so this call's will do. Without `array_types`: those of batches, residuals and cotangents
-    # follow from the arguments where they are needed, on the measuring thread, where no trace of the caller is open.
+    # Nodes hold no shapes, so the representative can use this call's node. Types of batches, residuals and cotangents
+    # (`array_types`) are computed later, on the measuring thread, where no trace of the caller is open.
     other = dataclasses.replace(
         inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
     )
-    # Were the representative in another bucket than its call, the key under which tuning remembers would be another
-    # one.
+    # If the representative were in another bucket than the call, tuning would save under another key.
     again = _asked(kernel, other, stand_in)
     if again != stand_in:
         raise KernelError(
-            f"{kernel.op_id}: bucket must leave alone what it returned itself, but it returned {_shown(stand_in)} for "
-            f"{_shown(own)}, and {_shown(again)} for that."
+            f"{kernel.op_id}: bucket must be idempotent, but it returned {_shown(stand_in)} for {_shown(own)}, and "
+            f"{_shown(again)} for its own result."
         )
     return other
 
 
 def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -> _StandIn:
-    """Return what the kernel's hook says of a call, checked against the call itself, `own`."""
+    """Return the representative's spec and types from the kernel's hook, checked against the call's, `own`."""
     answer: Any = asked(f"{kernel.op_id}: bucket", kernel.bucket, inv)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: bucket must return (args, kwargs), got {answer!r}.")
@@ -109,18 +108,17 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
         raise KernelError(f"{kernel.op_id}: bucket must return arguments of the kernel: {error}") from error
     if spec.structure != own[0].structure:
         raise KernelError(
-            f"{kernel.op_id}: bucket must return arguments of the same structure as the call's, "
+            f"{kernel.op_id}: bucket must return arguments with the same structure as the call's, "
             f"{_shown(own)}; got {_shown((spec, types))}."
         )
     for name, mine, like in zip(array_names(spec), types, own[1], strict=True):
         if mine.dtype != like.dtype or len(mine.shape) != len(like.shape):
             raise KernelError(
-                f"{kernel.op_id}: bucket may change the sizes of arrays alone, but made {mine.dtype}{list(mine.shape)} "
-                f"of {name}, {like.dtype}{list(like.shape)}."
+                f"{kernel.op_id}: bucket may change only the sizes of arrays, but it changed {name} from "
+                f"{like.dtype}{list(like.shape)} to {mine.dtype}{list(mine.shape)}."
             )
     return spec, [
-        # Weak types are a part of the key, and a hook that makes types by hand does not know of them: they stay the
-        # call's.
+        # Weak types are part of the key, and a hook that constructs types by hand loses them: keep the call's.
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call taken apart: its arrays, and everything else as one hashable value."""
+"""Splits a call into its arrays and a hashable value for everything else."""
 
 from __future__ import annotations
 
@@ -25,40 +25,39 @@ from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_a
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-METHODS = ("shard_map",)  # ways in which an executor can be asked to run a call
+METHODS = ("shard_map",)  # values of the executor's `method`
 
 
-class _Hole:
+class _Placeholder:
     __slots__ = ()
 
     def __repr__(self) -> str:
         return "<array>"
 
     def __reduce__(self) -> str:
-        return "_HOLE"  # there is one in every process
+        return "_PLACEHOLDER"  # pickled by name: each process has one
 
 
-_HOLE = _Hole()
+_PLACEHOLDER = _Placeholder()
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type})
 
 
-def _no_leaf() -> Any:
-    return _HOLE
+def _placeholder() -> Any:
+    return _PLACEHOLDER
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """All of a call but its arrays; equal for calls that may share a compiled program.
+    """A call without its arrays; equal for calls that may share a compiled program.
 
     Attributes:
-        token: Who the kernel is, the structure of `(args, kwargs)` and the static leaves, each by its identity.
-        method: How the executor was asked to run the call (`"shard_map"`), or `None`.
+        token: Identities of the kernel, of the structure of `(args, kwargs)` and of the static leaves.
+        method: The requested way to run the call (`"shard_map"`), or `None`.
         treedef: Structure of `(args, kwargs)`.
-        held: The kernel, and the leaves with a placeholder where an array goes, each behind a function.
+        held: Functions that return the kernel and the leaves; arrays are replaced by a placeholder.
     """
 
-    # What tells calls apart: to `==` the leaves 1, 1.0 and True are one, and arrays in static values have no truth
-    # value.
+    # Calls are compared by token: `==` equates the leaves 1, 1.0 and True, and fails for arrays in static values.
     token: Hashable
     method: str | None
     treedef: Any = dataclasses.field(compare=False, repr=False)
@@ -71,7 +70,7 @@ class CallSpec:
     def __hash__(self) -> int:
         return self._hash
 
-    # JAX hashes a call with every look into its caches.
+    # JAX hashes a call at every lookup in its caches.
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.token, self.method))
@@ -83,36 +82,36 @@ class CallSpec:
 
     @property
     def statics(self) -> tuple[Any, ...]:
-        """The leaves, with a placeholder where an array goes."""
+        """The leaves, with a placeholder for each array."""
         return tuple(hold() for hold in self.held[1:])
 
     @functools.cached_property
     def num_arrays(self) -> int:
-        """How many arrays the call has."""
+        """The number of arrays of the call."""
         return sum(self.structure[1])
 
     @functools.cached_property
     def structure(self) -> tuple[Any, tuple[bool, ...]]:
-        """The structure of `(args, kwargs)`, and which of their leaves are arrays."""
-        return self.treedef, tuple(hold is _no_leaf for hold in self.held[1:])
+        """The structure of `(args, kwargs)`, and a flag for each leaf: whether it is an array."""
+        return self.treedef, tuple(hold is _placeholder for hold in self.held[1:])
 
     def weak(self) -> CallSpec:
-        """Return the same for what outlives the call: it keeps neither the kernel nor the user's objects alive."""
-        # nobody else holds the copy of a set
+        """Return an equal value for long-lived caches: it keeps neither the kernel nor the user's objects alive."""
+        # A set stays strong: it is our copy, without other references.
         held = [
             held_weakly(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held
         ]
         return dataclasses.replace(self, held=tuple(held))
 
     def join(self, arrays: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `(args, kwargs)` with `arrays` in their places."""
+        """Return `(args, kwargs)` with `arrays` inserted at the placeholders."""
         remaining = iter(arrays)
-        leaves = [next(remaining) if hold is _no_leaf else hold() for hold in self.held[1:]]
+        leaves = [next(remaining) if hold is _placeholder else hold() for hold in self.held[1:]]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return args, kwargs
 
     def flags_by_argument(self) -> list[tuple[Any, list[bool]]]:
-        """Return, for each positional argument, its structure and which of its leaves are arrays."""
+        """Return the structure of each positional argument, and which of its leaves are arrays."""
         args, _ = jax.tree.unflatten(self.treedef, self.structure[1])
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
@@ -124,11 +123,11 @@ def _restored(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> Cal
 def prepared(
     kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the kernel's `prepare` makes of the arguments of a call, with Python numbers for static scalars.
+    """Return the arguments of a call after the kernel's `prepare`, with Python numbers for static scalars.
 
     Raises:
-        KernelError: it is not `(args, kwargs)`.
-        CallError: the arguments do not fit its signature.
+        KernelError: `prepare` does not return `(args, kwargs)`.
+        CallError: The arguments do not fit the signature of `prepare`.
     """
     args, kwargs = with_python_numbers(kernel, tuple(args), kwargs)
     if not overrides(kernel, "prepare"):
@@ -147,26 +146,26 @@ def prepared(
 def with_python_numbers(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the arguments of a call with Python numbers for scalars of NumPy and JAX that the kernel takes as static.
+    """Return the arguments of a call with Python numbers in place of static NumPy and JAX scalars.
 
-    The signatures of `prepare` and `run` say which parameters these are; see `parameters_taking`. Without such a
-    scalar the arguments themselves are returned.
+    The signatures of `prepare` and `run` determine the static parameters; see `parameters_taking`. Without such a
+    scalar the result is the same objects.
     """
     return _with_numbers(_places(kernel).call, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What the parameters of a function take: positional ones in order, and all by name."""
+    """The kinds of values that the parameters of a function take: by position, and by name."""
 
     positional: tuple[Takes, ...]
     named: Mapping[str, Takes]
-    others: Takes | None  # keyword arguments that no parameter names; `None`: there is no place for them
+    others: Takes | None  # for **kwargs; `None` if the function has none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Places:
-    """What the parameters of a kernel take: of a call, and of `run` after `prepare`."""
+    """The parameters of a kernel: for a call, and for `run` after `prepare`."""
 
     call: _Parameters
     run: _Parameters
@@ -188,13 +187,13 @@ def _places_of(kernel: Kernel[Any, Any]) -> _Places:
     if signature is None:
         nothing = _Parameters((), {}, None)
         return _Places(nothing, nothing)
-    # A function that became a kernel has the annotations; the `run` made for it has none.
+    # For a kernel made by `tune`, the function has the annotations; its generated `run` has none.
     function = vars(kernel).get("__wrapped__") or getattr(kernel, _signature_source(kernel))
     run = _parameters(signature, function, kernel.choices)
     if not overrides(kernel, "prepare"):
         return _Places(run, run)
     own = _parameters(inspect.signature(type(kernel).prepare), kernel.prepare, kernel.choices)
-    # A `prepare` that takes whatever it is given leaves the parameters to `run`.
+    # If `prepare` takes *args and **kwargs, the parameters of `run` apply.
     call = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
     return _Places(call, run)
 
@@ -232,7 +231,7 @@ def take_apart(
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
     Raises:
-        CallError: the arguments do not fit the signature of the kernel's `run`.
+        CallError: The arguments do not fit the signature of the kernel's `run`.
     """
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
@@ -244,29 +243,29 @@ def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tupl
     for leaf in leaves:
         if is_array(leaf) or stands_for_array(leaf):
             arrays.append(as_array(leaf))
-            held.append(_no_leaf)
+            held.append(_placeholder)
         else:
-            # Of a set a copy: it is told apart by content, and may have another by the time that the call is lowered.
-            held.append(_no_leaf if leaf is _HOLE else Strong(set(leaf) if type(leaf) is set else leaf))
+            # Copy a set: calls compare sets by content, and the user may change the set before the call is lowered.
+            held.append(_placeholder if leaf is _PLACEHOLDER else Strong(set(leaf) if type(leaf) is set else leaf))
     return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held)), arrays
 
 
 def tokens_of(tree: Any) -> Hashable:
-    """Return what tells arguments apart that share no trace: structure and static leaves, but of arrays only that."""
+    """Return a token that differs for arguments with different traces: structure, static leaves, array positions."""
     kind: Any = type(tree)
     if kind is tuple or kind is list:
         return (kind, *[tokens_of(item) for item in tree])
     if kind is dict:
-        names = sorted(tree)  # as JAX takes a dictionary apart
+        names = sorted(tree)  # the order of JAX's own flattening
         return (kind, *[identity(name) for name in names], *[tokens_of(tree[name]) for name in names])
     if kind in _LEAVES:
         return identity(tree)
-    if is_array(tree) or tree is _HOLE:
-        return _HOLE
+    if is_array(tree) or tree is _PLACEHOLDER:
+        return _PLACEHOLDER
     node = jax.tree_util.default_registry.flatten_one_level(tree)
     if node is None:
         if stands_for_array(tree):
-            return _HOLE
+            return _PLACEHOLDER
         return (set, frozenset(map(identity, tree))) if kind is set else identity(tree)
     children, aux = node
     return (kind, identity_of_node(tree, aux), *[tokens_of(child) for child in children])
@@ -276,7 +275,7 @@ def _bind(
     kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cls: Any = type(kernel)
-    # Kept by class: to inspect and bind at each call takes three to five times as long as an eager call.
+    # Cached by class: inspecting the signature at each call takes three to five times as long as an eager call.
     signature = _run_signature(cls, _signature_source(kernel))
     if signature is None:
         return args, kwargs
@@ -293,7 +292,7 @@ def _bind(
 
 
 def _fill_gaps(bound: inspect.BoundArguments) -> None:
-    """Give a positional parameter its default if a later one was passed; `bound.args` would end before it."""
+    """Fill in the defaults of positional parameters before the last passed argument; else `bound.args` stops early."""
     parameters = [p for p in bound.signature.parameters.values() if p.kind in _POSITIONAL]
     passed = [index for index, parameter in enumerate(parameters) if parameter.name in bound.arguments]
     for parameter in parameters[: max(passed, default=0)]:
@@ -303,7 +302,7 @@ def _fill_gaps(bound: inspect.BoundArguments) -> None:
 def without_defaults(
     kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without those that are what the kernel's `run` takes them for when they are left out."""
+    """Return the arguments without those that equal the defaults of the kernel's `run`."""
     signature = _run_signature(type(kernel), _signature_source(kernel))
     if signature is None:
         return args, dict(kwargs)
@@ -321,7 +320,7 @@ def without_defaults(
 
 
 def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
-    # Of arrays only the type is known while a call is traced.
+    # During tracing, only the types of arrays are known.
     if parameter is None or is_array(value) or is_array(parameter.default):
         return False
     return tokens_of(parameter.default) == tokens_of(value)
@@ -340,7 +339,7 @@ _signatures: weakref.WeakKeyDictionary[type, dict[str, inspect.Signature | None]
 
 
 def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
-    """Return the signature of `cls.<name>`, or `None` where it cannot take a keyword `cfg` by name."""
+    """Return the signature of `cls.<name>`, with `cfg` by keyword only; `None` if the class has no such function."""
     known = _signatures.setdefault(cls, {})
     if name not in known:
         known[name] = _signature_of(cls, name)
@@ -349,7 +348,7 @@ def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
 
 def _signature_of(cls: Any, name: str) -> inspect.Signature | None:
     function = getattr(cls, name, None)
-    if function is None:  # set on the instance: positions are taken as given
+    if function is None:  # set on the instance: positions stay as given
         return None
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -358,6 +357,6 @@ def _signature_of(cls: Any, name: str) -> inspect.Signature | None:
     takes_cfg = at < len(parameters) or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if not takes_cfg or any(parameter.kind not in keyword_kinds for parameter in parameters[at + 1 :]):
         raise KernelError(f"{cls.__name__}.{name} must take cfg as a keyword argument: def {name}(self, ..., *, cfg).")
-    # cfg is always passed by name, so a plain last parameter is as good as a keyword-only one
+    # The library always passes cfg by name, so a plain last parameter is as good as a keyword-only parameter.
     parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
     return signature.replace(parameters=parameters)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in force around a call: overlays, policy overrides, recording.
+"""The scope of a call: overlays, policy overrides and recorders in force around it.
 
-It is one value of a JAX user context, which is a part of JAX's own cache keys: a function that `jit` has already
-compiled is traced again inside, and goes back to its old executable outside. The value belongs to its thread; the
-measuring thread enters the caller's. Values are equal by content, so that entering an equal overlay compiles nothing.
-JAX's caches have one value for the whole context, and do not tell which function holds a call: under another all
-functions that run in it are compiled anew. Whether a thread belongs to a search is beside it, and in no cache key: a
-candidate's programs are those of any other call.
+The scope is the value of a JAX user context, which is part of JAX's cache keys. JAX therefore traces a compiled
+function again under a new scope, and reuses the old executable outside. Each thread has its own scope; the measuring
+thread enters the scope of its caller. Scopes are compared by content: entering an equal overlay compiles nothing.
+JAX's caches hold one value for the whole context and do not know which functions contain a call. A new scope
+recompiles every function that runs in it, even a function without calls. Search membership of a thread is kept
+separately, outside all cache keys: a candidate compiles to the same program as any other call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ejkernel import compat
 
 
 class Layer(Protocol, Hashable):
-    """Configurations that take precedence while they are in force."""
+    """An overlay: configurations that take precedence while the layer is in force."""
 
     def lookup(self, key: Any) -> Any:
         """Return the configuration under `key`, or `None`."""
@@ -34,7 +34,7 @@ class Scope:
     Attributes:
         layers: Overlays, innermost last.
         policies: Policy changes, innermost last.
-        recording: Numbers of the recorders that want the calls that are lowered.
+        recording: Numbers of the recorders that collect lowered calls.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -43,11 +43,11 @@ class Scope:
 
 
 class Settings(NamedTuple):
-    """All that is in force around a call when it is traced: it computes, and is resolved, under that and nothing else.
+    """The settings under which a call was traced; it is resolved and computed under the same settings.
 
     Attributes:
         numerics: JAX's settings.
-        scope: Ours.
+        scope: Ours: overlays, policies and recorders.
     """
 
     numerics: compat.Numerics
@@ -55,10 +55,9 @@ class Settings(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Put them in force inside the `with` block, where others may be."""
+        """Apply these settings inside the `with` block."""
         with contextlib.ExitStack() as stack:
-            # Only what differs is entered: in most programs nothing does, and this is done for every call that is
-            # traced.
+            # This runs for every traced call, and in most programs nothing differs.
             if self.numerics != compat.numerics_in_force():
                 stack.enter_context(compat.numerics(self.numerics))
             if self.scope != current_scope():
@@ -67,23 +66,23 @@ class Settings(NamedTuple):
 
 
 def settings_in_force() -> Settings:
-    """Return what is in force in this thread."""
+    """Return the settings of this thread."""
     return Settings(compat.numerics_in_force(), current_scope())
 
 
-# Made at import: JAX says that making one is not thread-safe.
+# Created at import: JAX documents that creating a context is not thread-safe.
 _context = compat.make_user_context(Scope())
 
 
 def current_scope() -> Scope:
-    """Return what is in force in this thread."""
+    """Return the scope of this thread."""
     scope: Scope = _context.value
     return scope
 
 
 @contextlib.contextmanager
 def entered(scope: Scope) -> Iterator[None]:
-    """Put `scope` in force; every entry makes a context object of its own, for JAX leaks one that is entered twice."""
+    """Apply `scope` inside the `with` block; each entry creates a context object, because JAX leaks a reused one."""
     with _context(scope):
         yield
 
@@ -92,18 +91,18 @@ _searches = threading.local()
 
 
 def search_depth() -> int:
-    """Return how many searches this thread is part of: 0 outside, 1 on a search's threads, more where they nest."""
+    """Return the number of searches that this thread belongs to: 0 outside, 1 in a search, more in nested searches."""
     return getattr(_searches, "depth", 0)
 
 
 def is_measuring() -> bool:
-    """Return whether this thread is one that candidates are measured on."""
+    """Return whether this thread measures candidates."""
     return search_depth() > 0
 
 
 @contextlib.contextmanager
 def at_search_depth(depth: int) -> Iterator[None]:
-    """Make this thread part of so many searches inside the `with` block."""
+    """Set the search depth of this thread inside the `with` block."""
     before, _searches.depth = search_depth(), depth
     try:
         yield

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's own code is, and what it declares, and so lets texts and files name.
+"""Types and functions that files may name, and comparison of kernels by code.
 
-Files name the types of configurations, and the way back leads to types that this process itself has spoken of.
+Files store the type names of configurations. Decoding resolves a name only to types that this process has declared or
+used; it never looks into modules.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
 
-PLAIN: Final = "json"  # the name for a configuration that is neither dataclass nor named tuple
-_LOOKED_AT: Final = 64  # candidates: those of a large space are of one kind
+PLAIN: Final = "json"  # the type name of a configuration that is neither a dataclass nor a named tuple
+_MAX_INSPECTED: Final = 64  # candidates to inspect; the candidates of a large space have one type
 
 _noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def same_code(left: Kernel[Cfg, Out], right: Kernel[Cfg, Out]) -> bool:
-    """Return whether two kernels compute by the same code; what they hold may differ."""
+    """Return whether two kernels run the same code; their attributes may differ."""
     return type(left) is type(right) or _code_of(left) == _code_of(right)
 
 
@@ -42,20 +43,20 @@ def _code_of(kernel: Kernel[Cfg, Out]) -> list[Any]:
 
 
 def _code(code: object) -> Any:
-    """Return what a function does, whatever lines of whatever file it is on."""
+    """Return a function's bytecode, names and constants, without file names and line numbers."""
     if not isinstance(code, types.CodeType):
         return None
-    # As texts, for 1, 1.0 and True are equal.
+    # As text, because 1, 1.0 and True compare equal.
     constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
     return code.co_code, code.co_names, constants
 
 
 def names_of(kernel: Kernel[Cfg, Out]) -> Names:
-    """Return what the signatures of the kernel's `run`, in all its forms, and its configuration's type name."""
+    """Return the names in the signatures of all forms of the kernel's `run`, and in its configuration type."""
     names = Names()
     for form in ("run", *run_forms(kernel)):
         names.add_function(getattr(kernel, form))
-    function = vars(kernel).get("__wrapped__")  # of a function that is a kernel
+    function = vars(kernel).get("__wrapped__")  # the function of a kernel made by `tune`
     if function is not None:
         names.add_function(function)
     if kernel.config_type is not None:
@@ -64,29 +65,29 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
 
 
 def note_config_types(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> None:
-    """Let files name the type of the configurations that the call's kernel makes, if its class names none."""
+    """Let files name the configuration type that the kernel's heuristic returns, if the kernel class declares none."""
     if kernel.config_type is not None:
         return
     try:
         note_type(type(hook(kernel, "heuristic_cfg", inv.platform)(inv)))
-    except Exception as error:  # noqa: BLE001 - the heuristic has its own turn, where its errors are the caller's
-        logger.debug("%s: what type its configurations have is not known: %s", inv.op_id, error)
+    except Exception as error:  # noqa: BLE001 - the heuristic runs again later, and raises its errors to the caller
+        logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
 
 
 def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object, what: str) -> None:
-    """Raise unless a configuration is of a kind that the kernel makes or names.
+    """Raise unless a configuration has a type that the kernel produces or declares.
 
-    A class that was defined again, as in a notebook, leaves configurations of the old class under the keys of the new
-    kernel. A kernel that names its configuration's dataclass refuses them by itself (`check_config`). Of any other
-    kernel the heuristic, the annotations and the candidates say which kinds there are.
+    A class redefined in a notebook leaves configurations of the old class under the keys of the new kernel. A kernel
+    that declares its configuration dataclass rejects them itself (`check_config`). For any other kernel, the heuristic,
+    the annotations and the candidates determine the valid types.
 
     Raises:
-        ConfigError: it is of another kind; `what` is its name in the message.
+        ConfigError: The configuration has another type; the message calls it `what`.
     """
     try:
         expected = _other_kind(inv, kernel, config)
-    except Exception as error:  # noqa: BLE001 - the kernel's own hooks have their turn, where errors are the caller's
-        logger.debug("%s: what kind its configurations are is not known: %s", inv.op_id, error)
+    except Exception as error:  # noqa: BLE001 - the hooks run again later, and raise their errors to the caller
+        logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
         return
     if expected is not None:
         raise ConfigError(
@@ -95,7 +96,7 @@ def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: obje
 
 
 def _other_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object) -> type | None:
-    """Return the class of the kernel's configurations; `None` if `config` is one of them."""
+    """Return the class of the kernel's configurations; `None` if `config` is such a configuration."""
     heuristic = hook(kernel, "heuristic_cfg", inv.platform)(inv)
     if _is_like(config, heuristic):
         return None
@@ -103,7 +104,7 @@ def _other_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: obj
     _add_hooks(names, type(kernel))
     if isinstance(config, tuple(names.types())):
         return None
-    candidates = itertools.islice(candidates_of(kernel, inv), _LOOKED_AT)
+    candidates = itertools.islice(candidates_of(kernel, inv), _MAX_INSPECTED)
     return None if any(_is_like(config, candidate) for candidate in candidates) else type(heuristic)
 
 
@@ -112,7 +113,7 @@ def _is_like(config: object, other: object) -> bool:
 
 
 def _kind(config: object) -> type:
-    """Return a configuration's class; what JSON does not tell apart is of one kind."""
+    """Return the class of a configuration; values that JSON does not distinguish have one class."""
     if isinstance(config, Mapping):
         return dict
     if isinstance(config, list | tuple) and not _is_record(type(config)):
@@ -121,11 +122,11 @@ def _kind(config: object) -> type:
 
 
 def _config_types() -> Iterator[type]:
-    """Yield the types that the kernel classes of this process name for their configurations, the latest class first.
+    """Yield the configuration types that the kernel classes of this process declare, the latest class first.
 
-    Those come last that only the annotations of a class's hooks name, for it takes longer to read these.
+    Types declared only in annotations of hooks come last, because reading annotations takes longer.
     """
-    # The latest first, for a class that was defined again has the name of the one before.
+    # The latest first: a redefined class has the name of its predecessor.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):
         declared = config_type_of(cls)
@@ -140,7 +141,7 @@ def _config_types() -> Iterator[type]:
 
 
 def _add_hooks(names: Names, cls: type[Kernel[Any, Any]]) -> None:
-    """Add the types that the annotations of a class's own hooks name for configurations."""
+    """Add the configuration types in the annotations of a class's own hooks."""
     names.add_annotation_of(vars(cls).get("run"), "cfg")
     for name in ("heuristic_cfg", "config_space", "candidate_cfgs"):
         names.add_annotation_of(vars(cls).get(name), "return")
@@ -153,7 +154,7 @@ def _subclasses(cls: type[object]) -> Iterator[Any]:
 
 
 def type_name(config: object) -> str:
-    """Return `module.Qualname` of a configuration's class, or `json` for plain data; files may name the class then."""
+    """Return `module.Qualname` of a configuration's class, or `json` for plain data; files may name it from then on."""
     cls = type(config)
     if not _is_record(cls):
         return PLAIN
@@ -162,26 +163,26 @@ def type_name(config: object) -> str:
 
 
 def note_type(cls: type) -> None:
-    """Let files name a class, as long as it lives: this process made a configuration of it.
+    """Let files name a class while it is alive, because this process created a configuration of it.
 
-    Not a class inside a function, of which there may be many of one name.
+    Classes inside functions are left out: many of them may share a name.
     """
     if "<" not in cls.__qualname__:
         _noted[qualified(_name_of(cls))] = cls
 
 
 def decode_config(data: object, name: str) -> Any:
-    """Return the configuration that was stored as `data` under the type name `name`.
+    """Return the configuration stored as `data` under the type name `name`.
 
     Raises:
-        ConfigError: files may name no such type here.
-        SerializationError: the data do not fit the type.
+        ConfigError: Files may not name this type here.
+        SerializationError: The data do not fit the type.
     """
     return data if name == PLAIN else from_data(data, known_type(name))
 
 
 def why_not_decoded(config: object) -> str:
-    """Return why a configuration that is stored could not be decoded by its type's name; `""` if it could."""
+    """Return why a stored configuration could not be decoded by its type name; `""` if it can."""
     try:
         decode_config(to_data(config), type_name(config))
     except (ConfigError, SerializationError) as error:
@@ -190,13 +191,13 @@ def why_not_decoded(config: object) -> str:
 
 
 def known_type(name: str) -> type:
-    """Return the dataclass or named tuple of that name, if files may name it; nothing is looked up in modules.
+    """Return the dataclass or named tuple with that name, if files may name it; modules are never searched.
 
-    That is the case if a kernel class of this process names it as its configurations' type, if it was marked with
-    `nameable`, or if this process has stored a configuration of it.
+    Files may name a type if a kernel class of this process declares it as its configuration type, if it is marked with
+    `nameable`, or if this process has stored a configuration of that type.
 
     Raises:
-        ConfigError: it may not be named, or there is no such type.
+        ConfigError: The type does not exist, or files may not name it.
     """
     wanted = qualified(name)
     found: Any = marked(wanted)
@@ -208,8 +209,8 @@ def known_type(name: str) -> type:
         return found
     raise ConfigError(
         f"type {quoted(name)} is no dataclass or named tuple that files may name here; import its module, which "
-        "must name it as its kernel's configuration, Kernel[Config, ...], or mark it with @ejkernel.ops.nameable; or "
-        "pass cfg_type=."
+        "must declare it as its kernel's configuration, Kernel[Config, ...], or mark it with @ejkernel.ops.nameable; "
+        "or pass cfg_type=."
     )
 
 

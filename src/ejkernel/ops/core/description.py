@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the description of a call back to the call, so that it can be tuned where its program never ran.
+"""Rebuilds a call from its description, so that it can be tuned on a machine where its program never ran.
 
-The call is made step by step, and asked for its own description. What the key leaves out, and making it again needs, is
-the `wiring` beside it: in linear calls under `vmap` the batch axes of tangents, cotangents and residuals, and whether
-the call is a transpose; and whether what is differentiated returns its residuals. What follows from the kernel, such as
-the structure of its results, is traced again.
+`rebuild` applies the recorded transformations one by one, and then compares the description of the new call with the
+given one. The `wiring` of a description holds facts that rebuilding needs but the key leaves out: for linear calls
+under `vmap`, the batch axes of tangents, cotangents and residuals, and whether the call is a transpose; for
+derivatives, whether the forward returns its residuals. Facts that follow from the kernel, such as the structure of its
+results, are traced again.
 """
 
 from __future__ import annotations
@@ -34,28 +35,27 @@ from ejkernel.ops.utils.values.signature import abstract
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
-_WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
-# Limits that no program meets: a description may come from anywhere, and what it asks for is traced.
+_WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # fields for derivatives, fields for vmap
+# Limits beyond any real program: descriptions come from untrusted files, and rebuilding traces the call.
 _MAX_STEPS: Final = 16
-_MAX_KERNELS: Final = 8  # of one name, that are tried
-_MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
+_MAX_KERNELS: Final = 8  # kernels with the same name to try
+_MAX_DERIVATIVES: Final = 4  # each derivative doubles the traced computation
 
 
 def rebuild(description: object, *, key: str | None = None, op: str | None = None) -> Invocation[Any, Any]:
-    """Return the call, for this process's default device, that `Invocation.description` was made of.
+    """Return the call that `Invocation.description` describes, for the default device of this process.
 
-    The kernel must be there already: the latest living one of the operation's name and version that makes such a call
-    of it. Functions and classes among the static arguments are those that the kernel declares, that were marked with
-    `nameable`, or JAX's functions of arrays; nothing is imported. The call that comes out has the key that its
-    description has, or none comes out.
+    The kernel must exist already: `rebuild` tries the live kernels with the operation's name and version, latest
+    first. Functions and classes among the static arguments must be declared by the kernel, marked with `nameable`, or
+    be JAX's functions of arrays; `rebuild` imports nothing. The returned call always has the key of its description.
 
     Args:
-        description: Plain data, as JSON gives it; it may come from anywhere.
-        key: The `call_key` that the call must have, if it is known.
-        op: The versioned name that the operation must have, if it is known.
+        description: Plain data, as read from JSON; it need not be trusted.
+        key: The expected `call_key`, if known.
+        op: The expected versioned name of the operation, if known.
 
     Raises:
-        DescriptionError: the description is no such thing, or the call cannot be rebuilt here; the message says why.
+        DescriptionError: The description is malformed, or the call cannot be rebuilt here; the message says why.
     """
     data = _checked(description)
     if op is not None and data["op"] != op:
@@ -65,9 +65,9 @@ def rebuild(description: object, *, key: str | None = None, op: str | None = Non
     for kernel in _kernels(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps)):
         try:
             return _rebuilt(kernel, data, steps, key)
-        except DescriptionError as error:  # one of the same name may do, such as one that puts calls in buckets
+        except DescriptionError as error:  # another kernel of this name may succeed, e.g. the variant with buckets
             refused = refused or error
-    assert refused is not None  # there is one kernel at least
+    assert refused is not None  # `_kernels` returns at least one kernel
     raise refused
 
 
@@ -78,16 +78,15 @@ def _rebuilt(
     key: str | None,
 ) -> Invocation[Any, Any]:
     try:
-        # Settings are a part of the key, and decide what is traced: the description's, not those that are in force
-        # here.
+        # Settings are part of the key and affect the trace: use the description's, not those of this process.
         with compat.numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
     except DescriptionError:
         raise
-    except Exception as error:  # the kernel's own code, on arguments that it may never have been meant for
+    except Exception as error:  # the kernel's own code, on arguments that it may not be written for
         raise DescriptionError(f"its call cannot be traced: {type(error).__name__}: {error}") from error
-    # Whatever was read wrongly, or made up, ends here: a reason, and never a wrong answer.
+    # The final check: a forged or misread description gives an error, never a wrong call.
     if description != data or (key is not None and call_key != key):
         raise DescriptionError("the call that it describes has another key")
     return inv
@@ -96,7 +95,7 @@ def _rebuilt(
 def _checked(data: object) -> dict[str, Any]:
     if type(data) is not dict or not _REQUIRED <= set(data) <= _REQUIRED | _OPTIONAL:
         fields = ", ".join(sorted(data)) if type(data) is dict and all(type(name) is str for name in data) else data
-        raise DescriptionError(f"it needs op, args and kwargs, and has {shown(fields)}")
+        raise DescriptionError(f"it needs op, args and kwargs, but has {shown(fields)}")
     types: dict[str, type] = {"args": list, "kwargs": dict, "steps": list, "wiring": list, "x64": bool}
     types |= {"defaults": dict, "kernel": dict}
     for name, value in data.items():
@@ -108,11 +107,11 @@ def _checked(data: object) -> dict[str, Any]:
 
 
 def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return every step with its wiring, in the right form; their content is checked against the call's arrays."""
+    """Return each step with its wiring, checked for form; later code checks the content against the call's arrays."""
     steps = data.get("steps", [])
     wiring = data.get("wiring") or [{}] * len(steps)
     if len(steps) > _MAX_STEPS or len(wiring) != len(steps):
-        raise DescriptionError(f"it has {len(steps)} steps, of {_MAX_STEPS} at most, and {len(wiring)} wirings")
+        raise DescriptionError(f"it has {len(steps)} steps (at most {_MAX_STEPS}) and {len(wiring)} wirings")
     derivatives = 0
     for step, more in zip(steps, wiring, strict=True):
         kind = step[0] if type(step) is list and step and type(step[0]) is str else None
@@ -122,14 +121,17 @@ def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
             raise DescriptionError(f"there is no wiring {shown(more)} of {kind}")
         derivatives += kind != "vmap"
     if derivatives > _MAX_DERIVATIVES:
-        raise DescriptionError(f"it is a derivative of order {derivatives}, of {_MAX_DERIVATIVES} at most")
+        raise DescriptionError(f"it is a derivative of order {derivatives} (at most {_MAX_DERIVATIVES})")
     return list(zip(steps, wiring, strict=True))
 
 
 def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
-    """Return the latest kernel of each class that has the operation's name and version; there is one at least.
+    """Return the latest kernel of each class with the operation's name and version; at least one.
 
-    Several classes may have one name, such as attention with and without buckets.
+    Several classes may share a name, such as attention with and without buckets.
+
+    Raises:
+        DescriptionError: No kernel has that name and version.
     """
     name, _, version = op.rpartition("@v")
     wanted = f"{name.removesuffix(suffix)}@v{version}"
@@ -142,7 +144,7 @@ def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
     others = [other for other in known if other.rpartition("@v")[0] == wanted.rpartition("@v")[0]]
     if others:
         raise DescriptionError(f"there is no kernel {wanted!r} here, only {', '.join(others)}")
-    raise DescriptionError(f"there is no kernel {wanted!r} here; name the module that makes it, at its top level")
+    raise DescriptionError(f"there is no kernel {wanted!r} here; name the module that creates it at its top level")
 
 
 def _invocation(
@@ -152,14 +154,14 @@ def _invocation(
     args = undescribe(data["args"], names)
     kwargs = {name: undescribe(value, names) for name, value in data["kwargs"].items()}
     spec, arrays = take_apart(kernel, args, kwargs, data.get("method"))
-    building = _Building(Forward(spec), [abstract(array) for array in arrays])
+    builder = _Builder(Forward(spec), [abstract(array) for array in arrays])
     for step, more in steps:
-        building = building.vmapped(step, more) if step[0] == "vmap" else building.derived(step, more)
-    return invocation_of(building.node, building.types, platform=device_kind())
+        builder = builder.vmapped(step, more) if step[0] == "vmap" else builder.derived(step, more)
+    return invocation_of(builder.node, builder.types, platform=device_kind())
 
 
 def _numerics(data: dict[str, Any]) -> compat.Numerics:
-    """Return the settings that a description tells of; those that it does not are the ones that JAX begins with."""
+    """Return the settings in a description; missing settings have JAX's defaults."""
     return compat.numerics_in_force()._replace(
         default_matmul_precision=data.get("precision"),
         enable_x64=data.get("x64", False),
@@ -169,14 +171,14 @@ def _numerics(data: dict[str, Any]) -> compat.Numerics:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Building:
+class _Builder:
     """A node under construction.
 
     Attributes:
-        node: What there is of it so far.
+        node: The node built so far.
         types: The types of all its arguments.
-        linear: How many of the last it is linear in.
-        results: How many results it has, if it is linear.
+        linear: The number of trailing arguments in which the node is linear.
+        results: The number of results of a linear node.
     """
 
     node: Node
@@ -188,42 +190,42 @@ class _Building:
     def call(self) -> Call:
         return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
 
-    def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Building:
+    def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Builder:
         """Return the node under one `vmap`."""
         size, own = step[1], step[2]
         axes = more.get("axes") if self.linear else own
         name = more.get("axis_name")
         if type(size) is not int or size < 0 or type(name) not in (str, type(None)):
             raise DescriptionError(f"there is no vmap of size {shown(size)} with the name {shown(name)}")
-        # the transpose of a batched linear call keeps the axes of the arguments that it gives the gradients of
+        # The transpose of a batched linear call keeps the axes of the arguments whose gradients it computes.
         transposed = bool(self.linear) and more.get("transposed") is True
         fixed = len(self.types) - self.linear
         count = fixed + self.results if transposed else len(self.types)
         if type(axes) is not list or len(axes) != count or not all(map(_is_axis, axes, self._ranks(count))):
-            raise DescriptionError(f"the axes {shown(axes)} are not those of {count} arrays")
+            raise DescriptionError(f"the axes {shown(axes)} do not fit {count} arrays")
         level = Level(size, tuple(axes), None if name is None else AxisName(name), None)
         if not self.linear:
-            return _Building(Vmapped(self.node, level), _batched(self.types, axes, size))
+            return _Builder(Vmapped(self.node, level), _batched(self.types, axes, size))
         node: Node = LinearVmapped(self.node.transpose if transposed else self.node, level, fixed)
         if transposed:
             node, axes = node.transpose, [*axes[:fixed], *[0] * self.linear]
-        return _Building(node, _batched(self.types, axes, size), self.linear, self.results)
+        return _Builder(node, _batched(self.types, axes, size), self.linear, self.results)
 
     def _ranks(self, count: int) -> list[int]:
-        """Return the ranks of `count` arguments; of those that are not the node's own, the highest that may be."""
+        """Return the ranks of `count` arguments; for arguments beyond the node's own, the highest allowed rank."""
         own = len(self.types) if count == len(self.types) else len(self.types) - self.linear
         return [len(like.shape) for like in self.types[:own]] + [MAX_RANK] * (count - own)
 
-    def derived(self, step: list[Any], more: dict[str, Any]) -> _Building:
-        """Return the linear node of the node's tangents, or of its gradients."""
+    def derived(self, step: list[Any], more: dict[str, Any]) -> _Builder:
+        """Return the linear node for the node's tangents or gradients."""
         if more.get("residuals") is True:
             return dataclasses.replace(self, node=_with_residuals(self.node)).derived(step, {})
         kind, wrt = step
         if len(wrt) != len(self.types) or any(type(has) is not bool for has in wrt) or not any(wrt):
-            raise DescriptionError(f"{kind} needs to know which of {len(self.types)} arrays vary, got {shown(wrt)}")
+            raise DescriptionError(f"{kind} needs one flag for each of {len(self.types)} arrays, got {shown(wrt)}")
         tangents = [like for like, has in zip(self.types, wrt, strict=True) if has]
         if not all(map(is_inexact, tangents)):
-            raise DescriptionError(f"{kind} of arrays that have no tangents: {shown(wrt)}")
+            raise DescriptionError(f"{kind} of arrays without tangents: {shown(wrt)}")
         results = [abstract(aval) for aval in types_of(self.call, self.types).avals]
         outs = tuple(map(is_inexact, results))
         if not any(outs):
@@ -234,11 +236,11 @@ class _Building:
         given, found = tangents, [like for like, has in zip(results, outs, strict=True) if has]
         if kind == "vjp":
             linear, given, found = linear.transpose, found, given
-        return _Building(linear, [*map(abstract, saved), *self.types, *given], len(given), len(found))
+        return _Builder(linear, [*map(abstract, saved), *self.types, *given], len(given), len(found))
 
 
 def _with_residuals(node: Node) -> Node:
-    """Return a forward, under its `vmap`s, as one that returns its residuals too."""
+    """Return the forward, under the same `vmap`s, with residuals among its results."""
     if isinstance(node, Vmapped) and not isinstance(node, LinearVmapped | TransposedVmapped):
         return Vmapped(_with_residuals(node.of), node.level)
     if isinstance(node, Forward):
@@ -251,7 +253,7 @@ def _is_axis(axis: object, rank: int) -> bool:
 
 
 def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int) -> list[Any]:
-    """Return the types of arguments that have an axis more."""
+    """Return the types of the arguments with the batch axis inserted."""
     batched = [
         like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
         for like, axis in zip(types, axes, strict=True)

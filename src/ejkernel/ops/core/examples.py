@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays to measure and check a call with, made from its signature alone."""
+"""Input arrays for measuring and checking a call, generated from its signature."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ Save = Callable[..., Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GivenInputs:
-    """Inputs that a user wants a kernel's call to be measured with, in place of made ones.
+    """The user's inputs for measuring a call, in place of generated inputs.
 
     Attributes:
-        source: The positional arguments, or a function that makes a set of them, `rng -> args` or
+        source: The positional arguments, or a function that generates inputs: `rng -> args` or
             `rng -> (args, kwargs)`.
-        kwargs: The keyword arguments that go with positional ones alone.
+        kwargs: The keyword arguments, used if `source` gives only positional arguments.
     """
 
     source: Sequence[Any] | Callable[[np.random.Generator], Any]
     kwargs: Mapping[str, Any]
 
     def arrays(self, inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
-        """Return a set, as the kernel's `prepare` leaves it.
+        """Return the arrays of one set of inputs, after the kernel's `prepare`.
 
         Raises:
-            KernelError: it is no such thing, or not of the call's types.
+            KernelError: The inputs have the wrong form, or differ from the call's types.
         """
-        assert inv.kernel is not None  # who tunes has put it there
+        assert inv.kernel is not None  # tuning sets it
         what = f"{inv.kernel.op_id}: inputs"
         answer: Any = asked(what, self.source, rng) if callable(self.source) else self.source
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
@@ -58,17 +58,17 @@ class GivenInputs:
 
 
 def why_not_finite(kernel: Kernel[Any, Any], given: GivenInputs | None) -> str:
-    """Return what to do about results that are not finite, whose reason may be the inputs."""
+    """Return advice for results with NaN or infinity, which unsuitable inputs may cause."""
     if given is not None or overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
         return "look at the inputs that inputs= or example_inputs gives"
     return (
-        "it was given normal numbers, zeros and ones, made from the shapes and dtypes alone; where the kernel needs "
-        "others (sizes that add up, indices, lengths), give it example_inputs, or pass inputs= to autotune"
+        "the inputs were normal random numbers, zeros and ones, generated from shapes and dtypes alone; if the kernel "
+        "needs other values (sizes that add up, indices, lengths), give it example_inputs, or pass inputs= to autotune"
     )
 
 
 def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of what `example_arrays` returns."""
+    """Return the types of the arrays that `example_arrays` returns."""
     return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
@@ -83,14 +83,14 @@ def example_arrays(
 ) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 
-    Residuals must belong to the arrays, so they are computed, with `choice` or by `save`; the rest is random.
+    Residuals must match the arrays, so they are computed, with `choice` or by `save`; all other arrays are random.
 
     Args:
         inv: The call.
         rng: Source of random numbers.
-        choice: The configuration whose forward leaves the residuals.
-        given: The user's own inputs, in place of random ones.
-        save: A compiled function that leaves the residuals; see `saver`.
+        choice: The configuration of the forward that computes the residuals.
+        given: The user's inputs, in place of random arrays.
+        save: A compiled function that computes the residuals; see `saver`.
         scale: Factor on the call's own floating-point arrays; see `may_be_scaled`.
     """
     made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
@@ -108,9 +108,9 @@ def example_sets(
     save: Save | None = None,
     scale: float = 1.0,
 ) -> dict[str, list[Any]]:
-    """Return what the call is measured on: `example_arrays`, or several sets by name, if the kernel draws several.
+    """Return the input sets for measuring the call, by name: one from `example_arrays`, or the kernel's draws.
 
-    Arrays that belong to no set in particular, such as cotangents, are the same in all of them.
+    Arrays outside the kernel's draws, such as cotangents, are the same in all sets.
     """
     kernel = inv.kernel
     if given is not None or kernel is None or not overrides(kernel, "example_draws"):
@@ -121,7 +121,7 @@ def example_sets(
 
 
 def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:
-    """Return whether the inputs are plain random numbers, which mean as much when multiplied by a factor."""
+    """Return whether the inputs are plain random numbers, which stay valid when multiplied by a factor."""
     kernel = inv.node.spec.kernel
     return given is None and not overrides(kernel, "example_inputs") and not overrides(kernel, "example_draws")
 
@@ -129,7 +129,7 @@ def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:
 def _completed(
     inv: Invocation[Any, Any], rng: np.random.Generator, save: Save, made: list[Any], shared: dict[int, Any]
 ) -> list[Any]:
-    """Return the arrays of all arguments: residuals of those that were made, these, and what is random."""
+    """Return the arrays of all arguments: the residuals of `made`, `made` itself, and random arrays for the rest."""
     saved = list(save(*made)) if inv.node.lead else []
     made = [*saved, *made]
     for index, like in enumerate(inv.argument_types):
@@ -139,7 +139,7 @@ def _completed(
 
 
 def forward_with_residuals(forward: Node) -> Node:
-    """Return a forward call, with the `vmap`s around it, that also returns its residuals."""
+    """Return the forward call, under the same `vmap`s, with residuals among its results."""
     levels = []
     while isinstance(forward, Vmapped):
         levels.append(forward.level)
@@ -161,9 +161,9 @@ def saver(forward: Node, choice: Choice) -> Save:
 def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
     kernel = inv.kernel
-    assert kernel is not None  # a node has a kernel
+    assert kernel is not None  # tuning sets it
     levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
-    # Random arrays are as good in one piece; the hook makes one example, and each of a batch gets its own.
+    # Random arrays can be generated batched. The hook makes one example, so call it once for each batch element.
     if levels and not overrides(kernel, "example_inputs"):
         return [random_array(like, rng) for like in _batched_types(inv, levels)]
     count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
@@ -184,12 +184,12 @@ def _arrays_of(answer: Any, what: str) -> list[Any]:
 
 
 def _draws(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> dict[str, list[Any]]:
-    """Return the arrays of the forward call by the name of their draw, as `_primals` returns those of one."""
+    """Return the arrays of the forward call for each draw, by its name; `_primals` handles the case of one set."""
     levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
     count = max(1, int(np.prod(inv.batch_sizes)))
     examples = [_one_of_each_draw(kernel, inv, rng) for _ in range(count)]
     if any(example.keys() != examples[0].keys() for example in examples):
-        raise KernelError(f"{kernel.op_id}: example_draws must return draws of the same names every time.")
+        raise KernelError(f"{kernel.op_id}: example_draws must return draws with the same names each time.")
     return {name: stacked([example[name] for example in examples], levels) for name in examples[0]}
 
 
@@ -201,7 +201,7 @@ def _one_of_each_draw(
     if not isinstance(answer, Mapping) or not answer or not all(isinstance(name, str) for name in answer):
         raise KernelError(f"{what} must return (args, kwargs) by name, got {value_text(answer)}.")
     made = {name: _arrays_of(one, f"{what}: {name!r}") for name, one in answer.items()}
-    placed: dict[int, Any] = {}  # by the array that it is made of, so that what draws have in common is there once
+    placed: dict[int, Any] = {}  # device arrays by the id of the host array, so that draws share common arrays
     found = {}
     for name, arrays in made.items():
         new = _of_types(inv, arrays, f"{what}: {name!r}")
@@ -210,7 +210,11 @@ def _one_of_each_draw(
 
 
 def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list[Any]:
-    """Return arrays for the devices, if they have the types of the call's own."""
+    """Return the arrays on the device.
+
+    Raises:
+        KernelError: Their types differ from the types of the call's arrays.
+    """
     wanted = [leaf for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
     got = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in made]
     want = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in wanted]
@@ -228,7 +232,7 @@ def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]])
 
 
 def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
-    """Combine one example a batch element into batched arrays; an unbatched argument is the first one's."""
+    """Combine one example per batch element into batched arrays; unbatched arguments come from the first example."""
     for axes, size in reversed(levels):
         groups = [examples[index : index + size] for index in range(0, len(examples), size)]
         examples = [
@@ -242,7 +246,7 @@ def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> lis
 
 
 def stack(arrays: Sequence[jax.Array], axis: int) -> Any:
-    """Return arrays along a new axis; small ones take the way through the host, which compiles nothing."""
+    """Stack arrays along a new axis; small arrays are stacked on the host, which compiles nothing."""
     first = arrays[0]
     if first.size > LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
         return jnp.stack(arrays, axis)

@@ -31,7 +31,7 @@ if typing.TYPE_CHECKING:
     from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
-# The forms of a hook that may serve a platform, the first that a kernel has wins.
+# The forms of a hook for each platform, in order of precedence.
 _FORMS = {
     "gpu": ("mosaic_gpu", "triton", "gpu", "cuda", "xla"),
     "tpu": ("pallas", "tpu", "xla"),
@@ -44,24 +44,25 @@ _FORMS_ON_AMD = ("triton", "gpu", "xla")
 class Kernel(Noted, Generic[Cfg, Out]):
     """An operation whose speed depends on a configuration.
 
-    A subclass writes `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; all else has a default.
-    Every hook may have forms for one platform: `run_triton`, `heuristic_cfg_tpu`, `config_space_cpu`, ... A
-    configuration with a `platform` field decides which form of `run` is meant; otherwise it is the first that exists
-    of `mosaic_gpu` (Hopper and later), `triton`, `gpu`, `xla` on a GPU; `pallas`, `tpu`, `xla` on a TPU; `cpu`, `xla`
-    on a CPU; and then the plain hook.
+    A subclass defines `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; the other hooks are optional.
+    Each hook may have a form for one platform, e.g. `run_triton`, `heuristic_cfg_tpu`, `config_space_cpu`. The
+    `platform` field of a configuration selects the form of `run`. Without it, the first existing form applies:
+    `mosaic_gpu` (Hopper and later), `triton`, `gpu`, `xla` on a GPU; `pallas`, `tpu`, `xla` on a TPU; `cpu`, `xla` on a
+    CPU; and finally the plain hook.
 
-    Instances are compared by identity: make one for each operation and keep it, because programs are compiled for it.
+    Instances are compared by identity: create one for each operation and keep it, because compiled programs belong to
+    it.
 
     Args:
         name: Name of the operation in keys and labels; the class's name by default.
 
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
-        choices: Parameters of `run` for which saying the default is not the same as saying nothing.
-        keeps_residuals: Whether a kernel without a gradient rule runs its forward once when it is differentiated: what
-            JAX keeps of `run`, such as what a `jax.custom_vjp` inside it saves, is handed to the backward, which may
-            have another configuration. So it must mean the same under every one, as the residuals of
-            `fwd_with_residuals` do; tables that depend on the configuration alone need not.
+        choices: Parameters of `run` for which passing the default differs from omitting the argument.
+        keeps_residuals: Whether a kernel without a gradient rule computes its forward only once under `grad`. The
+            residuals that JAX saves for `run`, e.g. those of an inner `jax.custom_vjp`, then go to the backward, which
+            may have another configuration. So they must mean the same under each configuration, like the residuals of
+            `fwd_with_residuals`; tables computed from the configuration alone are exempt.
     """
 
     version: ClassVar[str] = "0"
@@ -71,7 +72,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
             raise KernelError(
-                f"name must be letters, digits, '_', '-' or '.', got {name!r}; a version is set by `version = ...`."
+                f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
             )
         self._name = name
 
@@ -83,7 +84,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     @property
     def op_id(self) -> str:
-        """The name of the operation, as keys and labels have it."""
+        """The name of the operation in keys and labels."""
         return self.name
 
     @property
@@ -93,45 +94,44 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     @property
     def config_type(self) -> type | None:
-        """The configuration type that the class names, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
+        """The configuration type in the class definition, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
         return config_type_of(type(self))
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
-        # An attribute where it was made before: an eager call goes through as few functions as possible.
+        # The attribute is faster than `default_executor()`; eager calls avoid every extra function call.
         executor = services.made.executor or services.default_executor()
         return typing.cast(Out, executor.call(self, args, kwargs, cfg))
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing.
+        """Return the arguments for `run`; called once for each call, possibly with tracers.
 
-        Arguments that spell out the whole configuration may be replaced by it: `cfg` among the keyword arguments that
-        are returned overrides every tier, as the caller's own `cfg=` does.
+        A kernel whose arguments spell out the whole configuration may return it as keyword argument `cfg`, which
+        overrides every tier, like the caller's `cfg=`.
         """
         return args, kwargs
 
     def bucket(self, inv: Invocation[Cfg, Out]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments that stand for the call in its key; by default its own.
+        """Return the arguments that represent the call in its key; by default its own.
 
-        Calls for which equal arguments are returned share one key, and so one configuration: it is found with the
-        arguments that are returned, which may differ from the call's in the sizes of arrays and in static values.
-        `run` and `heuristic_cfg` see the call itself. To give the hook is to promise that every configuration runs
-        for every call of the bucket.
+        Calls with equal representatives share one key and one configuration. Tuning measures the representative, whose
+        array sizes and static values may differ from the call's. `run` and `heuristic_cfg` see the call itself. A
+        kernel with this hook promises that every configuration runs for every call of the bucket.
 
         Args:
-            inv: The call. Under `vmap` its arguments are those of one example; sizes of batches stay in the key.
+            inv: The call. Under `vmap` its arguments have the shapes of one example; batch sizes stay in the key.
 
         Returns:
-            Positional and keyword arguments, abstract ones (`jax.ShapeDtypeStruct`) for arrays; see `bucketed`.
-            For themselves these must stand too.
+            Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. The hook must be
+            idempotent: these arguments represent themselves.
         """
         return inv.abstract_args, inv.abstract_kwargs
 
-    # The hooks' signatures are the subclass's own: with *args: Any, **kwargs: Any, type checkers accept any.
+    # Subclasses choose the hooks' signatures: with *args: Any, **kwargs: Any, type checkers accept all of them.
     def run(self, *args: Any, **kwargs: Any) -> Out:
         """Compute the result: `run(self, ..., *, cfg, ...)`.
 
-        Shapes and dtypes of the result must not depend on `cfg`. Arguments that are not arrays are static.
+        Shapes and dtypes of the result must not depend on `cfg`. All arguments except arrays are static.
         """
         raise KernelError(f"{type(self).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
 
@@ -147,24 +147,24 @@ class Kernel(Noted, Generic[Cfg, Out]):
         raise NoConfigError(self.op_id, ("heuristic", "config_space"))
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default the heuristic's alone."""
+        """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default only the heuristic's."""
         return [hook(self, "heuristic_cfg", inv.platform)(inv)]
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Return what `config_space` returns; another name for the same hook."""
+        """Alias of `config_space`."""
         return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
 
     def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """Return a good configuration of the backward call; by default what `heuristic_cfg` returns.
+        """Return a good configuration for the backward call; by default that of `heuristic_cfg`.
 
-        With this hook an untuned backward runs with it, and not with what was measured for its forward. The type is
-        the forward's: a configuration may have fields that only one of the two looks at.
+        A kernel with this hook uses it for untuned backward calls, instead of the configuration tuned for the forward.
+        Forward and backward share one configuration type, which may have fields for only one of them.
         """
-        # Not by `hook`, which asks for the backward's own form: a kernel that extends this one would come here again.
+        # Not `hook`, which prefers the backward's own form: a subclass would recurse.
         return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
 
     def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Return the configurations that tuning tries for the backward call; by default those of `config_space`."""
+        """Return the configurations that tuning tries for the backward call; by default `config_space`."""
         return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
 
     def custom_vjp(
@@ -174,14 +174,14 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
         Args:
             primals: The positional arguments of `run`.
-            cfg: The configuration of the backward call, which is resolved apart from the forward's.
+            cfg: The configuration of the backward call, resolved independently of the forward's.
             kwargs: The keyword arguments of `run`.
-            cotangents: One for each output; a single output gives a tuple of one.
+            cotangents: A tuple with one cotangent for each output.
         """
         raise KernelError(f"{type(self).__name__} has no custom_vjp.")
 
     def fwd_with_residuals(self, *args: Any, **kwargs: Any) -> tuple[Out, Any]:
-        """Return what `run` returns, and what `vjp` needs of it; optional, goes with `vjp`.
+        """Return the result of `run`, and the residuals for `vjp`; optional, requires `vjp`.
 
         `fwd_with_residuals(self, ..., *, cfg, ...)`, with the arguments of `run`.
 
@@ -189,27 +189,27 @@ class Kernel(Noted, Generic[Cfg, Out]):
         to rounding. Forward and backward are tuned separately, so `vjp` may run with another configuration than the
         forward that made its residuals. Tuning rejects a configuration that breaks this rule.
 
-        Without it a kernel that has a loop computes its forward twice under `grad`.
+        Without this hook, a kernel with a loop computes its forward twice under `grad`.
         """
         raise KernelError(f"{type(self).__name__} has no fwd_with_residuals.")
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return the gradient of each positional argument (`None`: zero); goes with `fwd_with_residuals`.
+        """Return the gradient of each positional argument (`None`: zero); requires `fwd_with_residuals`.
 
-        `vjp(self, residuals, out, cotangents, ..., *, cfg, ...)`, followed by the arguments of `run`; `cotangents` is
-        a tuple with one entry for each output. `cfg` is the configuration of the backward call; `residuals` may come
-        from a forward with any other one.
+        `vjp(self, residuals, out, cotangents, ..., *, cfg, ...)`, with the arguments of `run` after `cotangents`, a
+        tuple with one entry for each output. `cfg` is the configuration of the backward call; `residuals` may come from
+        a forward with another configuration.
         """
         raise KernelError(f"{type(self).__name__} has no vjp.")
 
     def reference(self, *args: Any, **kwargs: Any) -> Out:
-        """Compute the result plainly; candidates are checked against it. Default: the heuristic's output."""
+        """Compute the reference result, which candidates are checked against. Default: the heuristic's output."""
         raise KernelError(f"{type(self).__name__} has no reference.")
 
     def example_inputs(
         self, inv: Invocation[Cfg, Out], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments of `inv`'s signature to measure with; override where random values are wrong.
+        """Return arguments for measuring `inv`, with its shapes and dtypes; override it if random values are invalid.
 
         By default floating-point arrays are standard normal, integers are zeros and ones, and booleans fair coins.
         """
@@ -218,19 +218,19 @@ class Kernel(Noted, Generic[Cfg, Out]):
     def example_draws(
         self, inv: Invocation[Cfg, Out], rng: np.random.Generator
     ) -> Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return several sets of arguments by name, where what is fast depends on values; optional.
+        """Return several sets of arguments by name, for kernels whose speed depends on values; optional.
 
-        A candidate must be right on each of them, and is ranked by the geometric mean of its times. Arrays that are
-        one object in several sets are one on the device too. By default what `example_inputs` returns is the only set.
+        A candidate must be correct on each set, and is ranked by the geometric mean of its times. An array object that
+        occurs in several sets is copied to the device once. By default the only set is that of `example_inputs`.
         """
         return {"": self.example_inputs(inv, rng)}
 
     def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
-        """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
+        """Return the rule for splitting the call over the devices of a mesh; `None`, the default, forbids splitting.
 
-        With a rule the call splits itself wherever its arrays are sharded, in automatic and in explicit mode, and
-        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them; in
-        explicit mode a kernel that does not override this sees sharded types, as long as JAX takes them.
+        With a rule, a call on sharded arrays splits itself, in automatic and in explicit mode; each device runs its
+        shard, with a configuration tuned for the shard. Without a rule, the call sees whole arrays. In explicit mode, a
+        kernel that does not override this hook sees sharded types as long as JAX accepts them.
 
         Args:
             inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
@@ -238,29 +238,29 @@ class Kernel(Noted, Generic[Cfg, Out]):
         return None
 
     def part_arguments(self, part: CallPart, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one device's part of a split call; by default its pieces of the whole call's.
+        """Return the arguments of one shard of a split call; by default the shards of the call's arrays.
 
-        Override it where these do not say all: what a part computes depends on where it lies, or on sizes of all parts.
+        Override it if a shard needs more, such as its position or the sizes of all shards.
 
-        Floating-point arrays stay what and where they are, so that gradients follow; other arrays, and static values,
-        may be changed and added.
+        Floating-point arrays must keep their values and positions, so that gradients stay correct. Other arrays and
+        static values may be changed and added.
 
         Args:
-            part: Where the part lies along the axes that `sharding_rule` names.
-            *args, **kwargs: The arguments as `run` would have them: of arrays what this device has.
+            part: The position of the shard along the axes in `sharding_rule`.
+            *args, **kwargs: The arguments of `run`, with this device's shard of each array.
         """
         return args, kwargs
 
     def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
-        """Return why implementations that there are do not run a call, by their names; for people to read."""
+        """Return the reason why each unsuitable implementation does not run a call, by its name; for display."""
         return {}
 
     def why_not(self, inv: Invocation[Cfg, Out], config: Cfg) -> str:
-        """Return why a configuration that was measured elsewhere must not run a call here; empty if it may."""
+        """Return why a configuration measured elsewhere must not run a call here; `""` if it may."""
         return ""
 
     def _check_cfg(self, config: Any, name: str) -> None:
-        """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
+        """Raise unless `config` is a configuration of this kernel; the message calls it `name`."""
         expected = self.config_type
         if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
             raise ConfigError(
@@ -268,22 +268,22 @@ class Kernel(Noted, Generic[Cfg, Out]):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
+        """Pickle a module-level kernel by name, so that another process uses its own instance instead of a copy."""
         module = type(self).__module__
-        # Instances are compared by identity: in a worker this is the one that the module's own functions call. A
-        # script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
+        # Instances are compared by identity, and functions of the module call the module's instance. A script may
+        # create kernels under `if __name__ == "__main__"`, which a worker does not execute.
         if module != "__main__":
-            # A copy, for another thread may import into the module meanwhile.
+            # Iterate over a copy: another thread may import into the module at the same time.
             for name, value in list(vars(sys.modules.get(module, object)).items()):
                 if value is self:
                     return name
         return super().__reduce_ex__(protocol)
 
     def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
-        """Return the work that a call asks for, enclosing `vmap`s included; `None`, the default, if that is not known.
+        """Return the work of a call, including enclosing `vmap`s; `None`, the default, if it is unknown.
 
-        Measured times are held against it: it tells how near a configuration is to what the device can do, and which
-        is too fast to be true. `inv.direction` says whether the forward, a backward or a tangent is meant.
+        Tuning compares measured times with it, to report how close a configuration comes to the device's peak, and to
+        reject impossibly fast times. `inv.direction` tells forward, backward and tangents apart.
         """
         return None
 
@@ -291,12 +291,12 @@ class Kernel(Noted, Generic[Cfg, Out]):
         return f"{type(self).__name__}({self.op_id_v!r})"
 
 
-# Weakly, and so in all tables by class: one that is defined again, as in a notebook, goes with its kernels.
+# Weak, like all tables by class: a class redefined in a notebook is collected together with its kernels.
 _config_types: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
 
 
 def config_type_of(cls: type[Kernel[Any, Any]]) -> type | None:
-    """Return the configuration type that a kernel class, or one that it is based on, names; or `None`."""
+    """Return the configuration type that a kernel class or one of its bases declares, or `None`."""
     if cls not in _config_types:
         _config_types[cls] = _named_config_type(cls)
     return _config_types[cls]
@@ -316,7 +316,7 @@ def _is_name(name: object) -> bool:
 
 
 def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
-    """Return the kernels that this process has made and still holds, by versioned name; the latest first."""
+    """Return the live kernels of this process by versioned name, the latest first."""
     found: dict[str, list[Kernel[Any, Any]]] = {}
     for kernel in reversed(living(Kernel)):
         found.setdefault(kernel.op_id_v, []).append(kernel)
@@ -324,16 +324,16 @@ def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
 
 
 def overrides(kernel: Kernel[Cfg, Out], name: str) -> bool:
-    """Return whether `kernel` has a hook `name` of its own."""
+    """Return whether `kernel` overrides the hook `name`."""
     own = getattr(type(kernel), name, None)
     return (own is not None and own is not getattr(Kernel, name, None)) or name in vars(kernel)
 
 
 def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
-    """Return whether the kernel's gradient uses residuals of its forward: by its own hooks, or what JAX keeps.
+    """Return whether the kernel's gradient uses residuals: those of its own hooks, or those that JAX saves.
 
     Raises:
-        KernelError: one of the two hooks is there without the other.
+        KernelError: The kernel has only one of the two hooks.
     """
     return writes_residual_form(kernel) or kernel.keeps_residuals
 
@@ -342,7 +342,7 @@ def writes_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
     """Return whether the kernel has the hooks `fwd_with_residuals` and `vjp`.
 
     Raises:
-        KernelError: one of the two hooks is there without the other.
+        KernelError: The kernel has only one of the two hooks.
     """
     forward, backward = overrides(kernel, "fwd_with_residuals"), overrides(kernel, "vjp")
     if forward != backward:
@@ -352,16 +352,16 @@ def writes_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
 
 
 def has_gradient_rule(kernel: Kernel[Cfg, Out]) -> bool:
-    """Return whether the kernel says how it is differentiated."""
+    """Return whether the kernel has a gradient rule."""
     return overrides(kernel, "custom_vjp") or writes_residual_form(kernel)
 
 
 def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
-    """Return the form of hook `name` that serves `platform` and `config`; what it returns is checked.
+    """Return the form of hook `name` for `platform` and `config`, with a check of its result.
 
     Raises:
-        UnsupportedError: `config.platform` asks for a form that the platform or the kernel does not have.
-        KernelError: the kernel has no such hook at all.
+        UnsupportedError: `config.platform` names a form that the platform or the kernel does not have.
+        KernelError: The kernel does not have the hook in any form.
     """
     form = _form(kernel, name, platform, config)
     check = _CHECKS.get(name)
@@ -415,8 +415,8 @@ def run_forms(kernel: Kernel[Cfg, Out]) -> list[str]:
 def platform_to_trace_for(kernel: Kernel[Cfg, Out], default: str) -> str:
     """Return the platform whose hooks give the types of a call before its platform is known.
 
-    That is the default backend's where the kernel runs on it. A program may be lowered for a platform that this
-    process does not have, so otherwise any platform that the kernel does run on will do.
+    This is the platform of the default backend if the kernel runs on it, else any platform on which the kernel runs: a
+    program may be lowered for a platform that this process does not have.
     """
     if overrides(kernel, "run"):
         return default
@@ -427,48 +427,48 @@ def platform_to_trace_for(kernel: Kernel[Cfg, Out], default: str) -> str:
 
 
 def check_config(kernel: Kernel[Cfg, Out], config: object, name: str = "cfg") -> None:
-    """Raise unless `config` is one of the kernel's: of the dataclass that its class names, if it names one.
+    """Check that `config` has the configuration type of the kernel, if the kernel declares a dataclass.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `config` has another type.
     """
     kernel._check_cfg(config, name)
 
 
 def _of_direction(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> str:
-    """Return the hook that answers for the backward, if `inv` is one and the kernel has it."""
-    # The two names of the forward's candidates have one counterpart.
+    """Return the name of the backward's hook if `inv` is a backward call and the kernel has that hook; else `form`."""
+    # Both names of the forward's space, `config_space` and `candidate_cfgs`, map to `bwd_config_space`.
     own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
     backward = _form(kernel, own, inv.platform, None) if inv.direction == "bwd" else form
     return backward if overrides(kernel, backward) else form
 
 
 def has_backward_heuristic(kernel: Kernel[Cfg, Out], platform: str) -> bool:
-    """Return whether the kernel says by itself what an untuned backward runs with."""
+    """Return whether the kernel has a heuristic for the backward call."""
     return overrides(kernel, _form(kernel, "bwd_heuristic_cfg", platform, None))
 
 
 def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Any:
-    """Return what a form of `heuristic_cfg` returns, if it is a configuration."""
+    """Return the result of a form of `heuristic_cfg`, checked."""
     form = _of_direction(kernel, form, name, inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     if config is None:
         raise ConfigError(
-            f"{kernel.op_id}: what {form} returns must be a configuration, got None; without the hook the first of "
-            "config_space is taken."
+            f"{kernel.op_id}: {form} must return a configuration, got None; without the hook, the first configuration "
+            "of config_space applies."
         )
-    check_config(kernel, config, f"what {form} returns")
+    check_config(kernel, config, f"the result of {form}")
     return config
 
 
 def _candidates(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Collection[Any]:
-    """Return what a form of `config_space` returns, if it is a collection of configurations."""
+    """Return the result of a form of `config_space`, checked."""
     form = _of_direction(kernel, form, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
-    found = check_candidates(answer, f"{kernel.op_id}: what {form} returns")
-    if isinstance(found, Sequence):  # a space may be too large to look at
+    found = check_candidates(answer, f"{kernel.op_id}: the result of {form}")
+    if isinstance(found, Sequence):  # only lists: a `ConfigSpace` may be too large to iterate over
         for index, config in enumerate(found):
-            check_config(kernel, config, f"item {index} of what {form} returns")
+            check_config(kernel, config, f"item {index} of the result of {form}")
     return found
 
 
@@ -476,13 +476,13 @@ _CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "can
 
 
 def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a kernel that is a method of an object with that object as its first argument, and all else as it is."""
+    """Return the kernel behind a bound method, with the object as its first argument; return other targets as is."""
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
     return target, args
 
 
 def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:
-    """Return the kernel's candidates for `inv`, under whichever of the two names it gives them."""
+    """Return the kernel's candidates for `inv`, from `candidate_cfgs` or `config_space`."""
     name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
     return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Invocation`: a call as its kernel sees it, and the key that it is remembered under."""
+"""`Invocation`: a call as its kernel sees it, and its key."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.values.payloads import key_of
 from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
 
-# What JAX begins with; only what differs from it is in a description.
+# JAX's defaults; descriptions contain only settings that differ from them.
 DEFAULT_PRNG: Final = "threefry2x32"
 DEFAULT_PROMOTION: Final = "standard"
 
 
-# By identity: to compare arrays is to compute, and tracers have no truth.
+# Compared by identity: comparing arrays would compute, and tracers have no truth value.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Invocation(Generic[Cfg, Out]):
-    """A call: its kernel, its arguments as `run` sees them, and what surrounds it.
+    """A call: its kernel, its arguments as `run` sees them, and the settings around it.
 
-    Only shapes, dtypes and static leaves of the arguments may be relied on: arrays, tracers and `ShapeDtypeStruct`s
-    are equal here. Under `vmap` the arguments are those of one example, with `batch_sizes` beside them.
+    Code may rely only on shapes, dtypes and static leaves of the arguments: arrays, tracers and `ShapeDtypeStruct`s are
+    interchangeable here. Under `vmap` the arguments have the shapes of one example, and `batch_sizes` the batch sizes.
 
     Attributes:
-        kernel: The kernel; may be left out where `op_id` is given and nothing is to be run.
+        kernel: The kernel; optional if `op_id` is given and the call is never run.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        metadata: The caller's own notes; kept, never read.
-        op_id: Name of the operation; the kernel's by default. Derived calls have a suffix (`.bwd`, `.jvp`).
+        metadata: The caller's notes; stored, never read.
+        op_id: Name of the operation; the kernel's by default. Derivatives have a suffix (`.bwd`, `.jvp`).
         batch_axes: For each enclosing `vmap`, outermost first: the batch axis of each array, or `None`.
         batch_sizes: The sizes of those `vmap`s.
-        override_cfg: The configuration that the caller insists on.
-        stamp: Whether the call is labelled in the program's text.
-        method: How the executor was asked to run the call, such as `"shard_map"`.
-        device: Fingerprint of the device that the call is for; the default device's if empty.
+        override_cfg: The caller's `cfg=`.
+        stamp: Whether to label the call in the program's text.
+        method: The requested way to run the call, such as `"shard_map"`.
+        device: Fingerprint of the call's device; empty for the default device.
         precision: The default matmul precision in force.
         x64: Whether 64-bit types are enabled.
-        prng: The implementation of random numbers in force.
-        promotion: The rule in force for mixed dtypes.
-        span: The devices of the program that the call is lowered in, if several processes run it, or may.
-        array_types: Types of all arrays that the node of a traced call takes, batch axes and cotangents included.
+        prng: The random number implementation in force.
+        promotion: The dtype promotion rule in force.
+        span: The devices of the program being lowered, if several processes run it, or may run it.
+        array_types: Types of all arrays that the node of a traced call takes, including batch axes and cotangents.
     """
 
     kernel: Kernel[Cfg, Out] | None = None
@@ -109,13 +109,13 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def direction(self) -> str:
-        """What the call computes: `fwd`, `bwd` (gradients) or `jvp` (tangents)."""
+        """The direction of the call: `fwd`, `bwd` (gradients) or `jvp` (tangents)."""
         suffix = self._node.suffix if self._node is not None else ""
         return suffix.rpartition(".")[2] if suffix else "fwd"
 
     @property
     def numerics(self) -> compat.Numerics:
-        """The settings of JAX that the call is computed under."""
+        """JAX's settings for the call."""
         return compat.numerics_in_force()._replace(
             default_matmul_precision=self.precision,
             enable_x64=self.x64,
@@ -135,7 +135,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of all arrays that the call takes; one that a `vmap` maps over counts for every example."""
+        """Bytes of all arrays that the call takes; an array under `vmap` counts once for each example."""
         if self.array_types:
             return sum(_bytes_of(array) for array in self.array_types)
         leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
@@ -143,7 +143,7 @@ class Invocation(Generic[Cfg, Out]):
         return sum(self._examples_of(index) * _bytes_of(array) for index, array in enumerate(arrays))
 
     def _examples_of(self, index: int) -> int:
-        """Return how many examples of an array the enclosing `vmap`s map over; of each, if they do not say which."""
+        """Return the number of examples of an array under the enclosing `vmap`s; without batch axes, assume all."""
         if self.batch_axes is None:
             return math.prod(self.batch_sizes)
         levels = zip(self.batch_axes, self.batch_sizes, strict=True)
@@ -151,29 +151,29 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
-        """Backend and chip that the call is for."""
+        """Backend and chip of the call's device."""
         return self.device or device_fingerprint()
 
     @property
     def platform(self) -> str:
-        """Kind of device that the call is for: `gpu`, `tpu` or `cpu`."""
+        """The kind of the call's device: `gpu`, `tpu` or `cpu`."""
         return self.device_fingerprint.partition(":")[0]
 
     @functools.cached_property
     def representative(self) -> Invocation[Cfg, Out]:
-        """The call that stands for this one: the key is its, and it is what is measured. See `Kernel.bucket`.
+        """The call that represents this call's bucket: it gives the key, and tuning measures it. See `Kernel.bucket`.
 
         Raises:
-            KernelError: the kernel's `bucket` returns what cannot stand for the call.
+            KernelError: The kernel's `bucket` returns something that cannot represent the call.
         """
-        # Most kernels have none: to ask the default would take the call apart for nothing.
+        # Most kernels have no buckets: return early instead of splitting the call for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
         return representative_of(self, self.kernel, self._node)
 
     @functools.cached_property
     def node(self) -> Node:
-        """The call as a function that is still to be given its configuration."""
+        """The call as a function of its configuration."""
         if self._node is not None:
             return self._node
         if self.kernel is None:
@@ -188,26 +188,26 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def argument_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Types of all arrays that `node` takes: `array_types`, or what they are for a call that was not traced."""
+        """Types of all arrays that `node` takes: `array_types`, computed here for a call that was not traced."""
         if self.array_types:
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
-        # Behind a function, for a heuristic is asked only where residuals or results must be traced.
+        # A function, because the heuristic is needed only where residuals or results must be traced.
         choice = Choice(
             platform=self.platform, config_for_types=lambda *_: (self._heuristic_of_the_forward(), self.platform)
         )
         return tuple(self.node.argument_types(choice, own))
 
     def _heuristic_of_the_forward(self) -> Any:
-        """Return a configuration under which residuals and results have the types that they have under any."""
+        """Return the heuristic's configuration; the types of residuals and results depend on no configuration."""
         return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self)
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """The whole abstract call as plain data, the same in every process; `rebuild` makes the call of it again.
+        """The abstract call as plain data, the same in each process; `rebuild` turns it back into the call.
 
         Raises:
-            UnstableKeyError: a static argument cannot be named stably.
+            UnstableKeyError: A static argument has no stable name.
         """
         args, kwargs = self._canonical
         optional = {
@@ -226,20 +226,20 @@ class Invocation(Generic[Cfg, Out]):
             "args": self._described(tuple(args)),
             "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
         }
-        # What says nothing is left out, so that the keys of other calls stay as they are when something is added.
+        # Empty fields are left out, so that keys of other calls stay the same when a field is added.
         return described | {name: value for name, value in optional.items() if value}
 
     @functools.cached_property
     def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the representative; a keyword for a positional parameter is the same call."""
+        """The arguments of the representative; a positional parameter passed by keyword becomes positional."""
         args, kwargs = self.representative.args, dict(self.representative.kwargs)
-        if self.kernel is None or self.representative._node is not None:  # a node's arguments were taken apart before
+        if self.kernel is None or self.representative._node is not None:  # a node's arguments are in this form
             return tuple(args), kwargs
         spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec.join([abstract(array) for array in arrays])
 
     def _defaults(self) -> dict[str, Any] | None:
-        """Say how many of the last arguments, and which keywords, are what they would be if they were left out."""
+        """Return the number of trailing arguments, and the keywords, that equal their defaults."""
         if self.kernel is None:
             return None
         args, kwargs = self._canonical
@@ -248,10 +248,10 @@ class Invocation(Generic[Cfg, Out]):
         return spelled_out if any(spelled_out.values()) else None
 
     def _described(self, value: Any, name: str = "") -> Any:
-        """Return the description of a keyword argument, or of all positional ones.
+        """Return the description of a keyword argument, or of all positional arguments.
 
         Raises:
-            UnstableKeyError: it cannot be named stably; the message says which argument that is.
+            UnstableKeyError: An argument has no stable name; the message names the argument.
         """
         try:
             return describe(value)
@@ -272,21 +272,21 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def call_key(self) -> str:
-        """16 hex digits that stand for the call, the operation's name apart.
+        """The key of the call's signature, without the operation's name: 16 hexadecimal digits.
 
         Raises:
-            UnstableKeyError: a static argument cannot be named stably.
+            UnstableKeyError: A static argument has no stable name.
         """
         return key_of(self.description)
 
     @property
     def key(self) -> ConfigKey:
-        """Device, operation and call: what a configuration is remembered under."""
+        """The key of the call's configuration: device, operation and call."""
         return ConfigKey(self.device_fingerprint, self.op_id_v, self.call_key)
 
     @property
     def forward(self) -> Invocation[Cfg, Out] | None:
-        """The forward call that this derived call belongs to; `None` for a forward."""
+        """The forward call of this derivative; `None` for a forward."""
         if self._node is None or not self._node.suffix:
             return None
         kernel = self._node.spec.kernel
@@ -295,18 +295,21 @@ class Invocation(Generic[Cfg, Out]):
         return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
 
     def without_kernel(self) -> Invocation[Cfg, Out]:
-        """Return the call for a store that must not keep its kernel alive; `dataclasses.replace` gives it back."""
+        """Return the call without its kernel, so that a store does not keep the kernel alive.
+
+        `dataclasses.replace(call, kernel=...)` restores it.
+        """
         return dataclasses.replace(self, kernel=None, _node=_weakly(self._node))
 
     def abstract(self) -> Invocation[Cfg, Out]:
-        """Return the call without any array or tracer, fit to be stored."""
+        """Return the call with types in place of arrays and tracers, so that it can be stored."""
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
 
 
 def _step(kind: str, *rest: object) -> list[Any]:
-    return [kind, *[part if isinstance(part, int | list) else str(part) for part in rest]]  # a symbol has a name
+    return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
 
 
 def _weakly(node: Node | None) -> Node | None:
@@ -314,7 +317,7 @@ def _weakly(node: Node | None) -> Node | None:
 
 
 def _fields_of(kernel: object) -> Any:
-    """Return the fields of a kernel that is a dataclass: it computes something else with others."""
+    """Return the fields of a kernel that is a dataclass; they are part of the key."""
     if not dataclasses.is_dataclass(kernel):
         return None
     return {field.name: describe_static(getattr(kernel, field.name)) for field in dataclasses.fields(kernel)}
@@ -329,7 +332,7 @@ def _bytes_of(array: HasType) -> int:
 
 
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
-    """Return one tuple of axes a level; a flat sequence of axes is one level."""
+    """Return one tuple of axes for each `vmap`; a flat sequence of axes means one `vmap`."""
     if all(axis is None or isinstance(axis, int) for axis in batch_axes):
         return (tuple(batch_axes),) if batch_axes else ()
     return tuple(tuple(level) for level in batch_axes)
@@ -338,7 +341,7 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
 def invocation_of(
     node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None, stamp: bool = True
 ) -> Invocation[Any, Any]:
-    """Return the invocation of `node` on arrays of types `avals`, as lowering sees it under the call's settings."""
+    """Return the invocation of `node` on arrays of types `avals`, under the current settings."""
     axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
     for step in reversed(node.steps()):
         if step[0] == "vmap":
@@ -359,35 +362,35 @@ def invocation_of(
         device=platform_fingerprint(platform),
         span=compat.program_span(),
         array_types=tuple(abstract(aval) for aval in avals),
-        _node=node if node.suffix else node.forward,  # a forward that leaves residuals is tuned as the forward
+        _node=node if node.suffix else node.forward,  # a forward with residuals shares the plain forward's key
     )
 
 
 def config_for_types(
     inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]
 ) -> tuple[Any, str]:
-    """Return any configuration under which the call's types can be found, and a platform on which that one runs.
+    """Return any configuration that is valid for finding the call's types, and a platform on which it runs.
 
-    The program may be lowered for another platform than this process's, and the kernel may have a configuration, or an
-    implementation, or the form that its configuration names, there alone; where nothing runs here, what runs elsewhere
-    will do. If the call is lowered for here, what is said then is what would be said now.
+    The program may be lowered for another platform than this process's. The kernel may have a configuration, an
+    implementation or the requested form only there. So if nothing runs on the preferred platform, try the others. If
+    the program is then lowered for the preferred platform, lowering raises the error instead.
 
     Args:
-        inv: The call, with the configuration that its caller insists on.
-        platform: The platform to prefer.
-        choose: Returns any configuration for a kernel that has no heuristic.
+        inv: The call, with the caller's `cfg=`, if any.
+        platform: The preferred platform.
+        choose: Returns any configuration for a kernel without a heuristic.
 
     Raises:
-        NoConfigError: there is none on any platform; this is the preferred one's reason.
-        UnsupportedError: likewise.
+        NoConfigError: No platform has a configuration; the message is for the preferred platform.
+        UnsupportedError: No platform can run the call; the message is for the preferred platform.
     """
     refused: list[Exception] = []
     for each in dict.fromkeys((platform, *PLATFORMS)):
-        # For a platform, not for the device that is here: the program may be lowered for another.
+        # The fingerprint of a platform, not of the device here: the program may be lowered for another device.
         there = dataclasses.replace(inv, device=platform_fingerprint(each))
         try:
             config = _config_on(there, each, choose)
-            hook(inv.node.spec.kernel, "run", each, config)  # is there a form of it?
+            hook(inv.node.spec.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:
@@ -422,7 +425,7 @@ def default_key_builder_with_sharding(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> ConfigKey:
-    """Return the key of a call with the sharding of its arrays in it, for executors that tune per layout.
+    """Return the key of a call including the sharding of its arrays, for executors that tune for each layout.
 
     Takes a kernel with `args` and `kwargs`, or an `Invocation`.
     """
@@ -432,6 +435,6 @@ def default_key_builder_with_sharding(
         else Invocation(kernel=kernel, args=tuple(args), kwargs=dict(kwargs or {}))
     )
     shardings = [sharding_fingerprint(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))]
-    # Here alone: of automatic axes nothing is known while a program is traced, so the usual key has no shardings.
+    # The usual key has no shardings, because shardings over automatic axes are unknown during tracing.
     text = json.dumps([inv.call_key, shardings])
     return inv.key._replace(call=hashlib.sha256(text.encode("ascii")).hexdigest()[:16])

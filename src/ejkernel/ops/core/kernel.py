@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Kernel`, `Invocation`, and what other floors ask of a kernel: the door of this one, whose own files pass it by."""
+"""Entry point of this package for other packages: `Kernel`, `Invocation`, and queries about a kernel."""
 
 from __future__ import annotations
 

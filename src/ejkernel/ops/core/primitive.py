@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primitive `ejkernel_call`: a kernel's call that JAX carries through its transformations unopened.
+"""The primitive `ejkernel_call`: a kernel call that stays opaque to JAX's transformations.
 
-Its lowering rule resolves the configuration: only there are the axes of every enclosing `vmap`, the platform and the
-overlay in force known, and only calls that really run arrive there. See docs/design.md for the alternatives.
+Its lowering rule resolves the configuration. Only lowering knows the axes of every enclosing `vmap`, the platform and
+the overlay in force, and only calls that really run are lowered. See docs/design.md for the alternatives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ejkernel import compat
 from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
-from ejkernel.ops.core.sharding.lowering import Part, SplitCall, explicit_split, lower_split
+from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
@@ -32,27 +32,27 @@ from ejkernel.ops.utils.values.signature import HasType, abstract_tree
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 
-# Protocols, for whoever runs calls and puts their bodies together is on a floor above.
+# Protocols, because the executor is in a package that imports this one.
 class Body(Protocol):
-    """A call with its configuration: what is put in the primitive's place."""
+    """A call with its configuration: the computation that replaces the primitive."""
 
     @property
     def jaxpr(self) -> Any:
-        """The computation, where the trace that gave its types is it; else `None`."""
+        """The computation, if the trace for the call's types is complete; else `None`."""
 
     @property
     def scope(self) -> str:
-        """The name that the computation has for people who read profiles."""
+        """The name of the computation in profiles."""
 
     def compute(self, *arrays: Any) -> Sequence[Any]:
-        """Compute it, label included."""
+        """Compute the results, with the label."""
 
     def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Label what was made of `jaxpr`: results and arguments are values of the program's text."""
+        """Label the lowered `jaxpr`; results and arguments are values of the lowered program."""
 
 
 class Host(Protocol):
-    """Who runs a call: an executor."""
+    """The executor that runs a call."""
 
     @property
     def generation(self) -> int:
@@ -65,10 +65,10 @@ class Host(Protocol):
         avals: Sequence[HasType],
         expected: Sequence[HasType] | None,
     ) -> Body:
-        """Resolve the call's configuration; what it computes is checked against the `expected` types."""
+        """Resolve the call's configuration; check the types of the results against `expected`."""
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
-        """Return what stands for a call that splits itself, and for all that decides how its parts run."""
+        """Return a digest of a call that splits itself, and of everything that affects how its shards run."""
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""
@@ -76,23 +76,23 @@ class Host(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """The configuration that a caller insists on; equal by type and content."""
+    """The configuration that a caller passes as `cfg=`; compared by type and content."""
 
     token: Any
-    config: Any = dataclasses.field(compare=False)  # it need not be hashable
+    config: Any = dataclasses.field(compare=False)  # not necessarily hashable
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The primitive's parameter: all of a call but its arrays.
+    """The primitive's parameter: a call without its arrays.
 
     Attributes:
-        held: The executor, behind a function.
-        node: What is computed.
-        linear: How many of the last arguments the call is linear in.
-        override: The configuration that the caller insists on, for the call and its gradients.
-        settings: What was in force where the call was made; its gradients are computed under the same.
-        part: What its arrays are, in a program for several devices.
+        held: A function that returns the executor.
+        node: The computation.
+        linear: The number of trailing arguments in which the call is linear.
+        override: The caller's `cfg=`, for the call and its gradients.
+        settings: The settings in force where the call was made; its gradients use the same settings.
+        extent: Whether the arrays are whole arrays or shards, in a program for several devices.
     """
 
     held: Held
@@ -100,14 +100,14 @@ class Call:
     linear: int = 0
     override: Override | None = None
     settings: Settings = dataclasses.field(default_factory=settings_in_force)
-    part: Part = Part.WHOLE
+    extent: Extent = Extent.WHOLE
 
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property  # JAX asks for it with every look into its caches
+    @functools.cached_property  # JAX hashes a call at every lookup in its caches
     def _hash(self) -> int:
-        return hash((self.held, self.node, self.linear, self.override, self.settings, self.part))
+        return hash((self.held, self.node, self.linear, self.override, self.settings, self.extent))
 
     @property
     def host(self) -> Host:
@@ -116,24 +116,24 @@ class Call:
 
     @functools.cached_property
     def weak(self) -> Call:
-        """The same for what outlives the call: it keeps neither executor nor kernel nor the user's objects alive.
+        """An equal call for long-lived caches: it keeps neither executor nor kernel nor the user's objects alive.
 
-        JAX keeps a jaxpr as long as its function, and the jaxpr keeps the call, which must not keep the kernel then.
-        What is traced for a program holds them all the same: a kernel that `run` makes for itself would be gone when
-        the trace that calls it is lowered.
+        JAX keeps a jaxpr as long as its function, and the jaxpr keeps the call, so this call must not keep the kernel.
+        Traces for programs use strong references: otherwise a kernel that `run` creates would be collected before its
+        trace is lowered.
         """
         held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
         return dataclasses.replace(self, held=held, node=with_spec(self.node, self.node.spec.weak()))
 
 
 def call_of(host: Host, node: Node, override: Override | None = None) -> Call:
-    """Return the call of a node under what is in force."""
+    """Return the call of a node under the current settings."""
     return Call(Strong(host), node, override=override)
 
 
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """What a trace for types left: structures of its results, its configuration, and what it asked of the program."""
+    """By-products of a trace for types: result structures, the configuration, and answers about the program."""
 
     trees: list[Any] = dataclasses.field(default_factory=list)
     config: Any = None
@@ -143,14 +143,14 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Types:
-    """What is known of a call before it has a configuration.
+    """Types and effects of a call whose configuration is not resolved yet.
 
     Attributes:
-        jaxpr: The computation that its types were taken from.
+        jaxpr: The traced computation.
         effects: Its effects.
-        platform: The platform whose hooks it is of.
+        platform: The platform whose hooks were traced.
         avals: Types of the results.
-        gathered: Whether a kernel without a rule gets whole arrays, for JAX refused those that are sharded.
+        gathered: Whether a kernel without a sharding rule gets whole arrays, because JAX rejects sharded ones.
     """
 
     jaxpr: Any
@@ -162,7 +162,7 @@ class Types:
 
     @property
     def trees(self) -> tuple[Any, ...]:
-        """Structure of the output, and of residuals if there are any."""
+        """Structure of the output, and of the residuals, if any."""
         return tuple(self.found.trees)
 
     @property
@@ -171,7 +171,7 @@ class Types:
         return self.found.config
 
     def still_hold(self, platform: str) -> bool:
-        """Return whether a trace for the program that is being lowered would be the same, with that configuration."""
+        """Return whether the trace is valid for the program being lowered, with the same configuration."""
         answers = self.found.answers.items()
         return platform_kind(self.platform) == platform and all(question() == said for question, said in answers)
 
@@ -181,7 +181,7 @@ call_p.multiple_results = True
 
 
 class _Traces:
-    """A call's traces for its types, under everything that they depend on."""
+    """A call's traces for types, by argument types and trace context."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -194,26 +194,26 @@ class _Traces:
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
     def _traced(self, avals: Sequence[HasType]) -> Types:
-        mesh = compat.explicit_mesh(avals) if self.call.part is Part.WHOLE else None
+        mesh = compat.explicit_mesh(avals) if self.call.extent is Extent.WHOLE else None
         if mesh is None:
             return self._traced_as_it_is(avals)
         may_split = has_rule(self.call.node.spec.kernel)
         if not may_split:
-            with contextlib.suppress(compat.ShardingTypeError):  # it gets whole arrays if JAX refuses those in parts
+            with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
                 return self._traced_as_it_is(avals)
-        # JAX refuses some operations on arrays that are sharded over explicit axes, such as `dynamic_update_slice`:
-        # types are found for whole arrays, and get the shardings of the split.
+        # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace
+        # with whole arrays, and then add the shardings of the split to the result types.
         with jax.sharding.use_abstract_mesh(mesh):
             types = self._traced_as_it_is([compat.whole(aval) for aval in avals])
         split = explicit_split(self.call.node, avals, types.avals)
         return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
 
     def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
-        found = _Found()  # for each trace: two threads may be here at once
-        # Types are those of this process's platform, also of a call inside a kernel that is being lowered for another.
+        found = _Found()  # one for each trace: two threads may trace at once
+        # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
         with compat.not_lowering():
             jaxpr = compat.traced(functools.partial(self._typed, found), avals)
-        # JAX transforms what a call is given: a tracer that comes in by another way has no gradient and no batch axis.
+        # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
             raise _closed_over(self.call, foreign)
@@ -242,7 +242,7 @@ class _Traces:
             return self.call.node.flat(choice)(*arrays)
 
 
-_traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # what was traced for a kernel goes with it
+_traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # traces live as long as their kernel
 _eager: PerObject[Bounded[tuple[int, Callable[..., Any]]]] = PerObject(Bounded)
 
 
@@ -250,13 +250,13 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
     """Return the result types, effects and structure of `call`, with any valid configuration and no measurement.
 
     Raises:
-        ArgumentError: the kernel computes with a traced array that is not among its arguments.
+        ArgumentError: The kernel uses a traced array that is not among its arguments.
     """
     traces = _traces.of(call.node.spec.kernel)
     found = traces.get(call.weak)
     if found is None:
         found = traces.keep(call.weak, _Traces(call.weak))
-    known = found.known.get((tuple(avals), compat.trace_context()))  # which has the call's settings, if it is there
+    known = found.known.get((tuple(avals), compat.trace_context()))  # a hit has the call's settings
     if known is not None:
         return known
     with call.settings.entered():
@@ -264,7 +264,7 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
 
 
 def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
-    """Return what `types_of` found before, if it was asked."""
+    """Return the cached result of `types_of`, or `None`."""
     found = _traces.of(call.node.spec.kernel).get(call.weak)
     return None if found is None else found.known.get((tuple(avals), compat.trace_context()))
 
@@ -273,8 +273,8 @@ def _closed_over(call: Call, avals: Sequence[HasType]) -> ArgumentError:
     kernel = call.node.spec.kernel
     shown = ", ".join(str(aval) for aval in avals)
     return ArgumentError(
-        f"{kernel.op_id}: a traced array that is not among the arguments is used, {shown}: it was closed over, or is "
-        "part of the kernel or of a static argument; pass it as an argument of the call."
+        f"{kernel.op_id}: the kernel uses a traced array that is not among its arguments, {shown}: it was closed over, "
+        "or is part of the kernel or of a static argument; pass it as an argument of the call."
     )
 
 
@@ -284,14 +284,14 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
-    if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would come back here for ever
+    if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would call this function forever
         return _compute(call, platform_of(arrays), *arrays)
-    # Calls under an eager `vmap` or gradient get here. When an answer that was given before no longer holds, the
-    # generation changes, and the program compiled for the old one is dropped.
+    # Calls under an eager `vmap` or gradient come here. When an earlier configuration no longer applies, the
+    # generation changes, and the program compiled for the old generation is dropped.
     compiled, weak, generation = _eager.of(call.node.spec.kernel), call.weak, call.host.generation
     found = compiled.get(weak)
     if found is None or found[0] != generation:
-        # JAX keeps what it traced as long as the function, which must not keep the kernel.
+        # JAX keeps the trace as long as the function, so the function must not keep the kernel alive.
         found = generation, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak))
         compiled.replace(weak, found)
     return list(found[1](*arrays))
@@ -306,25 +306,25 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     platforms = compat.lowering_platforms(ctx)
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
-    # A program may be lowered in another block, or on another thread, than it was traced in.
+    # A program may be lowered outside the `with` block, or on another thread, than its trace.
     with call.settings.entered(), compat.lowering(ctx):
-        if call.part is Part.LOCAL:
+        if call.extent is Extent.LOCAL:
             with compat.on_one_device():
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
-        parts = SplitCall(call.node, call.part, functools.partial(_bind_part, call), digest)
-        out = lower_split(ctx, values, parts, gathered=_is_gathered(call, ctx.avals_in))
+        splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
+        out = lower_split(ctx, values, splitting, gathered=_is_gathered(call, ctx.avals_in))
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
-        except compat.ShardingTypeError:  # of a gradient rule, which runs only now: its types are its arguments'
-            if (out := lower_split(ctx, values, parts, gathered=True)) is None:
+        except compat.ShardingTypeError:  # from a gradient rule, traced only now: its types came from its arguments
+            if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
                 raise
             return out
 
 
 def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
-    # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it. A call that is there
-    # once takes 4 % longer for it, and 24 equal ones as long as plain JAX's, rather than 2.6 times that.
+    # Equal calls of a program come here once: JAX caches the lowering of the first call. With this cache a single call
+    # lowers 4 % slower, and 24 equal calls take as long as plain JAX's, instead of 2.6 times as long.
     body = call.host.body_of(call, platform, ctx.avals_in, ctx.avals_out)
     if body.jaxpr is None:
         return _lower_computed(ctx, body, call, *values)
@@ -334,23 +334,23 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
 
 
 def _is_gathered(call: Call, avals: Sequence[HasType]) -> bool:
-    whole = call.part is Part.WHOLE and compat.explicit_mesh(avals) is not None
+    whole = call.extent is Extent.WHOLE and compat.explicit_mesh(avals) is not None
     return whole and types_of(call, avals).gathered
 
 
-def _bind_part(call: Call, node: Node, part: Part, arrays: Sequence[Any]) -> Sequence[Any]:
-    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, part=part)))
+def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:
+    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, extent=extent)))
 
 
 def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
     try:
         return compat.lower_function(ctx, body.compute, *values)
-    except KeyError as error:  # what JAX says of an ordered effect that it was not told of
+    except KeyError as error:  # JAX's error for an undeclared ordered effect
         if not call.linear or not compat.ordered_effects(body.compute, ctx.avals_in):
             raise
         raise GradientError(
             f"{body.scope}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), which "
-            "a program's order has no place for; make them unordered, or move them into run."
+            "JAX does not support here; make them unordered, or move them into run."
         ) from error
 
 
@@ -361,8 +361,8 @@ compat.register_lowering(call_p, _lower)
 
 def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     named = compat.is_named(axis_data.name)
-    alike = all(axis is None for axis in axes)  # also called when nothing is batched
-    # Left out of this `vmap`, a collective over its name would find another axis of that name, or none.
+    alike = all(axis is None for axis in axes)  # JAX calls this rule also when no argument is batched
+    # A call without batched arguments may still contain a collective over this `vmap`'s axis name.
     if alike and not (named and axis_data.name in _axes_of(call, [jax.typeof(array) for array in arrays])):
         out = call_p.bind(*arrays, call=call)
         return out, [None] * len(out)
@@ -375,14 +375,14 @@ def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, cal
 
 
 def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
-    """Return the names of axes that collectives in the call go over."""
+    """Return the axis names of the collectives in the call."""
     node = call.node
     if not call.linear:
         return compat.named_axes(types_of(call, avals).effects)
-    # The trace that gives a linear call's types leaves its computation out.
+    # The trace for a linear call's types omits its computation.
     own = avals[node.lead : node.lead + node.spec.num_arrays]
     forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
-    with call.settings.entered(), compat.not_lowering():  # as the types were found, whose configuration this is
+    with call.settings.entered(), compat.not_lowering():  # as in the trace for types, whose configuration this is
         whole = compat.traced(jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals)
     return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
 
@@ -393,7 +393,7 @@ compat.register_batching(call_p, _batch)
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
     fixed = len(primals) - call.linear
-    if call.linear and not any(wrt[:fixed]):  # linear in all that varies, it is its own derivative
+    if call.linear and not any(wrt[:fixed]):  # a function linear in all varying arguments is its own derivative
         given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[fixed:]]
         out = call_p.bind(*primals, call=call)
         return out, call_p.bind(*primals[:fixed], *given, call=call)
@@ -405,8 +405,8 @@ def _differentiate(
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
     if any(map(compat.is_reference, avals)):
-        # JAX differentiates what writes to one where the value does not depend on what is differentiated, which of a
-        # call that is not opened cannot be told; in the open it would have another key than the call that is tuned.
+        # JAX differentiates writes to a reference only if the value is independent of the differentiated arguments.
+        # An opaque call cannot show that, and an inlined call would have another key than the tuned call.
         raise GradientError(
             f"{call.node.spec.kernel.op_id}: a call that takes a reference (jax.Ref) has no gradient; pass the "
             "reference's value, and write the result back outside."
@@ -414,11 +414,11 @@ def _differentiate(
     trees = residual_trees(call, avals)
     plain_types = types_of(call, avals)
     if compat.observable(plain_types.effects) and not has_gradient_rule(call.node.spec.kernel):
-        return _through(primals, tangents, wrt, call)
+        return _differentiate_inline(primals, tangents, wrt, call)
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
-    if trees is not None:  # here, since a policy of `jax.checkpoint` looks at the program's own equations alone
+    if trees is not None:  # here, because a policy of `jax.checkpoint` sees only the program's own equations
         results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
@@ -427,18 +427,18 @@ def _differentiate(
 
 
 def _named(results: Sequence[object], count: int, op_id: str) -> list[Any]:
-    """Return outputs and residuals with the names by which a policy of `jax.checkpoint` may save them."""
+    """Return outputs and residuals with checkpoint names, so that a policy of `jax.checkpoint` can save them."""
     names = (f"{op_id}.out" if index < count else f"{op_id}.residuals" for index in range(len(results)))
     return [checkpoint_name(value, name) for value, name in zip(results, names, strict=True)]
 
 
-def _through(
+def _differentiate_inline(
     primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
-    """Differentiate the call as if the primitive were not there: computed anew, effects would happen twice."""
+    """Differentiate the call inline, without the primitive: a second forward would repeat its effects."""
     given = iter(tangents)
     all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
-    # Inside a kernel that is being lowered the platform is known; elsewhere it is taken to be the default one.
+    # The platform is known inside a kernel being lowered; elsewhere, assume the default platform.
     platform = compat.lowered_platform() or default_device().platform
     with call.settings.entered():
         compute = functools.partial(_compute, call, platform)
@@ -448,7 +448,7 @@ def _through(
 
 
 def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | None:
-    """Return the structures of output and residuals, if the call is a forward whose kernel has the residual form."""
+    """Return the structures of output and residuals, if the call is a forward of a kernel with the residual form."""
     root = innermost(call.node)
     kernel = call.node.spec.kernel
     if not isinstance(root, Forward) or root.residuals or overrides(kernel, "custom_vjp"):
@@ -456,7 +456,7 @@ def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | No
     if not has_residual_form(kernel):
         return None
     with_residuals, _ = differentiate(call.node, (False,) * len(avals), (), _EMPTY_TREES)
-    # The structures are known once the forward was traced, and its node does not hold them: any will do.
+    # Tracing the forward gives the structures. The forward node does not contain them, so pass empty ones here.
     probe = dataclasses.replace(call, node=with_residuals)
     out_tree, residual_tree = types_of(probe, avals).trees
     return out_tree, residual_tree
@@ -476,7 +476,7 @@ def _transpose(cotangents: Sequence[object], *arguments: object, call: Call) -> 
 
 
 def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], call: Call) -> list[Any]:
-    """Transpose a call that is linear in what is asked for: its gradient, at zero as well as anywhere."""
+    """Transpose a call that is linear in the wanted arguments: its gradient at zero, as at any other point."""
     wanted = tuple(compat.is_undefined_primal(argument) for argument in arguments)
     pairs = zip(arguments, wanted, strict=True)
     primals = [compat.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
@@ -491,10 +491,10 @@ def _discharge(in_avals: Sequence[HasType], *arrays: jax.Array, call: Call) -> t
     references = tuple(map(compat.is_reference, in_avals))
     out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
     after = iter(out[len(out) - sum(references) :])
-    return [next(after) if is_one else None for is_one in references], out[: len(out) - sum(references)]
+    return [next(after) if is_reference else None for is_reference in references], out[: len(out) - sum(references)]
 
 
-# JAX's cache of abstract evaluation would keep every call, and with it its kernel, for good.
+# JAX's cache of abstract evaluation would keep every call, and so its kernel, alive forever.
 compat.cache_weakly(Call)
 compat.register_discharge(call_p, _discharge)
 compat.register_transpose(call_p, _transpose)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that every floor above shares: the type variables of a kernel and the key of a configuration."""
+"""Types shared by all packages: the type variables of a kernel and the key of a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Out = TypeVar("Out")
 """Output type of a kernel: an array or a tree of arrays."""
 
 Flag = bool | np.bool_
-"""A static argument that is true or false."""
+"""A static boolean argument."""
 
 Integer = int | np.integer[Any]
 """A static integer, of Python or NumPy."""
@@ -25,7 +25,7 @@ Number = float | np.floating[Any] | np.integer[Any]
 
 
 class ConfigKey(NamedTuple):
-    """What a configuration is remembered under; equal to the plain tuple of its fields.
+    """The key of a saved configuration; equal to the plain tuple of its fields.
 
     Attributes:
         device: Fingerprint of the device, such as `gpu:nvidia_h200`.
@@ -40,11 +40,11 @@ class ConfigKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The work that a call asks for, however it is done.
+    """The work of a call, independent of the implementation.
 
     Attributes:
-        flops: Floating-point operations; a multiplication and an addition are two.
-        bytes: What must be read and written at least: each argument and each result once.
+        flops: Floating-point operations; a multiply-add counts as two.
+        bytes: The least memory traffic: each argument read once, and each result written once.
     """
 
     flops: float

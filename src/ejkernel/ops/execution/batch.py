@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels over batches and over devices, with one configuration for all of it."""
+"""Kernels under `vmap` and `pmap`, with one configuration for the whole batch or all devices."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def vmap_with_config(
     """Return `kernel` batched by `jax.vmap`; its configuration is chosen once, for the whole batch.
 
     Args:
-        kernel: What to run.
+        kernel: The kernel to run.
         in_axes: Batch axes of the positional arguments, as in `jax.vmap`. Keyword arguments are not batched.
         out_axes: Batch axes of the results.
-        cfg: The configuration to run with; `None` lets the executor find one.
-        executor: Who runs it; the default executor if left out.
+        cfg: The configuration; `None` lets the executor choose one.
+        executor: The executor that runs the kernel; the default executor if omitted.
         **vmap_options: `axis_name`, `axis_size`, `spmd_axis_name`.
     """
-    over = functools.partial(jax.vmap, in_axes=in_axes, out_axes=out_axes, **vmap_options)
-    return _mapped(kernel, over, cfg, executor)
+    transform = functools.partial(jax.vmap, in_axes=in_axes, out_axes=out_axes, **vmap_options)
+    return _mapped(kernel, transform, cfg, executor)
 
 
 def pmap_with_config(
@@ -48,32 +48,32 @@ def pmap_with_config(
     executor: Executor[Any, Any] | None = None,
     **pmap_options: Any,
 ) -> Callable[..., Any]:
-    """Return `kernel` run on one slice of its arguments a device, with one configuration for all devices.
+    """Return `kernel` under `jax.pmap`: one slice of the arguments per device, one configuration for all devices.
 
     Args:
-        kernel: What to run.
+        kernel: The kernel to run.
         axis_name: Name of the device axis, for collectives inside the kernel.
-        in_axes: Axes of the positional arguments that are split over devices, as in `jax.pmap`.
-        out_axes: Axes along which the results are put together.
-        cfg: The configuration to run with; `None` lets the executor find one.
-        executor: Who runs it; the default executor if left out.
+        in_axes: Axes of the positional arguments to split over devices, as in `jax.pmap`.
+        out_axes: Axes along which the results are concatenated.
+        cfg: The configuration; `None` lets the executor choose one.
+        executor: The executor that runs the kernel; the default executor if omitted.
         **pmap_options: `devices`, `backend`, `axis_size`.
     """
-    over = functools.partial(jax.pmap, axis_name=axis_name, in_axes=in_axes, out_axes=out_axes, **pmap_options)
-    return _mapped(kernel, over, cfg, executor)
+    transform = functools.partial(jax.pmap, axis_name=axis_name, in_axes=in_axes, out_axes=out_axes, **pmap_options)
+    return _mapped(kernel, transform, cfg, executor)
 
 
 def _mapped(
     kernel: Kernel[Cfg, Out],
-    over: Callable[[Callable[..., Any]], Callable[..., Any]],
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]],
     cfg: Cfg | None,
     executor: Executor[Any, Any] | None,
 ) -> Callable[..., Any]:
-    """Return the kernel, transformed by `over`, as whoever is the executor when it is called runs it."""
+    """Return the kernel under `transform`, run by the executor or by the default executor at the time of each call."""
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
-    # Transformed at each call, for keyword arguments are not batched, and the default executor may be another by then.
+    # Apply the transformation at each call: keyword arguments are not batched, and the default executor may change.
     def mapped(*args: Any, **kwargs: object) -> Any:
-        return over(functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs))(*args)
+        return transform(functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs))(*args)
 
     return mapped

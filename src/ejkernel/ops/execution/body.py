@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is put in a call's place when it is lowered: the computation under its configuration, checked and labelled."""
+"""The lowered form of a call: its computation under the chosen configuration, type-checked and labelled."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ResolvedCall:
 
     Attributes:
         call: The call.
-        inv: The same as its kernel sees it.
-        resolution: Its configuration, and who says so.
-        expected: The types that it was traced with; `None` where nothing depends on them yet.
-        jaxpr: The computation, where the trace that gave the types has this configuration; else `None`.
-        stamp_prefix: What its label begins with.
+        inv: The call as its kernel sees it.
+        resolution: Its configuration and the tier that gave it.
+        expected: The result types it was traced with; `None` if nothing depends on them yet.
+        jaxpr: The traced computation, if the trace for the types used this configuration; else `None`.
+        stamp_prefix: Prefix of its label.
     """
 
     call: Call
@@ -63,62 +63,64 @@ class ResolvedCall:
 
     @property
     def scope(self) -> str:
-        """The name that the computation has for people who read profiles."""
+        """Name of the computation in profiles."""
         return self.inv.op_id
 
     def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
-        # For profiles alone: JAX's compilation cache may bring back another program's debug names, so no label is one.
+        # Names are for profiles only. JAX's compilation cache may return another program's debug names, so they cannot
+        # serve as labels.
         with jax.named_scope(self.scope):
             resolution, out = self._computed(arrays)
         _check_types(self, resolution, arrays, out)
-        if self._told is None:
+        if self._label_and_payload is None:
             return tuple(out)
-        stamped, found = stamp(out, arrays, *self._told)
+        stamped, found = stamp(out, arrays, *self._label_and_payload)
         if not found:
-            self._say_unlabelled()
+            self._log_unlabelled()
         return tuple(stamped)
 
     def label(self, values: Sequence[object], inputs: Sequence[object]) -> None:
-        """Do the same for what was made of `jaxpr`, whose types are those that were expected."""
-        if self._told is not None and not any(compat.label_value(value, inputs, *self._told) for value in values):
-            self._say_unlabelled()
+        """Label one of the values that `jaxpr` was lowered to; their types are the expected ones."""
+        text = self._label_and_payload
+        if text is not None and not any(compat.label_value(value, inputs, *text) for value in values):
+            self._log_unlabelled()
 
     @functools.cached_property
-    def _told(self) -> tuple[str, str] | None:
-        """The label and what is said with it, once the call is recorded; `None` if there is none."""
+    def _label_and_payload(self) -> tuple[str, str] | None:
+        """The label and its payload, or `None`; also records the call if recording is on."""
         now = settings.current()
         if self.resolution.key is None:
             return None
-        # Here, and not where the call is traced: what is lowered is what runs.
+        # Record here and not while tracing: only lowered calls run.
         if current_scope().recording or now.record:
             record_invocation(self.call.node.spec.kernel, self.inv)
         if now.stamp == "none":
             return None
-        # The key by default: descriptions are long, and a text needs them only where calls are to be rebuilt of it.
+        # By default the payload is the key. Descriptions are long, and only needed to rebuild calls from a text.
         payload = stable_json(self.inv.description) if now.stamp == "json" else self.inv.call_key
         return label(self.inv.op_id_v, self.inv.call_key, self.stamp_prefix), payload
 
-    def _say_unlabelled(self) -> None:
-        logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
+    def _log_unlabelled(self) -> None:
+        logger.debug("%s has no label: each of its results is one of its inputs", self.inv.op_id_v)
 
     def _out_tree(self, node: Node, arrays: Sequence[jax.Array]) -> Any:
-        """Return the structure of the output of a part of the call, if that was traced for its own types."""
-        part = dataclasses.replace(self.call, node=node, linear=0)
-        types = known_types(part, [jax.typeof(array) for array in arrays])
+        """Return the output structure of an inner node of the call, if it was traced for its own types."""
+        inner = dataclasses.replace(self.call, node=node, linear=0)
+        types = known_types(inner, [jax.typeof(array) for array in arrays])
         return None if types is None else types.trees[0]
 
     def _computed(self, arrays: Sequence[jax.Array]) -> tuple[Resolution[Any], Sequence[Any]]:
-        """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
+        """Compute the call; if a saved configuration does not run, warn and use the heuristic's."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
-            # A gradient rule is told the structure of the outputs, which was found with the forward's types.
+            # A gradient rule needs the structure of the outputs, which the forward's trace has found.
             choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
-        except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
+        except Exception as error:  # noqa: BLE001 - raised again, unless the heuristic replaces the configuration
             _raise_if_not_differentiable(inv, node, resolution, arrays, error)
-            instead = _stand_in(inv, resolution, error)
-        return instead, node.flat(Choice(config=instead.config, platform=inv.platform))(*arrays)
+            fallback = _fallback(inv, resolution, error)
+        return fallback, node.flat(Choice(config=fallback.config, platform=inv.platform))(*arrays)
 
 
 def resolved(
@@ -133,18 +135,17 @@ def resolved(
 ) -> ResolvedCall:
     """Return the call on arrays of types `avals` with the configuration that `resolve` finds for it.
 
-    With `agree`, that of a program that several processes run is the one that they agree on.
+    With `agree`, the processes of a distributed program agree on the configuration.
     """
     override = None if call.override is None else call.override.config
     inv = invocation_of(call.node, avals, platform=platform, override=override)
-    if expected is None:  # it is computed where it is called, and whose devices that will be on is not known
+    if expected is None:  # the call runs eagerly, and its devices are not known yet
         inv = dataclasses.replace(inv, span=compat.any_span())
     if inv.span is not None and agree:
-        resolution = agreed(inv, lambda: _that_runs(inv, call.node, avals, resolve(inv)))
+        resolution = agreed(inv, lambda: _runnable(inv, call.node, avals, resolve(inv)))
     else:
         resolution = resolve(inv)
-    # The trace that gave the types is the computation, where its configuration is the one that was found: it is lowered
-    # as it is, rather than traced again.
+    # If the trace for the types used this configuration, lower its jaxpr instead of tracing again.
     jaxpr = None if expected is None else _trace_with(resolution.config, call, avals, inv.platform)
     return ResolvedCall(
         call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=stamp_prefix
@@ -152,27 +153,27 @@ def resolved(
 
 
 def _trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
-    """Return what was traced for the call's types, if it is the whole call under this configuration."""
+    """Return the jaxpr that was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
     return _if_same(types_of(call, avals), config, platform)
 
 
 def _if_same(types: Types, config: object, platform: str) -> Any:
-    """Return the computation that types were taken from, if it is that under this configuration."""
-    # Of references that the trace made for itself a lowered program has nothing, so it is traced anew.
+    """Return the jaxpr that types were taken from, if it was traced with this configuration."""
+    # A lowered program does not contain references (`jax.Ref`) that the trace created, so such calls are traced again.
     if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
         return None
     try:
         return types.jaxpr if same_config(types.config, config) else None
-    except SerializationError:  # a configuration that is not data, and not the same object
+    except SerializationError:  # not plain data, and a different object: assume that it differs
         return None
 
 
 def _raise_if_not_differentiable(
     inv: Invocation[Any, Any], node: Node, resolution: Resolution[Any], arrays: Sequence[jax.Array], error: Exception
 ) -> None:
-    """Raise if JAX cannot differentiate a kernel without a gradient rule: no other configuration would help."""
+    """Raise if JAX cannot differentiate a kernel without a gradient rule, because no configuration would help."""
     kernel = inv.node.spec.kernel
     if inv.direction == "fwd" or has_gradient_rule(kernel) or isinstance(error, EjkernelError):
         return
@@ -190,21 +191,20 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
     return KernelError(
         f"{inv.op_id}: the kernel has no gradient rule, and JAX could not differentiate its run: "
         f"{error_text(error).rstrip('.')}. "
-        "Give it a rule: custom_vjp, or fwd_with_residuals and vjp, of a Kernel, or a jax.custom_vjp inside the "
-        "function; almost every pallas_call needs one."
+        "Add a rule: override custom_vjp, or fwd_with_residuals and vjp, in the Kernel, or use a jax.custom_vjp inside "
+        "the function; almost every pallas_call needs one."
     )
 
 
-def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
-    """Return the heuristic's answer in place of one that was saved and does not run, with a warning; or raise why."""
-    # Another configuration here would be another program than the other processes run, and all of them would hang.
+def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
+    """Return the heuristic's configuration, with a warning, if a saved one does not run; otherwise raise."""
+    # With another configuration here, this process would run a different program than the others, and all would hang.
     if is_from_elsewhere(resolution):
         raise AgreementError(
             f"{inv.op_id}: {resolution.config!r} (call {inv.call_key}, {resolution.source}) does not run here: "
             f"{type(error).__name__}: {error}; run the same version of every package in all processes."
         ) from error
-    # The kernel promised that every configuration runs for all of a bucket: to go on quietly would hide that it does
-    # not.
+    # The kernel promised that every configuration runs for all calls of a bucket; a fallback would hide the error.
     if inv.representative is not inv and not resolution.tier.is_for_one_call:
         raise _does_not_fit(inv, resolution) from error
     if not resolution.tier.is_saved:
@@ -221,35 +221,35 @@ def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
     return Resolution(config, HEURISTIC.name, resolution.key)
 
 
-def _that_runs(
+def _runnable(
     inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any]
 ) -> Resolution[Any]:
-    """Return an answer that all processes may be given: one that was saved is traced before it is."""
+    """Return a configuration to offer to all processes; a saved one is traced first, to see whether it runs."""
     if not resolution.tier.is_saved:
         return resolution
     try:
-        # Once it is offered the heuristic cannot stand in for it here, for the other processes run it.
+        # After the offer, the other processes use it, so the heuristic could no longer replace it here.
         compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
-    except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
-        return _stand_in(inv, resolution, error)
+    except Exception as error:  # noqa: BLE001 - raised again, unless the heuristic replaces the configuration
+        return _fallback(inv, resolution, error)
     return resolution
 
 
 def _does_not_fit(inv: Invocation[Cfg, Out], resolution: Resolution[Any]) -> KernelError:
-    stands_for_it = (inv.representative.args, dict(inv.representative.kwargs))
+    representative = (inv.representative.args, dict(inv.representative.kwargs))
     return KernelError(
-        f"{inv.op_id}: {resolution.config!r} (from {resolution.source}) was found for {stands_for_it!r} and does not "
+        f"{inv.op_id}: {resolution.config!r} (from {resolution.source}) was found for {representative!r} and does not "
         f"run for {(inv.args, dict(inv.kwargs))!r}; a kernel with a bucket hook must run every call of a bucket with "
-        "every configuration. Pad inside run, or return a bucket of its own for such a call."
+        "every configuration. Pad inside run, or return a separate bucket for this call."
     )
 
 
 def _check_types(
     resolved: ResolvedCall, resolution: Resolution[Any], arrays: Sequence[jax.Array], out: Sequence[Any]
 ) -> None:
-    """Raise if the results are not what the call was traced with: shapes depend on the configuration, or the platform.
+    """Raise if the result types differ from the traced ones, because they depend on configuration or platform.
 
-    Otherwise MLIR's verifier would, and it names neither kernel nor configuration.
+    Otherwise MLIR's verifier would raise, without naming the kernel or the configuration.
     """
     inv, expected = resolved.inv, resolved.expected
     if expected is None:
@@ -258,7 +258,7 @@ def _check_types(
     got = [(tuple(value.shape), value.dtype) for value in out]
     if want != got:
         keeps = inv.kernel is not None and inv.kernel.keeps_residuals
-        kept = " With keeps_residuals=True what is kept for the backward is among them." if keeps else ""
+        kept = " With keeps_residuals=True the residuals count as results." if keeps else ""
         here, there = _platforms_named(resolved, arrays)
         raise KernelError(
             f"{inv.op_id}: results must have the same shapes and dtypes under every configuration; "
@@ -268,7 +268,7 @@ def _check_types(
 
 
 def _platforms_named(resolved: ResolvedCall, arrays: Sequence[jax.Array]) -> tuple[str, str]:
-    """Return, for a message, what a call is lowered for and what its types are of; nothing where that is the same."""
+    """Return phrases that name the platforms of lowering and of tracing; empty if they are the same."""
     types, here = known_types(resolved.call, [jax.typeof(array) for array in arrays]), resolved.inv.platform
     there = here if types is None else platform_kind(types.platform)
     return ("", "") if here == there else (f" on {here}", f" on {there}, which the program was traced for")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the kernel calls in a function, without running it."""
+"""Find the kernel calls in a function without running it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
     """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
 
-    Nothing is run, measured or noted on disk, and no policy makes a call without a configuration an error. Arrays may
-    be abstract (`jax.ShapeDtypeStruct`). Unless `fn` is under `jax.jit` already, arguments that are not arrays are
-    static.
+    The function does not run, measure or write anything, and calls without a configuration raise no error, whatever the
+    policy. Arrays may be abstract (`jax.ShapeDtypeStruct`). Unless `fn` is already under `jax.jit`, arguments that are
+    not arrays are static.
 
     Raises:
-        ArgumentError: `fn` cannot be called.
+        ArgumentError: `fn` is not callable.
     """
     return discover_for(fn, args, kwargs)
 
@@ -37,27 +37,26 @@ def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[In
 def discover_for(
     fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, platform: str | None = None
 ) -> list[Invocation[Any, Any]]:
-    """Return what `discover` returns, of the program that `fn` is on `platform` (`cpu`, `gpu` or `tpu`)."""
+    """Return the calls as `discover` does, for `fn` lowered for `platform` (`cpu`, `gpu` or `tpu`)."""
     if not callable(fn):
-        raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
+        raise ArgumentError(f"target must be a kernel or a function, got {fn!r}.")
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
-    # Recording is in the key of JAX's caches: a function that was compiled before is traced anew, and its calls are
-    # seen.
+    # Recording is part of the key of JAX's caches, so functions compiled before are traced again, with their calls.
     with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
         platforms = None if platform is None else compat.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
-    # By key, since equal calls may be in several places of a program.
+    # By key, because a program may contain equal calls.
     return list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
 
 
 def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
-    """Return the calls that each device will make for its part, where a lowered program's calls split themselves.
+    """Return the calls that each device makes for its shards, if calls of a lowered program split themselves.
 
-    Such a program says nothing of them: XLA asks for them when it compiles, and knows the shardings then. Here its
-    partitioner's first stage runs alone, on a copy.
+    The lowered program does not contain these calls: XLA requests them during compilation, once it knows the
+    shardings. This function runs only the first stage of XLA's partitioner, on a copy.
     """
-    # What a user's `trace` lowers to need not be JAX's.
+    # A user's own `trace` may return something else than JAX's lowered program.
     if not hasattr(lowered, "compiler_ir"):
         return []
     return [
@@ -71,15 +70,15 @@ def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
 def _with_inner_calls(
     call: Call, avals: Sequence[HasType], operation: compat.SplitOperation
 ) -> Iterator[Invocation[Any, Any]]:
-    """Yield a part's call, and the calls that its kernel makes, such as those of a gradient rule."""
+    """Yield a shard's call and the calls inside its kernel, for example in a gradient rule."""
     own = _invocation(call, avals, operation)
     yield own
     try:
         with call.settings.entered(), compat.on_one_device(), looking_only():
             body = call.host.body_of(call, operation.platform, avals, None)
             inner = compat.calls_of(call_p, body.compute, avals)
-    except NameError as error:  # it talks over axes of a mesh that is around its program
-        logger.debug("%s: its inner calls are not known: %s", own.op_id, error_text(error))
+    except NameError as error:  # it uses collectives over axes of a mesh outside its program
+        logger.debug("%s: the calls inside its kernel are unknown: %s", own.op_id, error_text(error))
         return
     for params, types in inner:
         yield from _with_inner_calls(params["call"], types, operation)
@@ -94,7 +93,7 @@ def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOpe
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Return `fn` as a jitted function of the arrays alone, and these arrays."""
+    """Return `fn` as a jitted function of only the arrays, and these arrays."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager calls: one compiled function for each sort of call, found without looking at any shape.
+"""Eager calls: a cache of compiled functions (plans), with lookups that do not inspect shapes.
 
-It is found by the types of the arguments, where these tell which are arrays and where `==` tells the others apart;
-shapes are left to jit's own C++ cache. All other calls are scanned once, which gives the arrays and a key of the rest.
+Most calls are looked up by the Python types of their arguments, and jit's C++ cache distinguishes shapes. This works if
+the types show which arguments are arrays, and if `==` distinguishes the other values. All other calls are scanned,
+which collects the arrays and builds a key from the other values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 Plan = Callable[..., Any]
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
-# Equal values of one of these types are the same, but for floats: see `_is_exception`.
+# Equal values of these types are interchangeable, except for some floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
 _SCANNED, _ARRAY, _SCALAR = "scanned", "array", "scalar"
@@ -37,21 +38,21 @@ _DTYPES = (np.dtype, type(jnp.float32))
 
 
 class NotByEquality(Exception):
-    """A plan that goes by types met a float that `jit` takes for another: it finds 0.0 equal to -0.0."""
+    """A typed plan got a float that `jit` would confuse with another, such as 0.0 and -0.0."""
 
 
 class Bind(Protocol):
-    """Binds the primitive for a call that will be kept, on behalf of an executor that may not be."""
+    """Binds the primitive for a cached call, which does not keep the executor alive."""
 
     def __call__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Any:
-        """Bind it."""
+        """Bind the primitive."""
 
 
 class Plans:
-    """The compiled functions of one executor, for each kernel; they keep neither of them alive.
+    """The compiled functions of one executor, by kernel; they keep neither the executor nor the kernels alive.
 
-    A plan is found by the types of the arguments where these tell which are arrays, and where `==` tells the others
-    apart; else by a scan, which tells static values apart by their identity.
+    A typed plan is looked up by the types of the arguments. A scanned plan is looked up by a key in which static values
+    are distinguished by identity.
 
     Args:
         bind: Binds the primitive.
@@ -59,7 +60,7 @@ class Plans:
 
     def __init__(self, bind: Bind) -> None:
         self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
-        # Plans are the executor's, and must not keep it.
+        # A weak reference, because the executor owns the plans.
         self._bind = weakref.WeakMethod(bind)
 
     def run(
@@ -70,34 +71,34 @@ class Plans:
         cfg: object,
         override: Hashable | None,
     ) -> Any:
-        """Run a call, and keep what was compiled for it.
+        """Run a call, and cache its compiled function.
 
         Raises:
-            Traced: the call is a part of what another trace computes.
-            ArgumentError: an argument is a type in the place of an array.
+            Traced: An argument belongs to an outer trace.
+            ArgumentError: An argument is a type instead of an array.
         """
-        # The table of before the call: another may be there after it, for which this plan would be too old.
+        # Get the table before the call: configurations may change during it, and this plan is too old for a new table.
         table = self.tables.of(kernel)
         key, arrays = _scanned(args, kwargs, override)
         plan = table.get(key)
         if plan is not None:
             return plan(args, kwargs, arrays)
-        # Here, where a call comes the first time: no plan is kept for the scalars that become numbers.
+        # Only on a call's first run: scalars that become numbers have no plan.
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
             return self._run_with_numbers(kernel, *numbers, cfg, override)
         _refuse_types(kernel, arrays)
         values = (*args, *kwargs.values())
         types = _types_of(args, kwargs)
-        if override is None and types not in table and all(map(_goes_by_type, values)):
-            plan = self._by_types(kernel, args, kwargs)
+        if override is None and types not in table and all(map(_has_telling_type, values)):
+            plan = self._typed_plan(kernel, args, kwargs)
             out = plan(*args, **kwargs)
             table.keep(types, plan)
             return out
         if override is None and any(map(_is_exception, values)):
-            # `jit` keeps no trace that raised, so that each such call would begin one: all calls of these types are
-            # scanned.
-            table[types] = _Detour(self, weakref.ref(kernel))
+            # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
+            # types instead.
+            table[types] = _RedirectToScan(self, weakref.ref(kernel))
         plan = _ScannedPlan(self._bind, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
@@ -111,7 +112,7 @@ class Plans:
         cfg: object,
         override: Hashable | None,
     ) -> Any:
-        """Run a call by the plan of the same call with Python numbers, which may be one by types."""
+        """Run a call whose scalars were replaced by Python numbers, with a typed plan if there is one."""
         plan = None if override is not None else self.tables.of(kernel).get(_types_of(args, kwargs))
         if plan is not None:
             try:
@@ -120,7 +121,7 @@ class Plans:
                 pass
         return self.run(kernel, args, kwargs, cfg, override)
 
-    def _by_types(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
+    def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
         bind, owner = self._bind, weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:
@@ -128,7 +129,7 @@ class Plans:
                 raise NotByEquality
             return _alive(bind)(_alive(owner), args, kwargs, None)
 
-        # `jit` looks at shapes, in C++: with a key of abstract values, made in Python, a call took 1.1 to 1.5 times as
+        # `jit` compares shapes in C++. With a key of abstract values, built in Python, calls took 1.1 to 1.5 times as
         # long.
         positions = [index for index, value in enumerate(args) if is_static(value)]
         names = [name for name, value in kwargs.items() if is_static(value)]
@@ -144,13 +145,13 @@ def _refuse_types(kernel: Kernel[Cfg, Out], arrays: Sequence[jax.Array]) -> None
     for array in arrays:
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ArgumentError(
-                f"{kernel.op_id}: an argument is a type, {array.dtype}{list(array.shape)}, which has no values; pass "
-                "an array, or types to jax.eval_shape, jax.jit(...).lower or explain."
+                f"{kernel.op_id}: an argument is a type without values, {array.dtype}{list(array.shape)}; pass an "
+                "array, or use types with jax.eval_shape, jax.jit(...).lower or explain."
             )
 
 
-class _Detour:
-    """In the place of a plan that goes by types, where one of the values must not be compared by `==`."""
+class _RedirectToScan:
+    """Replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
 
     def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
         self._plans, self._kernel = weakref.ref(plans), kernel
@@ -160,10 +161,10 @@ class _Detour:
 
 
 class _ScannedPlan:
-    """A compiled function of the arrays of a call; all else is taken from the call that has it traced."""
+    """A compiled function of a call's arrays; other values are read from the call during tracing."""
 
     def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> None:
-        # Of this thread: two may run the same plan, and static values come from the call that has it traced.
+        # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
         current = self._current = threading.local()
 
         def run(*arrays: jax.Array) -> Any:
@@ -180,18 +181,18 @@ class _ScannedPlan:
         try:
             return self._jitted(*arrays)
         finally:
-            # The plan lives on, and must not keep the call's arguments.
+            # The plan lives on, and must not keep the call's arguments alive.
             del self._current.call
 
 
 class Traced(Exception):
-    """One of the arguments is traced."""
+    """An argument is traced."""
 
 
 def _scanned(
     args: tuple[object, ...], kwargs: Mapping[str, object], override: Hashable | None
 ) -> tuple[tuple[Hashable, ...], list[Any]]:
-    """Return what tells apart calls that share no plan, and the arrays in the order of `jax.tree.flatten`."""
+    """Return the key of a call's plan, and the arrays in the order of `jax.tree.flatten`."""
     key: list[Hashable] = [_SCANNED, override]
     arrays: list[Any] = []
     for value in args:
@@ -213,7 +214,7 @@ def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
     elif kind is float:
         key.append(struct.pack("d", value))
     elif kind is tuple or kind is list:
-        # With lengths, for the key is flat: ((1,), 2) is not ((1, 2),).
+        # Include lengths, because the key is flat: ((1,), 2) must differ from ((1, 2),).
         key += (kind, len(value))
         for item in value:
             _scan(item, key, arrays)
@@ -228,15 +229,14 @@ def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
 
 def _scan_other(value: object, key: list[Hashable], arrays: list[Any]) -> None:
     if isinstance(value, jax.core.Tracer):
-        # A traced argument belongs to an outer trace, where the primitive is bound as it is; a plan would be a `jit`
-        # within.
+        # A traced argument belongs to an outer trace, which binds the primitive directly; a plan would nest a `jit`.
         raise Traced
     if _is_given(value):
         array = as_array(value)
         if isinstance(array, jax.core.Tracer):
             raise Traced
         arrays.append(array)
-        # A scalar is no array to every parameter that takes one.
+        # Some parameters accept arrays but treat scalars as numbers.
         key.append(_SCALAR if isinstance(value, np.generic) else _ARRAY)
         return
     node = jax.tree_util.default_registry.flatten_one_level(value)
@@ -255,24 +255,24 @@ def _is_given(leaf: object) -> bool:
 
 
 def is_static(value: object) -> bool:
-    """Return whether an argument holds no array."""
+    """Return whether an argument contains no array."""
     return not any(map(_is_given, jax.tree.leaves(value, is_leaf=stands_for_array))) and value is not None
 
 
-def _goes_by_type(value: object) -> bool:
-    """Return whether the type of `value` tells whether it is an array, and equal values of the type are the same."""
+def _has_telling_type(value: object) -> bool:
+    """Return whether the type of `value` shows if it is an array, and equal values of this type are interchangeable."""
     if type(value) in _BY_EQUALITY:
         return not _is_exception(value)
     return isinstance(value, _DTYPES) or (isinstance(value, _ARRAY_TYPES) and is_array(value))
 
 
 def _is_exception(value: object) -> bool:
-    # 0.0 equals -0.0, and NaN not even itself.
+    # 0.0 equals -0.0, and NaN does not equal itself.
     return type(value) is float and (value == 0.0 or math.isnan(value))
 
 
 def _alive(reference: Callable[[], Any]) -> Any:
-    """Return what is referred to weakly; whoever calls holds it."""
+    """Return the target of a weak reference; the caller must keep it alive."""
     found = reference()
     assert found is not None
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Executor`: runs kernels, with the configuration that its chooser finds."""
+"""`Executor`: runs kernels with the configurations that its chooser finds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ejkernel.ops.utils.values.signature import HasType, as_array, stands_for_ar
 
 
 class ConfigChooser(Protocol[Cfg, Out]):
-    """Whoever can say which configuration a call is to run with; `ConfigSelectorChain` is one."""
+    """An object that chooses a call's configuration, such as `ConfigSelectorChain`."""
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the configuration for `inv`."""
@@ -52,8 +52,8 @@ class Executor(Generic[Cfg, Out]):
     (see `ejkernel.ops.utils.meta`) appears in the program's text unless `EJKERNEL_OPS_STAMP=none`.
 
     Args:
-        chooser: Who finds configurations.
-        stamp_prefix: What labels begin with.
+        chooser: Finds the configurations.
+        stamp_prefix: Prefix of labels.
     """
 
     def __init__(self, chooser: ConfigChooser[Cfg, Out], stamp_prefix: str = DEFAULT_PREFIX) -> None:
@@ -62,10 +62,10 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
         self._plans = Plans(self._bind_weakly)
-        # The table itself: a look into it is no call of ours.
+        # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
-        # A chooser of the user's own need not tell when its answers change.
+        # A user's chooser may not report changes of its configurations.
         subscribe = getattr(chooser, "subscribe", None)
         if subscribe is not None:
             subscribe(self._forget_plans)
@@ -74,11 +74,11 @@ class Executor(Generic[Cfg, Out]):
         """Run `kernel`.
 
         Args:
-            kernel: What to run.
-            *args: Its arguments. Arrays are traced; all else is static.
-            cfg: The configuration to run with; `None` lets the chooser find one.
+            kernel: The kernel to run.
+            *args: Its arguments. Arrays are traced; all others are static.
+            cfg: The configuration; `None` lets the chooser find one.
             **kwargs: Its keyword arguments. With `method="shard_map"` also `mesh`, `in_specs` and `out_specs`: the
-                call then runs on each device's part, and is tuned for it.
+                call then runs on each device's shard, and is tuned for the shard.
         """
         return self.call(kernel, args, kwargs, cfg)
 
@@ -86,8 +86,7 @@ class Executor(Generic[Cfg, Out]):
         """Run `kernel`, as `executor(kernel, *args, cfg=cfg, **kwargs)` does."""
         if cfg is None and (table := self._tables.get(id(kernel))) is not None:
             plan = table[0].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
-            # Two looks into tables and the call of a jitted function: all that an eager call goes through the second
-            # time.
+            # The second time, an eager call costs only two table lookups and the call of a jitted function.
             if plan is not None:
                 try:
                     return cast(Out, plan(*args, **kwargs))
@@ -98,7 +97,7 @@ class Executor(Generic[Cfg, Out]):
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
         """Return the configuration that a call with these arguments would run with.
 
-        In a program that several processes run it is the one that this process would choose.
+        In a program of several processes, this is the choice of this process.
         """
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
@@ -107,10 +106,10 @@ class Executor(Generic[Cfg, Out]):
     @overload
     def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
     def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
-        """Say which key a call has, what every tier answers, and which configuration it would run with.
+        """Return a call's key, the answer of each tier, and the configuration that the call would run with.
 
-        Nothing is measured. For a function, such as `flash_attention` or `jax.grad(loss)`, each kernel call in it is
-        explained, forward and backward; the function is lowered for that, not run.
+        For a function, such as `flash_attention` or `jax.grad(loss)`, explain each kernel call in it, forward and
+        backward. The function is lowered but not run, and calls are not measured.
         """
         target, args = unbound(target, args)
         if isinstance(target, Kernel):
@@ -124,7 +123,7 @@ class Executor(Generic[Cfg, Out]):
     ) -> Callable[..., Out]:
         """Return a function under `jax.jit` that runs `kernel` with the configuration found for the examples.
 
-        The configuration stays, whatever arguments follow. Static keyword arguments of the example are defaults.
+        The configuration stays the same for all later arguments. The example's static keyword arguments are defaults.
         """
         chosen = self._choose_for_all(self._invocation(kernel, example_args, example_kwargs, cfg))
         defaults = {name: value for name, value in example_kwargs.items() if is_static(value)}
@@ -138,7 +137,7 @@ class Executor(Generic[Cfg, Out]):
         )
 
     def resolve(self, inv: Invocation[Cfg, Out]) -> Resolution[Cfg]:
-        """Return the configuration for `inv`, and who says so."""
+        """Return the configuration for `inv`, and the tier that gave it."""
         kernel = inv.kernel
         if kernel is None:
             raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
@@ -149,7 +148,7 @@ class Executor(Generic[Cfg, Out]):
         return bare.resolve(inv, kernel)
 
     def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """Return the configuration of a program that is not made yet, and that several processes may run."""
+        """Return the configuration for a program that is not compiled yet and may run in several processes."""
         span = compat.any_span()
         if span is None or not agrees(self.chooser):
             return self.resolve(inv).config
@@ -168,12 +167,12 @@ class Executor(Generic[Cfg, Out]):
         avals: Sequence[HasType],
         expected: Sequence[HasType] | None,
     ) -> ResolvedCall:
-        """Resolve the call's configuration; what it computes is checked against the `expected` types."""
+        """Resolve the call's configuration; result types are checked against `expected`."""
         agree, prefix = agrees(self.chooser), self.stamp_prefix
         return resolved(call, platform, avals, expected, resolve=self.resolve, agree=agree, stamp_prefix=prefix)
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
-        """Return what stands for a call that splits itself, and for all that decides how its parts run."""
+        """Return a digest of a call that splits itself, and of everything that decides how its shards run."""
         return digest_of(call, avals, platform, self.chooser)
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
@@ -181,7 +180,7 @@ class Executor(Generic[Cfg, Out]):
         return self.resolve(inv).config
 
     def _forget_plans(self) -> None:
-        # For calls that reach the primitive by another way than plans, such as under an eager `vmap`.
+        # For calls that reach the primitive without a plan, for example under an eager `vmap`.
         self._generation += 1
         self._plans.tables.clear()
 
@@ -193,13 +192,13 @@ class Executor(Generic[Cfg, Out]):
             check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
-        # Plans are jitted functions, which are plain Python now.
+        # Plans are jitted functions, and jit is disabled.
         if compat.jit_disabled():
             return self._bind(kernel, args, kwargs, cfg)
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
         except Traced:
-            pass  # not bound here: an error in the kernel would be shown as one that came while this was handled
+            pass  # bind below: Python would show an error in the kernel as "during handling of" this exception
         return self._bind(kernel, args, kwargs, cfg)
 
     def _bind_weakly(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Out:
@@ -218,7 +217,7 @@ class Executor(Generic[Cfg, Out]):
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
         call = call_of(self, Forward(spec), None if cfg is None else Override(_override_token(cfg), cfg))
-        # The plan is kept; whoever calls holds executor and kernel while it is traced.
+        # The plan outlives this call. The caller keeps executor and kernel alive while it is traced.
         if weakly:
             call = call.weak
         try:
@@ -244,16 +243,16 @@ class Executor(Generic[Cfg, Out]):
         if missing:
             raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")
         mesh, in_specs, out_specs = (kwargs.pop(name) for name in ("mesh", "in_specs", "out_specs"))
-        # `jax.shard_map` has specs for arrays alone; what is static goes past it.
+        # `jax.shard_map` has specs for arrays only, so static arguments bypass it.
         given = [index for index, value in enumerate(args) if not is_static(value)]
         arrays = {name: value for name, value in kwargs.items() if value is not None and not is_static(value)}
         if arrays:
             raise ArgumentError(f"method='shard_map' takes arrays by position, got {', '.join(arrays)} by keyword.")
 
-        def local(*parts: object) -> Out:
+        def local(*shards: object) -> Out:
             filled = list(args)
-            for index, part in zip(given, parts, strict=True):
-                filled[index] = part
+            for index, shard in zip(given, shards, strict=True):
+                filled[index] = shard
             return self._bind(kernel, tuple(filled), kwargs, cfg, method)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
@@ -267,7 +266,7 @@ class Executor(Generic[Cfg, Out]):
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
 
 
-# What JAX raises where a traced array is used as a Python number.
+# JAX raises these errors if code uses a traced array as a Python number.
 _NOT_KNOWN: Final = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerIntegerConversionError,
@@ -277,15 +276,15 @@ _NOT_KNOWN: Final = (
 
 def _needs_number(kernel: Kernel[Any, Any], names: Sequence[str]) -> str:
     return (
-        f"{kernel.op_id}: run uses an array as a Python number; {', '.join(names)} is an array without axes, and "
-        f"traced. If that is it, pass a number: {HOW_TO_KNOW}. A parameter that is annotated as a number, such as "
-        f"`{names[0]}: int`, takes concrete arrays as well."
+        f"{kernel.op_id}: run uses a traced array as a Python number, probably {' or '.join(names)}, which has no "
+        f"axes. Pass a number instead: {HOW_TO_KNOW}. A parameter that is annotated as a number, such as "
+        f"`{names[0]}: int`, also accepts concrete arrays."
     )
 
 
 def _chooses_by_itself(chooser: object) -> bool:
-    """Return whether `choose` was overridden in a class below the one that says what `resolve` does, or later."""
-    # A class that overrides `choose` below a chain means its own answer, and not what the chain's `resolve` would say.
+    """Return whether `choose` is overridden in a more derived class than `resolve`, or on the instance."""
+    # Such a subclass of a chain expects its own `choose` to decide, and not the chain's `resolve`.
     for scope in (vars(chooser), *map(vars, type(chooser).__mro__)):
         if "choose" in scope or "resolve" in scope:
             return "resolve" not in scope
@@ -295,8 +294,8 @@ def _chooses_by_itself(chooser: object) -> bool:
 def _prepared(
     kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object], cfg: object
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the arguments as `run` is to see them, and the configuration that the caller insists on."""
-    # Before `prepare`, so that what stands for an array (`__jax_array__`) is one for the kernel's own checks.
+    """Return the arguments for `run`, and the configuration that the caller passed."""
+    # Before `prepare`, so that the kernel's checks see objects with `__jax_array__` as arrays.
     if any(map(stands_for_array, jax.tree.leaves((args, kwargs), is_leaf=stands_for_array))):
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=stands_for_array)
     args, kwargs = prepared(kernel, args, kwargs)
@@ -305,13 +304,13 @@ def _prepared(
     spelled_out = kwargs["cfg"]
     if cfg is not None and not same_config(cfg, spelled_out):
         raise ConfigError(
-            f"{kernel.op_id}: cfg is {cfg!r}, but the arguments say {spelled_out!r}; leave one of them out."
+            f"{kernel.op_id}: cfg is {cfg!r}, but the arguments give {spelled_out!r}; leave one of them out."
         )
     return args, {name: value for name, value in kwargs.items() if name != "cfg"}, spelled_out
 
 
 def _override_token(config: object) -> Hashable:
-    # By identity of type and fields: it is told apart as static arguments are, without a hash of its own.
+    # Dataclasses are compared by type and fields, like static arguments, and need no hash.
     if dataclasses.is_dataclass(config):
         return token_of(config)
     try:
@@ -325,7 +324,7 @@ def _override_token(config: object) -> Hashable:
 
 
 class _Default:
-    """The process's default executor, made when it is first needed."""
+    """The process's default executor, created on first use."""
 
     def __init__(self) -> None:
         self._executor: Executor[Any, Any] | None = None
@@ -358,19 +357,19 @@ _default = _Default()
 def default_executor() -> Executor[Any, Any]:
     """Return the executor behind `kernel(a, b)` and all modules.
 
-    It looks in memory and in the persistent cache; `EJKERNEL_ON_MISS` says what happens on a miss, the heuristic's
-    answer by default.
+    It looks up configurations in memory and in the persistent cache. On a miss it uses the heuristic, or follows
+    `EJKERNEL_ON_MISS`.
     """
     return _default.get()
 
 
 def set_default_executor(executor: Executor[Any, Any] | None) -> None:
-    """Put another executor behind `kernel(a, b)` and all modules; `None` has a fresh one made."""
+    """Replace the executor behind `kernel(a, b)` and all modules; `None` creates a new one on next use."""
     _default.set(executor)
 
 
 def _autotune_tier() -> Any:
-    from ejkernel.ops.autotuner.tier import AutotuneTier  # what tunes is loaded when something is to be tuned
+    from ejkernel.ops.autotuner.tier import AutotuneTier  # the tuner is only imported if needed
 
     return AutotuneTier()
 

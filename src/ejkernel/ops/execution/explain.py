@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a call runs with the configuration that it runs with."""
+"""Explanations of a call's configuration: the answer of each tier."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What decided a call's configuration; `str()` of it is made for reading.
+    """How a call's configuration was chosen; `str(explanation)` is readable text.
 
     Attributes:
         op_id_v: The operation with its version.
-        key: The key of the call; `None` if a static argument has no stable name, which `key_note` then says.
-        key_note: Why there is no key.
+        key: The key of the call; `None` if a static argument has no stable name.
+        key_note: Why the call has no key.
         label: The label in the program's text, or `None`.
-        label_note: Why the text carries no label.
-        tiers: Every tier that was asked, and what it said.
-        resolution: The answer; `None` if there was none.
-        refusals: Why implementations that there are do not run the call, by their names.
-        split: Along which axes the call may be split over devices.
-        split_note: Why it is not.
-        search: How far the search for its configuration came; `None` if there was none.
+        label_note: Why the call has no label.
+        tiers: The tiers in the order asked, with their answers.
+        resolution: The answer; `None` if no tier has one.
+        refusals: For each implementation that does not support the call, the reason.
+        split: Axes along which the call may be split over devices.
+        split_note: Why the call cannot be split.
+        search: State of the search for its configuration; `None` without a search.
     """
 
     op_id_v: str
@@ -72,7 +72,7 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        lines += [f"  {consulted.tier:<10} {_said(consulted)}" for consulted in self.tiers]
+        lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         lines += [] if self.search is None else [f"  search     {self.search.in_words}"]
         if self.split or self.split_note:
@@ -83,21 +83,21 @@ class Explanation:
         return "\n".join(map(printable, lines))
 
 
-def _said(consulted: Consulted) -> str:
+def _answer_text(consulted: Consulted) -> str:
     if consulted.resolution is None:
         return f"- {consulted.note}"
     return f"{consulted.resolution.config}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
 class Explanations(tuple[Explanation, ...]):
-    """One explanation for each kernel call of a function; `str()` of it is made for reading."""
+    """One explanation for each kernel call in a function; `str(explanations)` is readable text."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self)) or "no kernel is called"
 
 
 def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Explanation:
-    """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
+    """Ask every tier of `chooser` about `inv`, without measuring or saving anything."""
     kernel = inv.kernel
     consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
     try:
@@ -132,20 +132,20 @@ def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
-    """Return the axes along which the call may be split, or, where there are several devices, why there are none."""
+    """Return the axes along which the call may be split; if none, and with several devices, the reason."""
     kernel = inv.node.spec.kernel
     if not has_rule(kernel):
         several = jax.device_count() > 1
-        return (), "no sharding_rule: of several devices every one computes all of it" if several else ""
-    # The forward's, from which all others follow.
+        return (), "no sharding_rule: each device computes the whole call" if several else ""
+    # Rules of derived calls follow from the forward's.
     rule = kernel.sharding_rule(inv.forward or inv)
     if rule is None or not rule.splittable:
-        return (), "sharding_rule splits no such call: of several devices every one computes all of it"
+        return (), "sharding_rule does not split this call: each device computes the whole call"
     return rule.splittable, ""
 
 
 def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tuple[Consulted, ...]:
-    """Put in what the processes that run the call's program have agreed on, behind what their overlays say."""
+    """Insert the configuration that the processes of the program have agreed on, after the overlay tier."""
     found = agreed_before(inv, tiers[-1].resolution if tiers else None)
     if found is None:
         return tuple(tiers)
@@ -154,7 +154,7 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
-    """Say more about why the persistent tier has no answer."""
+    """Add the nearest entry, or another reason, if the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
     no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not tier.is_not_taken
     if not no_entry or not isinstance(store, PersistentCache):
@@ -163,13 +163,13 @@ def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], ke
 
 
 def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
-    """Say what was measured of an answer that is saved, where it is saved, and what else it was chosen for."""
+    """Add the measured times of a saved answer, its location, and the calls for which it was chosen."""
     store, found = getattr(chooser, "persistent", None), tier.resolution
     is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name)
     if not is_saved or found is None or not isinstance(store, PersistentCache):
         return tier
     entry = store.load(key)
-    # The entry may have been replaced since the answer was remembered.
+    # The entry may have been replaced since the answer was stored in memory.
     if entry is None or entry.config != to_data(found.config):
         return tier
     notes = (tier.note, _measured(entry), f"in {_place_of(entry, store)}", cases(entry.measured))
@@ -192,15 +192,15 @@ def _label_of(
 ) -> tuple[str | None, str]:
     if key is None or resolution is None:
         return None, "the call has no key" if key is None else "the call cannot run"
-    if _only_passes_inputs_on(inv, resolution.config):
-        return None, "each result of the call is one of its inputs, which no instruction of the call makes"
+    if _returns_only_inputs(inv, resolution.config):
+        return None, "each result of the call is one of its inputs, so no instruction can carry the label"
     return label(inv.op_id_v, key.call, prefix), ""
 
 
-def _only_passes_inputs_on(inv: Invocation[Cfg, Out], config: object) -> bool:
+def _returns_only_inputs(inv: Invocation[Cfg, Out], config: object) -> bool:
     node = inv.node
     arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
     if inv.batch_sizes or inv.direction != "fwd":
-        return False  # batched results are moved, derived ones are computed: an instruction makes them
+        return False  # batched results are transposed and derived ones computed, so instructions produce them
     jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
     return all(out in jaxpr.invars for out in jaxpr.outvars)

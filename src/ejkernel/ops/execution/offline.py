@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning apart from running: of one call, of what was recorded, of a lowered program, of a whole function."""
+"""Offline tuning: of one call, of recorded calls, of a lowered program, or of all calls in a function."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from ejkernel.ops.utils.validation import check_argument, is_count
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
-_MOST_UNDER_WAY = 256  # searches that an executor has at a time: each has a thread that waits for it
+_MOST_UNDER_WAY = 256  # searches that an executor has at a time; each needs a waiting thread
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: object) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
 
-    The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
-    `EJKERNEL_OPS_RECORD=1` or inside `with recording():`. Of a program that was lowered with
-    `EJKERNEL_OPS_STAMP=json` the text is enough, in a process that has made the same kernels.
+    The program's labels name its calls. Lower it with `EJKERNEL_OPS_RECORD=1` or inside `with recording():`, which
+    records the calls. If it was lowered with `EJKERNEL_OPS_STAMP=json`, the text is enough, in a process that has
+    created the same kernels.
 
-    Of a program whose calls split themselves over devices the parts are tuned, on one device. Its text does not have
-    them: pass the lowered program itself.
+    If calls split themselves over devices, their shards are tuned, on one device. The text does not contain the
+    shards, so pass the lowered program itself.
 
-    The configurations are put into the chain's memory and persistent cache; `with result:` applies them to functions
+    The configurations are saved in the chain's memory and persistent cache. `with result:` applies them to functions
     that are already compiled.
 
     >>> lowered = jax.jit(my_model).lower(example_input)  # doctest: +SKIP
     >>> result = autotune_lowered(selector, lowered)  # doctest: +SKIP
 
     Args:
-        selector: The chain whose tuner measures, and which remembers; an executor stands for its own.
-        lowered: What `jax.jit(f).lower(...)` returns, or a program's text.
+        selector: The chain that tunes and saves, or an executor with such a chain.
+        lowered: The result of `jax.jit(f).lower(...)`, or a program's text.
     """
     check_argument(
         isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
@@ -67,31 +67,31 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     local = local_calls(lowered)
     if isinstance(lowered, str) and SPLIT in lowered:
         text = (
-            f"{lowered.count(SPLIT)} calls of the program split themselves over devices, and a text does not say how; "
-            "pass the lowered program itself to have each device's part tuned."
+            f"{lowered.count(SPLIT)} calls of the program split themselves over devices, but its text does not contain "
+            "the shards; pass the lowered program itself to tune them."
         )
         warn(text, OfflineWarning)
     return tune_invocations(_chain(selector), {inv.key: inv for inv in (*program.calls, *local)}.values())
 
 
 def _why_bare(program: ProgramCalls) -> str:
-    """Return what is said of labels that name no call which was recorded on this device."""
+    """Return the warning about labels whose calls were not recorded on this device."""
     names = {label.rpartition("#")[2] for label in program.bare}
     elsewhere = sorted(
         device
         for device, recorded in get_invocations().items()
         if any(f"{op}:{key}" in names for op, calls in recorded.items() for key in calls)
     )
-    # A program that was lowered for another platform had its calls recorded for that one.
+    # If the program was lowered for another platform, its calls were recorded for that platform.
     where = f" for {device_fingerprint()}, only for {', '.join(elsewhere)}" if elsewhere else ""
     how = (
-        "lower the program for this device, or tune it where there is such a one."
+        "lower the program for this device, or tune it on one of the recorded devices."
         if elsewhere
         else "lower the program with EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`, or with "
         "EJKERNEL_OPS_STAMP=json."
     )
     return (
-        f"{len(program.bare)} of {program.labels} labelled calls were not recorded{where}, and are not tuned "
+        f"{len(program.bare)} of {program.labels} labelled calls were not recorded{where}, so they are not tuned "
         f"({', '.join(program.bare[:3])}{', ...' if len(program.bare) > 3 else ''}); {how}"
     )
 
@@ -103,16 +103,16 @@ def autotune_recorded(
     """Tune calls that were recorded on this device.
 
     Args:
-        invocations: What `get_invocations()` returns, or its part for this device; all of it by default.
-        selector: The chain whose tuner measures, and which remembers; the default executor's if left out.
+        invocations: The result of `get_invocations()`, or its value for this device; by default all recorded calls.
+        selector: The chain that tunes and saves, or an executor with such a chain; the default executor if omitted.
     """
     given = get_invocations() if invocations is None else invocations
-    check_argument(isinstance(given, Mapping), "invocations", "what get_invocations() returns", given)
+    check_argument(isinstance(given, Mapping), "invocations", "the result of get_invocations()", given)
     device = device_fingerprint()
     if device in given:
         operations = given[device]
     elif any(name.partition(":")[0] in ("cpu", "gpu", "tpu") and ":" in name for name in given):
-        text = f"nothing was recorded on {device!r}, only on {', '.join(sorted(given))}; nothing is tuned."
+        text = f"no calls were recorded on {device!r}, only on {', '.join(sorted(given))}; nothing is tuned."
         warn(text, OfflineWarning)
         operations = {}
     else:
@@ -140,17 +140,17 @@ def tune_invocations(
     *,
     compiled: Mapping[ConfigKey, BundledCall] | None = None,
 ) -> AutotuningResult:
-    """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
+    """Tune each call, forwards first, and save the configurations in the chain.
 
-    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. A call whose
-    search had to end before its winner was confirmed has no entry either. Ctrl-C ends the
-    search under way; the best so far is remembered, and then the interrupt is raised.
+    A call without a measurable candidate gives a `TuningWarning` and no entry in the result. A call has no entry either
+    if its search ended before the winner was confirmed. Ctrl-C ends the current search, keeps its times for the next
+    search, and raises the interrupt.
 
     Args:
-        selector: Who tunes and remembers.
+        selector: The chain that tunes and saves.
         invocations: The calls.
-        progress: Called with the call, how many of its candidates are compiled and checked, and how many there are.
-        compiled: The candidates of some of the calls, compiled before.
+        progress: Called with a call, the number of its compiled and checked candidates, and the number of all.
+        compiled: Candidates of some calls that were compiled earlier.
     """
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
     return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress, compiled=compiled)
@@ -163,17 +163,17 @@ def tune_together(
     *,
     compiled: Mapping[ConfigKey, BundledCall] | None = None,
 ) -> AutotuningResult:
-    """Tune sets of calls, each of which is to have one configuration: that whose weighted geometric mean is the least.
+    """Tune sets of calls; each set gets the configuration with the smallest weighted geometric mean of times.
 
-    A set none of whose candidates can be measured is a `TuningWarning`, and has no entries in the result. Ctrl-C is as
-    in `tune_invocations`.
+    A set without a measurable candidate gives a `TuningWarning` and no entries in the result. Ctrl-C works as in
+    `tune_invocations`.
 
     Args:
-        selector: Who tunes; it remembers the configuration for each call.
-        sets: The calls, of one kernel in each set.
-        progress: Called with the first call of a set, how many of its candidates are compiled and checked, and how
-            many there are.
-        compiled: The candidates of some of the calls, compiled before.
+        selector: The chain that tunes, and saves the configuration for each call.
+        sets: The calls; each set has calls of one kernel.
+        progress: Called with the first call of a set, the number of its compiled and checked candidates, and the
+            number of all.
+        compiled: Candidates of some calls that were compiled earlier.
     """
     searched = []
     policy = effective_policy(selector.policy, selector)
@@ -181,7 +181,7 @@ def tune_together(
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
         return _tune_one(selector, calls, compiled or {})
 
-    with process_session(policy), _counted([calls[0].inv for calls in sets], progress):
+    with process_session(policy), _progress_reported([calls[0].inv for calls in sets], progress):
         for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
             if isinstance(data, TuningError):
                 warn(str(data), TuningWarning)
@@ -193,20 +193,20 @@ def tune_together(
 
 
 @contextlib.contextmanager
-def _counted(
+def _progress_reported(
     calls: Sequence[Invocation[Any, Any]], progress: Callable[[Invocation[Any, Any], int, int], None] | None
 ) -> Iterator[None]:
-    """Tell of each call how many of its candidates are done, inside the `with` block."""
+    """Inside the `with` block, report the number of finished candidates of each call."""
     if progress is None:
         yield
         return
     by_key = {inv.key: inv for inv in calls}
 
-    def tell(key: ConfigKey, done: int, total: int) -> None:
-        if key in by_key:  # else it is of a search that a candidate has begun
+    def report(key: ConfigKey, done: int, total: int) -> None:
+        if key in by_key:  # otherwise a candidate has started this search
             progress(by_key[key], done, total)
 
-    with on_event(Counter(tell)):
+    with on_event(Counter(report)):
         yield
 
 
@@ -215,7 +215,7 @@ def _searches(
     sets: Sequence[Sequence[SharedCall]],
     policy: AutotunePolicy,
 ) -> Iterator[AutotuneData | BaseException]:
-    """Yield what comes out for each set, in order: one after the other, or of several devices side by side."""
+    """Yield the result or error for each set, in order; several devices or an executor search in parallel."""
     if policy.executor is not None and len(sets) > 1:
         from ejkernel.ops.autotuner.process.devices import side_by_side  # imports multiprocessing
 
@@ -241,7 +241,7 @@ def _tune_one(
     more: dict[str, Any] = {} if inv.key not in compiled else {"compiled": compiled[inv.key]}
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
-    with compat.numerics(inv.numerics):  # the call's, which may not be the ones in force here
+    with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
         data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
     return data
 
@@ -291,24 +291,26 @@ def autotune(
     """Tune one call of a kernel, several of its calls together, or every call in a function.
 
     Args:
-        target: A `Kernel`: its call with these arguments is tuned, and the configuration is returned. Any other
-            callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned, which
-            prints what that brought and takes effect in `with`; `autotune_kernel` returns one for a kernel.
+        target: A `Kernel`, to tune its call with these arguments; or any other callable, to tune all kernel calls in
+            it, forward and backward.
         *args: Arguments of the call; for a function they may be abstract.
-        configs: Candidates for a kernel, a list or a `ConfigSpace`; its `config_space` by default.
-        inputs: What a kernel is measured and checked with. By default not the arrays given, but others of their shapes
-            and dtypes: those that its `example_inputs` makes, or else normal numbers, zeros and ones. `True`: the
-            arrays given. A sequence of positional arguments: these. A function: it is called with a
-            `numpy.random.Generator` for every new set, and returns the positional arguments, or `(args, kwargs)`; a
-            winner is confirmed on a second set.
-        calls: Calls of a kernel, in place of `args`, that are to have one configuration: that whose times have the
-            least geometric mean. Each is a tuple of positional arguments, or `(args, kwargs)`; `inputs` may be `True`.
-        weights: How much each of `calls` counts in the mean; 1 by default.
-        num_warmup: At least this many calls of each candidate come before its first sample.
-        num_iters: Samples of each candidate that stays in the race.
-        **kwargs: Keyword arguments of the call, or of each of `calls` that does not say otherwise.
+        configs: Candidates for a kernel, a list or a `ConfigSpace`; by default its `config_space`.
+        inputs: Inputs for measuring and checking a kernel. By default, arrays with the given shapes and dtypes: from
+            the kernel's `example_inputs`, or else normal numbers, zeros and ones. `True`: the given arrays. A sequence:
+            these positional arguments. A function: called with a `numpy.random.Generator` for every new set, it returns
+            the positional arguments, or `(args, kwargs)`; the winner is confirmed on a second set.
+        calls: Calls of a kernel that share one configuration, instead of `args`: the configuration with the smallest
+            geometric mean of times. Each call is a tuple of positional arguments, or `(args, kwargs)`; `inputs` may be
+            `True`.
+        weights: Weight of each of `calls` in the mean; 1 by default.
+        num_warmup: Minimum number of calls of each candidate before its first sample.
+        num_iters: Number of samples of each candidate that early stopping does not drop.
+        **kwargs: Keyword arguments of the call, or defaults for each of `calls`.
 
-    The default executor remembers what is found, in memory and in its persistent cache.
+    Returns:
+        For a kernel, its best configuration; `autotune_kernel` returns the whole result. For a function, an
+        `AutotuningResult`, which can be printed and used in `with`. The default executor saves the configurations in
+        memory and in its persistent cache.
     """
     target, args = unbound(target, args)
     if not isinstance(target, Kernel):
@@ -340,10 +342,10 @@ def autotune_kernel(
     num_iters: int = 10,
     **kwargs: Any,
 ) -> AutotuningResult:
-    """Tune one call of a kernel, or several together, as `autotune` does, and return the whole result.
+    """Tune one call of a kernel, or several together, like `autotune`, and return the whole result.
 
-    `autotune` returns the configuration alone, which is an instance of the kernel's own class. The result prints what
-    tuning brought, and `with result:` puts the configuration in force in compiled functions too.
+    `autotune` only returns the configuration. The result can be printed, and `with result:` also applies the
+    configuration to compiled functions.
 
     Args:
         kernel: The kernel.
@@ -370,7 +372,7 @@ def _check_counts(num_warmup: int, num_iters: int) -> None:
 
 
 def _result(searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str) -> AutotuningResult:
-    """Return what searches found, with an entry for each call of a search."""
+    """Return the result of all searches, with an entry for each call of a search."""
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
@@ -382,7 +384,7 @@ def _result(searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], devic
 
 _FOR_KERNELS = {
     "configs": "the kernels in a function have their own candidates",
-    "inputs": "the kernels in a function need example_inputs of their own",
+    "inputs": "the kernels in a function use their own example_inputs",
     "calls": "a function is tuned with its arguments",
     "weights": "a function is tuned with its arguments",
 }
@@ -397,7 +399,7 @@ def _autotune_function(
 ) -> AutotuningResult:
     for name, value in options.items():
         if value is not None:
-            raise ArgumentError(f"{name} are for a Kernel; {_FOR_KERNELS[name]}.")
+            raise ArgumentError(f"{name}= needs a Kernel as target; {_FOR_KERNELS[name]}.")
     found = discover(function, *args, **kwargs)
     if not found:
         warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning)
@@ -409,5 +411,5 @@ def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) 
     if isinstance(chooser, Executor):
         chooser = chooser.chooser
     if not isinstance(chooser, ConfigSelectorChain):
-        raise ArgumentError(f"selector must be a ConfigSelectorChain, which tunes and remembers, got {chooser!r}.")
+        raise ArgumentError(f"selector must be a ConfigSelectorChain or an executor with one, got {chooser!r}.")
     return chooser

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel calls in a program's text, from its labels alone or from what was recorded beside it."""
+"""The kernel calls in a program's text, found by their labels and rebuilt or looked up among recorded calls."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils.meta import is_scope
 from ejkernel.ops.utils.values.payloads import labels_with_payloads
 
-MAX_LABELS: Final = 10_000  # of which calls are rebuilt; programs have hundreds at most
+MAX_LABELS: Final = 10_000  # calls to rebuild from a text; programs have hundreds at most
 _SHOWN: Final = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCalls:
-    """What the labels of a text came to.
+    """The calls named by the labels of a text.
 
     Attributes:
-        calls: The calls that are known, or were rebuilt; in order of first appearance.
-        bare: Labels that carry no description of their call.
-        refused: Labels whose description is of no use here, with the reasons.
+        calls: Recorded or rebuilt calls, in order of first appearance.
+        bare: Labels without a description of their call.
+        refused: Labels with an unusable description, and the reasons.
     """
 
     calls: tuple[Invocation[Any, Any], ...]
@@ -34,11 +34,11 @@ class ProgramCalls:
 
     @property
     def labels(self) -> int:
-        """How many labels of calls the text has."""
+        """Number of labels in the text."""
         return len(self.calls) + len(self.bare) + len(self.refused)
 
     def why_refused(self) -> list[str]:
-        """Return one line for each reason, with the labels that it holds for."""
+        """Return one line for each reason, with its labels."""
         by_reason: dict[str, list[str]] = collections.defaultdict(list)
         for label, reason in self.refused.items():
             by_reason[reason].append(label)
@@ -48,16 +48,15 @@ class ProgramCalls:
 def calls_in_text(text: str, *, recorded: Mapping[str, Mapping[str, Any]] | None = None) -> ProgramCalls:
     """Return the distinct calls that the labels of a lowered program's text name.
 
-    A call that was recorded is taken as it is; another is rebuilt of what its label carries, if the program was
-    lowered with `EJKERNEL_OPS_STAMP=json`. Nothing in a text can import code, or choose any but what was registered:
-    see `rebuild`.
+    Recorded calls are used directly. Other calls are rebuilt from their labels if the program was lowered with
+    `EJKERNEL_OPS_STAMP=json`. A text cannot import code, and can only name registered objects: see `rebuild`.
 
     Args:
-        text: StableHLO or HLO; it may come from anywhere.
+        text: StableHLO or HLO; it need not be trusted.
         recorded: `get_invocations(device)`.
     """
     calls, bare, refused = [], [], {}
-    # What `@label` named is a function, with no kernel behind it.
+    # Skip labels of `@label`: they name functions, not kernel calls.
     for label in [label for label in labels_with_payloads(text) if not is_scope(label.op)]:
         known = (recorded or {}).get(label.op, {}).get(label.key)
         if known is not None:
@@ -77,5 +76,5 @@ def calls_in_text(text: str, *, recorded: Mapping[str, Mapping[str, Any]] | None
 
 
 def listed(labels: Sequence[str]) -> str:
-    """Return the first labels, and a sign that there are more."""
+    """Return the first labels, with the total number if it is larger."""
     return ", ".join(labels[:_SHOWN]) + (f", ... ({len(labels)} in all)" if len(labels) > _SHOWN else "")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps JAX's persistent compilation cache from bringing back a split call with another configuration.
+"""Digests that keep JAX's persistent compilation cache from returning a split call with an old configuration.
 
-The text of a program has nothing of such a call but its types: its parts, and their configurations, are found while it
-is compiled. A text that is equal must stand for a program that is, so it carries a digest of all that decides. By
-default there is nothing to do: the text holds an address, and is never found again.
+For a call that splits itself, the program's text only shows the types of the whole call. Its shards and their
+configurations are found during compilation. Because equal texts must mean equal programs, the text carries a digest of
+everything that decides them. By default the digest is not needed: the text contains an address, so the cache never
+returns the program.
 """
 
 from __future__ import annotations
@@ -37,40 +38,40 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of(call: Call, avals: Sequence[HasType], platform: str, chooser: object) -> str:
-    """Return a digest of what a split call computes, and of every configuration that its parts may get.
+    """Return a digest of a split call's computation, and of every configuration that its shards may use.
 
-    One that never comes again, where that cannot be told: the program is then compiled anew each time.
+    If these cannot be determined, the digest is random, and the program is compiled again each time.
     """
-    never = secrets.token_hex(8)
+    unique = secrets.token_hex(8)
     if type(chooser) is not ConfigSelectorChain or jax.process_count() > 1:
-        return never  # somebody else decides
+        return unique  # the user's chooser, or another process, decides
     policy = effective_policy(chooser.policy, chooser)
     if policy.autotune:
-        return never  # what is measured then decides
+        return unique  # the search decides
     try:
         content = [*_computation(call, avals, platform), *_configurations(call, chooser), str(policy)]
-    except Exception as error:  # noqa: BLE001 - of the kernel's own code, on arrays that it will not be run on
-        logger.debug("%s: compiled anew each time: %s", call.node.spec.kernel.op_id, error_text(error))
-        return never
+    except Exception as error:  # noqa: BLE001 - the kernel's code may fail on the whole arrays, which it never runs on
+        logger.debug("%s: compiled again each time: %s", call.node.spec.kernel.op_id, error_text(error))
+        return unique
     return hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
 
 
 def _computation(call: Call, avals: Sequence[HasType], platform: str) -> Iterator[str]:
-    """Yield what the call is, as if it were whole: its code may have changed where its key has not."""
+    """Yield the program of the call, as if it were whole, because code may change while the key stays the same."""
     inv = invocation_of(call.node, avals, platform=platform)
     kernel = call.node.spec.kernel
     config = hook(kernel, "heuristic_cfg", inv.platform)(inv) if call.override is None else call.override.config
     choice = Choice(config=config, platform=inv.platform)
     jaxpr = jax.make_jaxpr(call.node.flat(choice))(*avals)
-    # The whole call's program does not show what is computed of a part's place.
+    # The whole call's program does not show computations that depend on a shard's position.
     yield from programs_of_parts(call.node, avals, choice)
     yield from (version("ejkernel-ops") or "", *map(str, inv.key), repr(config), str(jaxpr))
-    # A jaxpr's text names its constants, and does not show them.
+    # A jaxpr's text contains the names of its constants, not their values.
     yield from (hashlib.sha256(np.asarray(const).tobytes()).hexdigest() for const in jaxpr.consts)
 
 
 def _configurations(call: Call, chain: ConfigSelectorChain[Any, Any]) -> Iterator[str]:
-    """Yield all that is in force, or was found, for the operation and its derivatives."""
+    """Yield all overlays, and all known configurations of the operation and its derivatives."""
     op = call.node.spec.kernel.op_id
     yield from (str(getattr(layer, "digest", layer)) for layer in current_scope().layers)
     stored = chain.persistent.entries() if isinstance(chain.persistent, PersistentCache) else ()
@@ -79,6 +80,6 @@ def _configurations(call: Call, chain: ConfigSelectorChain[Any, Any]) -> Iterato
         known = chain.cache.remembered(key)
         if known is not None and not known.tier.is_provisional:
             found[key] = (type_name(config), to_data(config))
-    # Derived calls too, whose operations begin with the kernel's name; one more that begins so costs a compilation.
+    # Names of derived operations start with the kernel's name. An unrelated match only costs a compilation.
     own = {key: value for key, value in found.items() if isinstance(key, ConfigKey) and key.op.startswith(op)}
     yield from sorted(f"{key}: {name} {stable_json(data)}" for key, (name, data) in own.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door to tuning: what a user calls, whichever file it lives in."""
+"""Re-exports of the public names for tuning, for imports from `ejkernel.ops.execution.tuning`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why the persistent cache has nothing for a call: what it has that is nearest, and in what the two differ."""
+"""Why the persistent cache has no entry for a call: the nearest entry, and how its call differs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.printable import printable
 
-_SHOWN = 3  # differences that are told
-_OTHER = 8.0  # how far apart two values are that have no distance; as two sizes of which one is 256 times the other
+_SHOWN = 3  # differences to report
+_OTHER = 8.0  # distance of two values that are not sizes
 _LONGEST = 60
 
 
 class Difference(NamedTuple):
-    """Where two calls differ, and what each has there; `None` where it has nothing."""
+    """A difference between two calls: its path, and the two values (`None` if a call has none)."""
 
     path: str
     wanted: Any
@@ -31,7 +31,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
     problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
     if problem is not None:
         return f"there is an entry that cannot be used: {printable(problem)}"
-    # Of the operation's other versions too, which tell that it was tuned before.
+    # Include other versions of the operation, because they show that it was tuned before.
     name = key.op.rpartition("@v")[0]
     known = [
         (other, entry.call)
@@ -41,17 +41,18 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
     same = [other for other, _ in known if other.call == key.call]
     if same:
         others = [_elsewhere(other, key) for other in same]
-        return f"no entry; this very call was tuned {' and '.join(dict.fromkeys(others))}"
+        return f"no entry; this call was tuned {' and '.join(dict.fromkeys(others))}"
     here = [call for other, call in known if other[:2] == key[:2] and isinstance(call, dict)]
     if not here:
         elsewhere = dict.fromkeys(_elsewhere(other, key) for other, _ in known if other[:2] != key[:2])
-        return f"no entry; other calls of it were tuned {' and '.join(elsewhere)}" if elsewhere else "no entry"
+        text = "other calls of the operation were tuned"
+        return f"no entry; {text} {' and '.join(elsewhere)}" if elsewhere else "no entry"
     nearest = min((differences(inv.description, call) for call in here), key=_distance)
-    return f"no entry; nearest of {len(here)}: {_told(nearest)}"
+    return f"no entry; nearest of {len(here)}: {_differences_text(nearest)}"
 
 
 def differences(wanted: object, stored: object, path: str = "") -> list[Difference]:
-    """Return where two descriptions of calls differ, innermost parts where both have the same form."""
+    """Return the differences of two call descriptions, at the innermost level where both have the same structure."""
     if json.dumps(wanted, sort_keys=True) == json.dumps(stored, sort_keys=True):  # as data, 1 and True are equal
         return []
     mine, theirs = _parts(wanted, path), _parts(stored, path)
@@ -68,12 +69,12 @@ def _differing(mine: Mapping[str, object], theirs: Mapping[str, object], name: s
 
 
 def _parts(data: object, path: str) -> dict[str, Any] | None:
-    """Return the named parts of a described container, by their paths; `None` for what is told whole."""
+    """Return the items of a described container, by their paths; `None` for other values."""
     if isinstance(data, list):
         return {f"{path}[{index}]": item for index, item in enumerate(data)}
     if not isinstance(data, dict):
         return None
-    if not path:  # a whole call; how it is wired is not what it is
+    if not path:  # a whole call; its wiring is not part of its identity
         given = data.get("kwargs")
         kwargs = {f"{name}=": value for name, value in given.items()} if isinstance(given, dict) else {}
         rest = {name: value for name, value in data.items() if name not in ("op", "kwargs", "wiring")}
@@ -89,11 +90,11 @@ def _parts(data: object, path: str) -> dict[str, Any] | None:
 
 
 def _distance(found: list[Difference]) -> float:
-    return sum(_apart(difference.wanted, difference.stored) for difference in found)
+    return sum(_value_distance(difference.wanted, difference.stored) for difference in found)
 
 
-def _apart(wanted: object, stored: object) -> float:
-    """Return how far apart two parts of calls are: the logarithms of what sizes of arrays are multiplied by."""
+def _value_distance(wanted: object, stored: object) -> float:
+    """Return a distance of two values; for arrays it grows with the logarithms of the ratios of their sizes."""
     mine, theirs = _array(wanted), _array(stored)
     if mine is None or theirs is None or len(mine[1]) != len(theirs[1]):
         return _OTHER
@@ -109,14 +110,14 @@ def _array(data: object) -> tuple[str, list[Any]] | None:
     return tuple(parts) if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[1], list) else None
 
 
-def _told(found: list[Difference]) -> str:
+def _differences_text(found: list[Difference]) -> str:
     parts = [f"{_cut(path)} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
     more = len(found) - _SHOWN
     return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
 
 
 def _short(data: Any) -> str:
-    """Return a described value in short, such as `bf16[4,1024]`."""
+    """Return a short form of a described value, such as `bf16[4,1024]`."""
     array = _array(data)
     if array is not None:
         name = str(array[0]).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
@@ -139,12 +140,12 @@ def _cut(text: str) -> str:
 def _float(text: Any) -> str:
     try:
         return repr(float.fromhex(text))
-    except (TypeError, ValueError, OverflowError):  # an entry says whatever its file says
+    except (TypeError, ValueError, OverflowError):  # files may contain anything
         return _cut(str(text))
 
 
 def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:
-    """Say in what a key of the same operation differs from the wanted one: in its device, its version, or both."""
+    """Return how a key of the same operation differs from the wanted one: in device, version, or both."""
     version = f"as version {printable(other.op.rpartition('@v')[2])}" if other.op != key.op else ""
     device = f"on {printable(other.device)}" if other.device != key.device else ""
     return " ".join(part for part in (version, device) if part) or "here"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of several places have."""
+"""Fixtures of the tests for places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ejkernel.ops.config.shared import exchange
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store in memory, in the place of whichever a URL names."""
+    """An in-memory store that replaces the store of any URL."""
     store = FakeStore()
     monkeypatch.setattr(exchange, "Store", store)
     return store

@@ -44,7 +44,7 @@ def folder(path, *entries):
 
 
 def rows(place):
-    """Return what all entries of a place say of `rows`."""
+    """Return, for all entries of a place, the value of `rows`."""
     return sorted(found.config["rows"] for variants in place.variants() for found in variants)
 
 
@@ -55,7 +55,7 @@ def pack(*entries):
 
 
 class FakeStore:
-    """A store in memory, which counts what it is asked; `down` is why it does not answer."""
+    """A store in memory, which counts requests; `down` is why it does not answer."""
 
     def __init__(self, *packs):
         self.objects = dict(packs)

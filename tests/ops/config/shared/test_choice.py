@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two entries is better: the better measured one of a class, and what is here before what is not."""
+"""Comparing entries: within a class by measurement, and current versions before others."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_merging_packs_does_not_change_answers(copy):
     (merged,) = copy.packs()
     assert list(copy.entries()) == before
     assert (merged.names, len(os.listdir(copy.folder))) == (names, 1)
-    assert len(copy.find(entry(200).key)) == MOST_PACKS + 2  # of each class one
+    assert len(copy.find(entry(200).key)) == MOST_PACKS + 2  # one per class
     copy.merge(0)
     assert [one.names for one in copy.packs()] == [names]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that are pushed, pulled and merged: between folders, and over stores."""
+"""Pushing, pulling and merging entries between folders and stores."""
 
 from __future__ import annotations
 

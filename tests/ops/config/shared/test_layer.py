@@ -156,7 +156,7 @@ def test_packs_removed_or_merged_in_the_store_are_removed_from_the_copy(layer, s
     layer.refresh()
     assert [found.key for found in layer.entries()] == sorted([entry(2).key, entry(3).key], key=token_of)
     store.objects = {}
-    layer.refresh()  # a place that is empty may be one that is not mounted
+    layer.refresh()  # an empty store may just not be mounted
     assert layer.find(entry(2).key) == [entry(2)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: what is put in is found, and what was damaged is noticed."""
+"""Packs: lookups, and detection of damage."""
 
 from __future__ import annotations
 

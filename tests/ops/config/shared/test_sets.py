@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that were tuned together: wherever their entries come, they have one configuration."""
+"""Calls tuned together keep one configuration in every place."""
 
 from __future__ import annotations
 

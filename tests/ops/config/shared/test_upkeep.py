@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared caches that are damaged, in the store or in the copy, and what repairs them; and what is removed from them."""
+"""Repairing damaged shared caches, in the store or in the copy, and pruning them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_undamaged_entries_stay_in_the_copy_if_the_store_is_damaged_too(store, p
         assert rows(again) == [2]
 
 
-# --- what is removed ---
+# --- pruning ---
 
 
 def test_pruning_removes_unwanted_and_worse_entries(store, place):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that share one place at the same time, of which one is ended half-way: nothing acknowledged is lost."""
+"""Processes write to a shared place at the same time and one is killed: no acknowledged entry is lost."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_bucket_is_repaired_and_pruned_and_a_missing_bucket_is_detected(tmp_pa
         place.put([entry(number, number), entry(number + 10, 99, jax="0.0.1")])
     objects = fsspec.filesystem("s3", skip_instance_cache=True)
     one, other, _ = sorted(place.store.sizes())
-    objects.pipe_file(f"team/ejkernel/{one}", b"")  # of which a server has no range of bytes
+    objects.pipe_file(f"team/ejkernel/{one}", b"")  # a server rejects a range of an empty object
     objects.pipe_file(f"team/ejkernel/{other}", objects.cat_file(f"team/ejkernel/{other}")[:-9])
     assert upkeep.mend(place) == 2
     assert upkeep.prune(place, lambda stored: stored.provenance["jax"] == "0.0.1").entries == 3

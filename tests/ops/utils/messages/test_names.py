@@ -51,14 +51,14 @@ CALLS = [
     (lambda: flash_attention(Q, Q, Q, mask=None), "no argument `mask`; use `attention_mask=`."),
     (
         lambda: flash_attention(Q, Q, Q, attn_mask=None),
-        "`attn_mask`: use `attention_mask=` for one of booleans, `bias=",
+        "`attn_mask`: use `attention_mask=` for a boolean mask, `bias=",
     ),
     (lambda: flash_attention(Q, Q, Q, local_window_size=4), "`local_window_size`; use `sliding_window=`."),
-    (lambda: flash_attention(Q, Q, Q, window_size=(-1, 0)), "use `sliding_window=`, with None where there -1 means"),
+    (lambda: flash_attention(Q, Q, Q, window_size=(-1, 0)), "use `sliding_window=`, with None instead of -1 for"),
     (lambda: flash_attention(Q, Q, Q, softcap=2.0), "`softcap`; use `logits_soft_cap=`."),
     (lambda: flash_attention(Q, Q, Q, key_value_seq_lengths=None), "use `key_lengths=`."),
     (lambda: flash_attention(Q, Q, Q, dropout_p=0.1), "use `dropout_rate=`."),
-    (lambda: flash_attention(Q, Q, Q, enable_gqa=True), "heads are grouped wherever keys have fewer than queries"),
+    (lambda: flash_attention(Q, Q, Q, enable_gqa=True), "heads are grouped whenever keys have fewer of them"),
     (
         lambda: flash_attention(Q, Q, Q, casual=True),
         "flash_attention has no argument `casual`; did you mean `causal=`?",
@@ -90,7 +90,7 @@ CALLS = [
     (lambda: grouped_matmul(X, X, groups_sizes=SIZES), "`groups_sizes`; did you mean `group_sizes=`?"),
     (lambda: grouped_matmul(X, X, SIZES, group_offset=0), "use `first_group=`."),
     (lambda: grouped_matmul_wgrad(X, X, SIZES, num_groups=1), "use `groups=`."),
-    # an alias of another function of the module is none of this one's
+    # an alias of another function in the module does not apply
     (lambda: grouped_matmul_wgrad(X, X, SIZES, scale=1.0), "`scale`; its arguments are lhs, rhs, group_sizes"),
     (lambda: Scaled()(X, W, row=2), "Scaled has no argument `row`; did you mean `rows=`?"),
     (lambda: Scaled()(X, W, config=2), "Scaled has no argument `config`; did you mean `cfg=`?"),
@@ -129,7 +129,7 @@ def test_functions_keep_their_signature_and_documentation():
     signature = inspect.signature(flash_attention)
     assert list(signature.parameters)[:4] == ["query", "key", "value", "causal"]
     assert "cfg" in signature.parameters
-    assert flash_attention.__doc__.startswith("Softmax attention")
+    assert flash_attention.__doc__.startswith("Return softmax attention")
     assert (flash_attention.__module__, flash_attention.__qualname__) == (
         "ejkernel.modules.flash_attention",
         "flash_attention",

@@ -96,14 +96,14 @@ class BlockRange(NamedTuple):
 
     Attributes:
         first: The first block.
-        free_from: The first unmasked block.
-        free_until: One past the last unmasked block; at most `free_from` without any.
+        unmasked_from: The first unmasked block.
+        unmasked_until: One past the last unmasked block; at most `unmasked_from` without any.
         end: One past the last block. In the forward it exceeds `first`: a tile that sees no key visits one block.
     """
 
     first: Any
-    free_from: Any
-    free_until: Any
+    unmasked_from: Any
+    unmasked_until: Any
     end: Any
 
 
@@ -117,18 +117,18 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
         low, high: Position of the tile's first and last row, int32.
     """
     first: Any = 0
-    free_from: Any = 0
-    free_until: Any = keys // kv_block
+    unmasked_from: Any = 0
+    unmasked_until: Any = keys // kv_block
     end: Any = _blocks(keys, kv_block)
     if rules.left is not None:
         first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
-        free_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
+        unmasked_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
     if rules.right is not None:
-        free_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
+        unmasked_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
         end = _blocks(jnp.clip(high + (rules.right + 1), 0, keys), kv_block)
     if rules.left is not None or rules.right is not None:
         end = jnp.maximum(end, first + 1)
-    return BlockRange(first, free_from, free_until, end)
+    return BlockRange(first, unmasked_from, unmasked_until, end)
 
 
 def block_table(
@@ -222,10 +222,10 @@ def _ranges(met: jax.Array, free: jax.Array) -> BlockRange:
     free = jnp.broadcast_to(free & met, met.shape)
     first = jnp.where(met, number, count).min(axis=-1)
     end = jnp.where(met, number + 1, 0).max(axis=-1)
-    free_from = jnp.where(free, number, count).min(axis=-1)
-    free_until = jnp.where(free | (number < free_from[..., None]), count, number).min(axis=-1)
+    unmasked_from = jnp.where(free, number, count).min(axis=-1)
+    unmasked_until = jnp.where(free | (number < unmasked_from[..., None]), count, number).min(axis=-1)
     first = jnp.where(end == 0, 0, first)
-    return BlockRange(first, free_from, free_until, jnp.maximum(end, first + 1))
+    return BlockRange(first, unmasked_from, unmasked_until, jnp.maximum(end, first + 1))
 
 
 def _tiled(ids: jax.Array, block: int) -> jax.Array:
@@ -276,9 +276,9 @@ class Visibility:
 def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     """Return the `BlockRange` of query blocks for each block of keys, int32 `[batch or 1, key blocks, 4]`.
 
-    Blocks outside `[first, end)` have no visible pair; in `[free_from, free_until)` every pair is visible, apart from
-    boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes their weights
-    zero.
+    Blocks outside `[first, end)` have no visible pair; in `[unmasked_from, unmasked_until)` every pair is visible,
+    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes
+    their weights zero.
     """
     some, every = _tiles(visibility, blocks)
     return _query_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)

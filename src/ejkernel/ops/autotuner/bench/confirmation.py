@@ -25,6 +25,7 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def confirm(
                 check_types(one, candidate.config)
             return _checked(oracle, candidate, gradients, rule_is_faulty)
     except ResidualError as error:
-        oracle.contract_fault = f"{candidate.config!r} is not used: {error}"
+        oracle.contract_fault = f"{compact(candidate.config)} is not used: {error}"
         raise
 
 
@@ -91,7 +92,7 @@ def pair_fault(oracle: Oracle, kept: Candidate | None, *, rule_is_faulty: bool =
         if has_other_partners(oracle):
             _checked(oracle, kept, True, rule_is_faulty)
     except CandidateError as error:
-        return f"the heuristic, {kept.config!r}, stays, and its gradients are wrong: {error}"
+        return f"the heuristic, {compact(kept.config)}, stays, and its gradients are wrong: {error}"
     return ""
 
 

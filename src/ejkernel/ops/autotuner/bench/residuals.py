@@ -27,6 +27,7 @@ from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiat
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError, KernelError
 from ejkernel.ops.utils.error_text import error_text, message_of
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
@@ -144,10 +145,12 @@ def check_forward(
             continue  # the gradient under one configuration was checked before
         wrong = _why_not(functools.partial(check, config, own))
         if wrong and _why_not(functools.partial(check, config, usual)):
-            text = f"the backward configuration {config!r}, which runs with it, is wrong with any residuals: {wrong}"
+            beside = f"the backward configuration {compact(config)}, which runs with it,"
+            text = f"{beside} is wrong with any residuals: {wrong}"
             raise ResidualError(f"{text}; tune the backward call again (`ejkernel tune --force`)")
         if wrong:
-            text = f"with its residuals, the backward configuration {config!r}, which runs with it, is wrong: {wrong}"
+            beside = f"the backward configuration {compact(config)}, which runs with it,"
+            text = f"with its residuals, {beside} is wrong: {wrong}"
             raise ResidualError(f"{text}; {CONTRACT}")
 
 
@@ -207,7 +210,8 @@ def _check_with(workload: Workload, candidate: Candidate, config: object, primal
 
     wrong = _why_not(check)
     if wrong:
-        text = f"it is wrong with the residuals of the forward configuration {config!r}, which runs with it: {wrong}"
+        forward = f"the forward configuration {compact(config)}, which runs with it"
+        text = f"it is wrong with the residuals of {forward}: {wrong}"
         raise ResidualError(f"{text}; {CONTRACT}")
 
 

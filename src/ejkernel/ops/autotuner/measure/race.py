@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which candidates get another sample: pure logic, without a clock. `duels.py` confirms the winner.
+"""Decides which candidates get another sample: pure logic, without a clock. `paired.py` confirms the winner.
 
 `benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `RacePlan`.
 """
@@ -203,9 +203,9 @@ class Race:
 
         The clock is used unless other processes disturb it.
         """
-        return self.told_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
+        return self.seconds_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
 
-    def told_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
+    def seconds_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
         """Return `witness` (`clock` or `processor`) and the times of each candidate by it, in seconds."""
         if witness == CLOCK:
             return witness, self.samples

@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.measure.duels import Duel
+from ejkernel.ops.autotuner.measure.paired import PairedRace
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
@@ -481,12 +481,12 @@ class TuningRun:
         heuristic = self._tried[0]
         if not are_measured(rival, heuristic):
             return None
-        duel = Duel(self._rounds, may_go_on=for_so_long(_CONFIRMATION_SECONDS, self._clock))
+        paired = PairedRace(self._rounds, may_go_on=for_so_long(_CONFIRMATION_SECONDS, self._clock))
         # The log stores these samples.
-        self._timing.race([heuristic, rival], duel, stop=self._must_end_now())
+        self._timing.race([heuristic, rival], paired, stop=self._must_end_now())
         if not are_measured(rival, heuristic):
             return None
-        return Standing(rival.config, duel.verdict, alone=True)
+        return Standing(rival.config, paired.verdict, alone=True)
 
     def _must_end_now(self) -> Callable[[], bool]:
         """Return a function that is true a moment after the end of the search was requested."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others.
+"""Lowers a call on sharded arrays: `shard_map` over explicit axes, XLA's partitioner over automatic axes.
 
-Explicit axes are in the types of arrays: the call becomes a `shard_map` over these axes, around a call that is marked
-as a part. Automatic axes are known to XLA alone, and while it compiles: there the whole call, forward or derived, is
-one operation that XLA asks how to split. What it is told is the same call on smaller arrays, whose lowering is that of
-any other: it is resolved, recorded and checked as it would be inside `shard_map`, under the same key.
+Shardings over explicit axes are part of the array types: the call becomes a `shard_map` around a call on shards.
+Shardings over automatic axes are known only to XLA, during compilation: the call, forward or derivative, becomes one
+custom operation, and XLA asks a callback how to split it. The callback returns the same call on smaller arrays. That
+call is lowered like any other: resolved, recorded and checked under the same key as inside `shard_map`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ejkernel import compat
 from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_of_gradients
 from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
-from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, part_of, split
+from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, shard_function, split
 from ejkernel.ops.core.transformations.autodiff import innermost
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
@@ -35,38 +35,38 @@ from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.values.signature import HasType
 
 
-class Part(enum.Enum):
-    """What a call's arrays are in a program for several devices."""
+class Extent(enum.Enum):
+    """Whether a call's arrays are whole arrays or shards, in a program for several devices."""
 
-    WHOLE = "whole"
-    OF_EXPLICIT_AXES = "one device's along all explicit axes"
-    LOCAL = "one device's"
+    WHOLE = "whole arrays"
+    EXPLICIT_SHARD = "one device's shard along all explicit axes"
+    LOCAL = "one device's shard along all axes"
 
 
 class SplitCall(NamedTuple):
-    """A call that is to be split.
+    """A call to split.
 
     Attributes:
-        node: What is computed.
-        part: What its arrays are.
-        bind: Makes the call of another node, on arrays that are such a part.
-        digest: Gives what stands for the call, and all that decides how its parts run.
+        node: The computation.
+        extent: Whether its arrays are whole or shards.
+        bind: Calls another node on arrays of the given extent.
+        digest: Returns a digest of the call and of everything that affects how its shards run.
     """
 
     node: Node
-    part: Part
-    bind: Callable[[Node, Part, Sequence[Any]], Sequence[Any]]
+    extent: Extent
+    bind: Callable[[Node, Extent, Sequence[Any]], Sequence[Any]]
     digest: Callable[[], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExplicitSplit:
-    """How a call is split over explicit axes.
+    """The split of a call over explicit axes.
 
     Attributes:
-        mesh: Their mesh.
+        mesh: The mesh of the axes.
         split: The split.
-        wanted: How each result is sharded for the program.
+        wanted: The sharding of each result in the program.
     """
 
     mesh: Any
@@ -74,17 +74,17 @@ class ExplicitSplit:
     wanted: Sequence[PartitionSpec]
 
     def typed(self, avals: Sequence[Any]) -> list[Any]:
-        """Return the types of the results with their shardings."""
+        """Return the result types with their shardings."""
         return [compat.with_spec(aval, self.mesh, spec) for aval, spec in zip(avals, self.wanted, strict=True)]
 
 
 def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) -> ExplicitSplit:
-    """Return how a call is split by the types of its arguments, which have explicit axes.
+    """Return the split of a call that follows from the shardings in its argument types.
 
-    Without a rule every device gets all of every array.
+    Without a rule every device gets every array whole.
 
     Raises:
-        ArgumentError: an axis is sharded that cannot be split.
+        ArgumentError: A sharded axis cannot be split.
     """
     mesh = compat.explicit_mesh(avals)
     specs = [compat.spec_of(aval) for aval in avals]
@@ -94,15 +94,15 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
         found = Factors(operands=names[0], results=names[1], splittable=frozenset(), follows=())
         specs = [PartitionSpec() for _ in avals]
     shapes = _shapes(node, found, avals, outs, compat.explicit_sizes(mesh))
-    # What explicit axes say is the program's: nothing is moved that it did not ask to be moved.
+    # With explicit axes the program controls data movement: never reshard implicitly.
     chosen = split(found, shapes, specs, move=False)
-    _check_nothing_is_left(node, specs, chosen)
-    primals = primals_of_gradients(node, avals)  # the type of a gradient is its primal's
+    _check_all_axes_are_split(node, specs, chosen)
+    primals = primals_of_gradients(node, avals)  # a gradient has the type of its primal
     wanted = chosen.result_specs if primals is None else [compat.spec_of(primal) for primal in primals]
     return ExplicitSplit(mesh=mesh, split=chosen, wanted=wanted)
 
 
-def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: Split) -> None:
+def _check_all_axes_are_split(node: Node, specs: Sequence[PartitionSpec], chosen: Split) -> None:
     arrays = zip(specs, chosen.factors.operands, chosen.operand_specs, chosen.shapes.operands, strict=True)
     for index, (given, names, taken, sizes) in enumerate(arrays):
         for axis, (entry, name, own) in enumerate(zip(given, names, taken, strict=False)):
@@ -112,19 +112,19 @@ def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: S
             over = ", ".join(map(repr, left))
             alone = ", ".join(mesh_axes(own)) or "nothing"
             why = (
-                f"and it can be split over {alone} here: another array asks for something else, or its parts would not "
-                "fit those of the axes that go with it"
+                f"but here it can be split only over {alone}: another array is sharded differently, or its shards "
+                "would not match those of a dependent axis"
                 if name in chosen.factors.splittable
-                else "and every device needs all of it"
+                else "but every device needs all of it"
             )
             raise ArgumentError(
-                f"{node.spec.kernel.op_id}: axis {axis} of {_name(node, index)}, of shape {list(sizes)} as the kernel "
-                f"has it, is sharded over {over}, {why}; use jax.sharding.reshard to shard it as {taken} first."
+                f"{node.spec.kernel.op_id}: axis {axis} of {_name(node, index)}, of shape {list(sizes)} in the kernel, "
+                f"is sharded over {over}, {why}; use jax.sharding.reshard to shard it as {taken} first."
             )
 
 
 def _name(node: Node, index: int) -> str:
-    """Return what the array of that number is called; what comes beside a call's own arrays has no name."""
+    """Return the name of an array of the call; residuals, tangents and cotangents have only a number."""
     names, own = array_names(node.spec), index - innermost(node).lead
     if 0 <= own < len(names):
         return names[own]
@@ -132,28 +132,28 @@ def _name(node: Node, index: int) -> str:
 
 
 def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: bool) -> Any:
-    """Lower a call as one that splits itself; `None` if it is one device's already, or does not split.
+    """Lower a call that splits itself; return `None` if its arrays are local already, or it cannot be split.
 
     Args:
-        ctx: Of the lowering.
+        ctx: The lowering context.
         values: The arguments.
         call: The call.
         gathered: Whether a kernel without a rule gets whole arrays over explicit axes.
     """
     may_split = has_rule(call.node.spec.kernel)
-    if call.part is Part.LOCAL or not (may_split or gathered):
+    if call.extent is Extent.LOCAL or not (may_split or gathered):
         return None
-    # What is one device's along explicit axes XLA may still divide, along automatic ones.
-    if call.part is Part.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None:
+    # XLA may split a shard along explicit axes further, along automatic axes.
+    if call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None:
         return _lower_explicit(ctx, values, call, explicit_split(call.node, ctx.avals_in, ctx.avals_out))
     return _lower_auto(ctx, values, call) if may_split and compat.is_partitioned() else None
 
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
-    run = functools.partial(_bound, call, Part.OF_EXPLICIT_AXES, found.split)
-    part = part_of(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
+    run = functools.partial(_bound, call, Extent.EXPLICIT_SHARD, found.split)
+    shard = shard_function(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
     over_axes = compat.over_explicit_axes(
-        part,
+        shard,
         found.mesh,
         given=found.split.operand_specs,
         split=found.split.result_specs,
@@ -163,9 +163,9 @@ def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: Exp
     return compat.lower_function(ctx, over_axes, *values)
 
 
-def _bound(call: SplitCall, part: Part, found: Split, *arrays: Any) -> Sequence[Any]:
+def _bound(call: SplitCall, extent: Extent, found: Split, *arrays: Any) -> Sequence[Any]:
     node, own = with_own_arguments(local(call.node, arrays), arrays, found)
-    return call.bind(node, part, own)
+    return call.bind(node, extent, own)
 
 
 def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
@@ -173,37 +173,37 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     if found is None:
         return None
     meshes = compat.logical_meshes(ctx)
-    reason = _standing_back(ctx, meshes)
+    reason = _why_not_split(ctx, meshes)
     if reason:
-        _say_once(call.node.spec.kernel.op_id, reason)
+        _warn_once(call.node.spec.kernel.op_id, reason)
         return None
     shapes = _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
 
-    # Called while XLA compiles, or by who looks for parts before: only then are the shardings known.
+    # XLA calls this during compilation, when the shardings are known; `compat` may call it earlier, to find the shards.
     def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
         chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
-        part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL, chosen))
-        return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _alone(part))
+        shard = shard_function(chosen, functools.partial(_bound, call, Extent.LOCAL, chosen))
+        return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _on_one_device(shard))
 
     out = compat.lower_to_be_split(
         ctx,
-        lambda *arrays: call.bind(call.node, Part.LOCAL, arrays),
+        lambda *arrays: call.bind(call.node, Extent.LOCAL, arrays),
         *values,
         meshes=meshes,
         asked=asked,
         axes=_numbered(found, ctx.avals_in, ctx.avals_out),
     )
     kernel = call.node.spec.kernel
-    # Asked for only where JAX stores such programs, for it takes a trace and all saved entries.
+    # Computed only if JAX stores such programs, because it needs a trace and all saved entries.
     digest = f":{call.digest()}" if compat.stores_split_programs() else ""
     compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
     return compat.lower_sums_over_manual_axes(ctx, *out)
 
 
-def _alone(part: Callable[..., Any]) -> Callable[..., Any]:
+def _on_one_device(shard: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*arrays: Any) -> Any:
         with compat.on_one_device():
-            return part(*arrays)
+            return shard(*arrays)
 
     return computed
 
@@ -214,36 +214,36 @@ def _shapes(
     if list(map(len, found.results)) != [len(out.shape) for out in outs]:
         named = ", ".join(" ".join(name or "_" for name in names) for names in found.results)
         raise KernelError(
-            f"{node.spec.kernel.op_id}: sharding_rule names the axes of results {named!r}, and their shapes are "
+            f"{node.spec.kernel.op_id}: sharding_rule names the axes of results {named!r}, but their shapes are "
             f"{', '.join(str(list(out.shape)) for out in outs)}."
         )
     for names, out in zip(found.results, outs, strict=True):
         lacking = found.splittable - set(names) - dict(found.follows).keys()
         if out.dtype == np.bool_ and lacking & {name for axes in found.operands for name in axes}:
             raise KernelError(
-                f"{node.spec.kernel.op_id}: sharding_rule lets {', '.join(sorted(lacking))} be split, and a result of "
-                "booleans that lacks them has no sum; leave them out of split."
+                f"{node.spec.kernel.op_id}: sharding_rule allows splitting {', '.join(sorted(lacking))}, but a boolean "
+                "result lacks these axes and cannot be summed over shards; leave them out of split."
             )
     shapes = [tuple(tuple(array.shape) for array in arrays) for arrays in (avals, outs)]
     return Shapes(operands=shapes[0], results=shapes[1], mesh=mesh)
 
 
-def _standing_back(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
+def _why_not_split(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
     """Return why a call of this program cannot be split; `""` if it can."""
     if compat.is_exporting(ctx):
-        return "a program that is exported cannot ask how to split it"
+        return "an exported program cannot call Python to split it"
     if not compat.uses_shardy():
-        return "GSPMD partitions this program, and Shardy alone knows the rule (jax_use_shardy_partitioner=True)"
+        return "GSPMD partitions this program, but only Shardy supports the rule (jax_use_shardy_partitioner=True)"
     if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in (*ctx.avals_in, *ctx.avals_out)):
-        return "XLA's partitioner cannot be told of keys of jax.random (pass jax.random.key_data instead)"
+        return "XLA's partitioner does not support jax.random keys here (pass jax.random.key_data instead)"
     return "this process has fewer devices than the program's mesh" if not meshes else ""
 
 
 @functools.cache
-def _say_once(op_id: str, reason: str) -> None:
+def _warn_once(op_id: str, reason: str) -> None:
     warn(
-        f"{op_id}: the call is not split over the devices of its program, each computes all of it: {reason}; inside "
-        "jax.shard_map it is one device's.",
+        f"{op_id}: the call is not split over the devices of its program, so each device computes all of it: {reason}; "
+        "use jax.shard_map to split it by hand.",
         ShardingWarning,
     )
 
@@ -251,11 +251,11 @@ def _say_once(op_id: str, reason: str) -> None:
 def _numbered(
     found: Factors, arrays: Sequence[HasType], results: Sequence[HasType]
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Return names of axes as the partitioner takes them: one for axes that are split alike, others for all others."""
+    """Return axis names for the partitioner: axes that are split together share a name, all others are unique."""
     named = zip((*found.operands, *found.results), (*arrays, *results), strict=True)
     lengths = {name: length for names, array in named for name, length in zip(names, array.shape, strict=True) if name}
-    # Axes of two lengths need two names: under one, JAX raises an `IndivisibleError` where the shorter cannot be split.
-    same = {one: leader for one, leader in found.follows if lengths.get(one) == lengths.get(leader)}
+    # Axes of different lengths need different names, or JAX raises `IndivisibleError` for the shorter.
+    same = {name: leader for name, leader in found.follows if lengths.get(name) == lengths.get(leader)}
     numbers = itertools.count()
     known: dict[str, str] = {}
 

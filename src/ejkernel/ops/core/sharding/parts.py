@@ -22,7 +22,7 @@ from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, MadeOf, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.signature import HasType
@@ -201,7 +201,7 @@ class _Replacement:
 
 def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
     """Return the batch axes of the call's own arrays in each enclosing `vmap`, innermost first."""
-    if not isinstance(node, MadeOf):
+    if not isinstance(node, Wrapper):
         return []
     inner = _levels(node.of, count)
     return [*inner, node.level.axes[node.lead : node.lead + count]] if isinstance(node, Vmapped) else inner

@@ -245,7 +245,7 @@ def _is_within(spec: PartitionSpec, other: PartitionSpec) -> bool:
     return all(theirs[: len(own)] == own for own, theirs in entries)
 
 
-def part_of(
+def shard_function(
     found: Split, run: Callable[..., Sequence[Any]], *, wide_sums: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the computation of one shard: slice the arguments, call `run`, sum over devices.
@@ -256,12 +256,12 @@ def part_of(
         wide_sums: Whether 16-bit floats are summed in float32.
     """
 
-    def part(*arrays: Any) -> tuple[Any, ...]:
+    def shard(*arrays: Any) -> tuple[Any, ...]:
         used = [_cut(found, names, array) for names, array in zip(found.factors.operands, arrays, strict=True)]
         results = zip(found.factors.results, found.shapes.results, run(*used), strict=True)
         return tuple(_finished(found, names, shape, result, wide=wide_sums) for names, shape, result in results)
 
-    return part
+    return shard
 
 
 def _cut(found: Split, names: Sequence[Factor], array: Any) -> Any:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX's transformations make of a call."""
+"""Calls under JAX's transformations."""

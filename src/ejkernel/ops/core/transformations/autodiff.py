@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that differentiation and references make of a call: linear calls, their transposes, calls on values."""
+"""Nodes for differentiation and references: linear calls, their transposes, and calls on the values of references."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import jax
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
-    Around,
     Choice,
     Flat,
     Forward,
-    MadeOf,
     Node,
+    NonlinearWrapper,
+    Wrapper,
     run_vjp,
     zero_tangent,
 )
@@ -25,16 +25,16 @@ from ejkernel.ops.errors import GradientError
 
 
 @dataclasses.dataclass(frozen=True)
-class Discharged(Around):
-    """`of` on the values of references: its results are followed by the values that the references have then.
+class Discharged(NonlinearWrapper):
+    """`of` on the values of references; it returns its results, then the final values of the references.
 
-    So JAX can move a call that takes references to where they are made, and needs no rule for what it does to them.
+    JAX discharges a call on references into this call, and needs no rule for its effects on them.
     """
 
     of: Node
     references: tuple[bool, ...]
 
-    types_are_whole = False  # they make references of their own
+    types_are_whole = False  # `flat` creates new references
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
@@ -49,23 +49,24 @@ class Discharged(Around):
 
         def discharged(*arrays: jax.Array) -> tuple[Any, ...]:
             given = [
-                jax.new_ref(array) if is_one else array for array, is_one in zip(arrays, self.references, strict=True)
+                jax.new_ref(array) if is_reference else array
+                for array, is_reference in zip(arrays, self.references, strict=True)
             ]
             out = self.of.flat(choice)(*given)
-            return (*out, *[ref[...] for ref, is_one in zip(given, self.references, strict=True) if is_one])
+            return (*out, *[ref[...] for ref, is_reference in zip(given, self.references, strict=True) if is_reference])
 
         return discharged
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(MadeOf):
-    """What the linear nodes share.
+class Linear(Wrapper):
+    """Base of the linear nodes.
 
     Attributes:
-        of: The node that is differentiated.
-        count: How many arguments it has.
-        wrt: Which of them have a tangent.
-        outs: Which of its results have a tangent.
+        of: The differentiated node.
+        count: The number of its arguments.
+        wrt: For each argument, whether it has a tangent.
+        outs: For each result, whether it has a tangent.
     """
 
     of: Node
@@ -83,8 +84,8 @@ class Linear(MadeOf):
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
         if any(gradient is None for gradient in wanted):
             raise GradientError(
-                f"{self.spec.kernel.op_id}: its gradient rule answers for positional arguments alone, but the "
-                "gradient of an array passed by keyword was asked for; make it a positional parameter of run."
+                f"{self.spec.kernel.op_id}: the gradient rule covers only positional arguments, but the gradient of "
+                "an array passed by keyword was requested; make it a positional parameter of run."
             )
         return tuple(wanted)
 
@@ -106,7 +107,7 @@ class Linear(MadeOf):
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(Linear):
-    """`(primals, tangents) -> tangents` of the results; what forward mode runs."""
+    """`(primals, tangents) -> tangents` of the results, for forward mode."""
 
     @property
     def suffix(self) -> str:
@@ -120,7 +121,7 @@ class Jvp(Linear):
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
-        # Without `outs`, which follow from the types of the results.
+        # Without `outs`: they follow from the result types.
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
@@ -133,8 +134,8 @@ class Jvp(Linear):
         def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:
-                # Tangents have the types of the results. To differentiate for them would ask JAX for the derivative of
-                # a kernel that it may not be able to differentiate, although the kernel has a rule for when it counts.
+                # Tangents have the types of the results. Do not differentiate for them: JAX may be unable to
+                # differentiate the kernel, and its gradient rule applies only to the real computation.
                 compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
                 return self._selected(compute(*primals))
             all_tangents = self._all_tangents(primals, arrays[self.count :])
@@ -145,7 +146,7 @@ class Jvp(Linear):
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Linear):
-    """`(primals, cotangents) -> gradients`; what reverse mode runs."""
+    """`(primals, cotangents) -> gradients`, for reverse mode."""
 
     @property
     def suffix(self) -> str:
@@ -172,7 +173,7 @@ class Vjp(Linear):
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # Shapes of results are needed where some have no cotangent: to find them is to trace the forward.
+            # Results without a cotangent need their shapes, which costs a trace of the forward.
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
             cts = [next(given) if has else no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
@@ -183,13 +184,13 @@ class Vjp(Linear):
 
 @dataclasses.dataclass(frozen=True)
 class ThroughResiduals(Linear):
-    """A linear call of a kernel with residuals: `(outputs and residuals, primals, linear)`."""
+    """A linear call of a kernel with residuals; its arguments are `(outputs and residuals, primals, linear)`."""
 
     trees: tuple[Any, Any]
 
     @property
     def num_saved(self) -> int:
-        """How many arrays the forward left."""
+        """The number of outputs and residuals of the forward."""
         return sum(tree.num_leaves for tree in self.trees)
 
     @property
@@ -207,7 +208,7 @@ class ThroughResiduals(Linear):
 
 @dataclasses.dataclass(frozen=True)
 class ResidualJvp(ThroughResiduals):
-    """The tangents; forward mode has no use for residuals and differentiates `run`."""
+    """The tangents; forward mode ignores the residuals and differentiates `run`."""
 
     suffix = ".jvp"
 
@@ -229,7 +230,7 @@ class ResidualJvp(ThroughResiduals):
 
         def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             saved, primals, given = self._split(arrays)
-            if choice.types_only:  # the outputs are there already
+            if choice.types_only:  # tangents have the types of the saved outputs
                 return self._selected(saved[: len(self.outs)])
             return Jvp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
 
@@ -238,7 +239,7 @@ class ResidualJvp(ThroughResiduals):
 
 @dataclasses.dataclass(frozen=True)
 class ResidualVjp(ThroughResiduals):
-    """The gradients, by the kernel's `vjp` hook."""
+    """The gradients, from the kernel's `vjp` hook."""
 
     suffix = ".bwd"
 
@@ -262,7 +263,7 @@ class ResidualVjp(ThroughResiduals):
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # A reference leaves no residuals: JAX differentiates it as a whole.
+            # A reference has no residuals: JAX differentiates it as a whole.
             if choice.reference:
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
@@ -276,14 +277,14 @@ class ResidualVjp(ThroughResiduals):
 def differentiate(
     node: Node, wrt: tuple[bool, ...], outs: tuple[bool, ...], trees: tuple[object, object] | None
 ) -> tuple[Node, Node]:
-    """Return the node to run forward and the linear node for its tangents.
+    """Return the forward node and the linear node for its tangents.
 
-    With `trees`, the structures of `(out, residuals)`, the first also returns the residuals, and the second takes
-    them before the primals.
+    With `trees`, the structures of `(out, residuals)`, the forward also returns the residuals, and the linear node
+    takes them before the primals.
     """
     if trees is None:
         return node, Jvp(node, len(wrt), wrt, outs)
-    # The `vmap`s go around both, for the kernel's hooks see one example.
+    # The `vmap`s wrap both nodes, because the kernel's hooks see one example.
     levels = []
     while isinstance(node, Vmapped):
         levels.append(node.level)
@@ -295,14 +296,14 @@ def differentiate(
     for level in reversed(levels):
         tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
         forward = Vmapped(forward, level)
-        # Outputs and residuals come batched along their first axis; a tangent is batched as its argument is.
+        # Outputs and residuals are batched along their first axis, and a tangent like its argument.
         axes = (*[0] * lead, *level.axes, *tangent_axes)
         linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
     return forward, linear
 
 
 def with_spec(node: Any, spec: CallSpec) -> Any:
-    """Return the node with another kernel call, of the same structure, at its root."""
+    """Return the node with `spec`, a kernel call of the same structure, at its root."""
     if isinstance(node, Forward):
         return dataclasses.replace(node, spec=spec)
     nested = ("of", "original") if isinstance(node, TransposedVmapped) else ("of",)
@@ -317,11 +318,10 @@ def innermost(node: Node) -> Node:
 
 
 def wiring(node: object) -> list[dict[str, Any]]:
-    """Return, for each of `node.steps()`, what rebuilding it needs and the key leaves out; mostly nothing.
+    """Return, for each of `node.steps()`, the facts that rebuilding needs and the key leaves out; mostly empty.
 
-    A linear call has arguments beside the forward's, whose batch axes are free; and what is differentiated may be a
-    forward that also returns its residuals. `spmd_axis_name` is left out: it says where on a mesh results are put, not
-    what they are.
+    These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns its
+    residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
     """
     if isinstance(node, Discharged):
         return [*wiring(node.of), {}]

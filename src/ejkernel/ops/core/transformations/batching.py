@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that `vmap` makes of others: batched calls, and the transposes of those that are linear."""
+"""Nodes for `vmap`: batched calls, and the transposes of batched linear calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.transformations.nodes import Around, Choice, Flat, Node, autodiff_vjp
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisName:
-    """The name that somebody gave an axis: any hashable value, `None` too."""
+    """The name of a `vmap` axis: any hashable value, even `None`."""
 
     name: Hashable
 
@@ -31,17 +31,17 @@ class Level:
     spmd_axis_name: Hashable
 
     def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
-        """Return `function` batched over `axes`, none of which need be there."""
+        """Return `function` batched over `axes`; they may all be `None`."""
         named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name.name}
         options: dict[str, Any] = {"axis_size": self.size, "spmd_axis_name": self.spmd_axis_name, **named}
         if any(axis is not None for axis in axes):
             return jax.vmap(function, in_axes=tuple(axes), **options)
-        # `jax.vmap` wants a batched argument: the examples are counted by an array that nobody reads.
+        # `jax.vmap` needs a batched argument: pass an unused array of the batch size.
         counted: Any = jax.vmap(lambda _, *arrays: function(*arrays), in_axes=(0, *axes), **options)
         return lambda *arrays: counted(np.zeros(self.size, np.bool_), *arrays)
 
     def batched(self, like: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-        """Return the type `like` with this level's axis in it."""
+        """Return the type `like` with this level's batch axis inserted."""
         shape = list(like.shape)
         if axis is not None:
             shape.insert(axis, self.size)
@@ -49,19 +49,19 @@ class Level:
 
 
 def _unbatch(gradient: jax.Array | None, axis: int | None) -> jax.Array | None:
-    """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
+    """Return the gradient of an argument with batch axis `axis`; the gradient of an unbatched argument is the sum."""
     if gradient is None:
         return None
     return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
 
 
 def no_cotangent(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return what stands for the cotangent of an integer result."""
+    """Return the float0 placeholder for the cotangent of an integer result."""
     return np.zeros(shape, jax.dtypes.float0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Vmapped(Around):
+class Vmapped(NonlinearWrapper):
     """`of` under one `vmap`; results are batched along their first axis."""
 
     of: Node
@@ -111,7 +111,7 @@ class Vmapped(Around):
 
 @dataclasses.dataclass(frozen=True)
 class LinearVmapped(Vmapped):
-    """A linear call under one `vmap`; arguments before `linear_from` are not linear."""
+    """A linear call under one `vmap`; it is linear in the arguments from `linear_from` on."""
 
     linear_from: int = 0
 
@@ -129,7 +129,7 @@ class LinearVmapped(Vmapped):
 class TransposedVmapped(Vmapped):
     """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
 
-    # Kept, so that transposing twice gives an equal node, which shares its traces.
+    # Stored so that transposing twice gives an equal node, with shared traces.
     original: LinearVmapped
 
     @property

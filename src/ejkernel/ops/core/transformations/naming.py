@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's author calls the arrays of a call."""
+"""Names of a call's arrays, from the parameters of the kernel's `run`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def array_names(spec: CallSpec) -> list[str]:
-    """Return what the arrays of a call are called, in their order, such as `x`, `state['step']` or `args[2]`."""
+    """Return the names of a call's arrays, in order, e.g. `x`, `state['step']` or `args[2]`."""
     mark = object()
     leaves = jax.tree_util.tree_leaves_with_path(spec.join([mark] * spec.num_arrays))
     return [leaf_name(spec.kernel, path) for path, leaf in leaves if leaf is mark]
 
 
 def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
-    """Return what the leaf at `path` in `(args, kwargs)` of a kernel's call is called."""
+    """Return the name of the leaf at `path` in `(args, kwargs)` of a kernel's call."""
     part, argument, *rest = path
     if part.idx == 1:
         name = argument.key
@@ -34,7 +34,7 @@ def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
 
 
 def _parameters(kernel: Kernel[Cfg, Out]) -> list[str]:
-    # a `run` that takes whatever `prepare` returns has no names of its own
+    # A `run` with *args has no parameter names: use those of another form, or of `prepare`.
     for name in ("run", *run_forms(kernel), "prepare"):
         parameters = inspect.signature(getattr(kernel, name)).parameters.values()
         named = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call becomes under JAX's transformations: a tree of small, hashable nodes over the kernel's forward.
+"""Nodes: calls under JAX's transformations, as trees of small hashable values with the kernel's forward at the root.
 
-Every node is a function of flat arrays that is still to be given its configuration. Equal nodes share traces and
-compiled programs. Linear nodes take `(*residuals, *primals, *linear)` and know their transpose.
+A node gives a function of flat arrays for each configuration. Equal nodes share traces and compiled programs. Linear
+nodes take `(*residuals, *primals, *linear)` and know their transpose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.hooks import has_residual_form, hook, overrides, writes_residual_form
-from ejkernel.ops.core.transformations.kept import forward_keeping, gradients_from
+from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.rules import call_rule
 from ejkernel.ops.errors import GradientError
@@ -28,17 +28,17 @@ Flat = Callable[..., tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Choice:
-    """How a node is to compute.
+    """How a node computes.
 
     Attributes:
         config: The configuration.
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
-        config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration, and the
-            platform whose hooks run with that one.
-        as_call: Gives the function that makes a call of its own of a node, where only types are wanted.
-        out_tree: Gives the structure of a node's output on such arrays, where it was traced before.
-        trees: Where the forward leaves the structure of its output (and residuals), if somebody asks.
+        config_for_types: Set if only types are wanted: a function from `(args, kwargs)` to any valid configuration, and
+            the platform whose hooks run with it.
+        as_call: Set if only types are wanted: turns a node into a function that binds it as a separate call.
+        out_tree: Returns the structure of a node's output on the given arrays, if it was traced before.
+        trees: A list that receives the structures of the forward's output and residuals, or `None`.
     """
 
     config: Any = None
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def types_only(self) -> bool:
-        """Whether nothing but shapes and dtypes of the result will be used."""
+        """Whether the caller uses only shapes and dtypes of the result."""
         return self.config_for_types is not None
 
 
@@ -64,42 +64,42 @@ class Node(Protocol):
 
     @property
     def forward(self) -> Node:
-        """The forward call that this one belongs to, under the same `vmap`s."""
+        """The forward call of this node, under the same `vmap`s."""
 
     @property
     def suffix(self) -> str:
-        """What differentiation added to the operation's name: `""`, `".bwd"`, `".jvp"`, ..."""
+        """The suffix of the operation's name for derivatives: `""`, `".bwd"`, `".jvp"`, ..."""
 
     @property
     def lead(self) -> int:
-        """How many residuals come before the call's own arrays."""
+        """The number of residuals before the call's own arrays."""
 
     @property
     def types_are_whole(self) -> bool:
-        """Whether the trace that gives the call's types is all of its computation."""
+        """Whether the trace for types contains the whole computation."""
 
     @property
     def transpose(self) -> Node:
         """The transpose of a linear node."""
 
     def steps(self) -> list[list[Any]]:
-        """The transformations, innermost first, as plain data: a part of the call's key."""
+        """The transformations, innermost first, as plain data for the call's key."""
 
     def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Types of all arguments, from those of the kernel's own arrays without any batch axis."""
+        """Types of all arguments, given the types of the kernel's own arrays without batch axes."""
 
     def flat(self, choice: Choice) -> Flat:
-        """The function."""
+        """The function of flat arrays."""
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
 
 
-class MadeOf:
-    """What a node has of the one that it is made of.
+class Wrapper:
+    """Defaults of a node that wraps another node.
 
     Attributes:
-        of: That node.
+        of: The wrapped node.
     """
 
     of: Node
@@ -124,12 +124,12 @@ class MadeOf:
         raise NotImplementedError
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`; what JAX finds by differentiating `flat`."""
+        """See `Node`; JAX's derivative of `flat`."""
         return autodiff_vjp(self.flat(choice), count)
 
 
-class Around(MadeOf):
-    """What a node that is not linear has of the one that it is made of."""
+class NonlinearWrapper(Wrapper):
+    """Defaults of a nonlinear node that wraps another node."""
 
     @property
     def suffix(self) -> str:
@@ -148,7 +148,7 @@ def is_inexact(value: HasType) -> bool:
 
 
 def autodiff_vjp(function: Flat, count: int) -> Flat:
-    """Return the reverse-mode derivative that JAX finds for `function`."""
+    """Return JAX's reverse-mode derivative of `function`."""
 
     def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
         found = jax.vjp(function, *arrays[:count])[1](tuple(arrays[count:]))
@@ -164,7 +164,7 @@ def zero_tangent(value: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The kernel's forward; with `residuals`, its outputs are followed by what the backward needs of it."""
+    """The kernel's forward; with `residuals`, it returns its residuals after its outputs."""
 
     spec: CallSpec
     residuals: bool = False
@@ -188,7 +188,7 @@ class Forward:
         return []
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """The kernel's own."""
+        """The types of the kernel's own arrays."""
         del choice
         return list(own)
 
@@ -199,9 +199,9 @@ class Forward:
             args, kwargs = self.spec.join(arrays)
             out = self._compute(choice, args, kwargs)
             if choice.trees is not None:
-                parts = out if self.residuals else (out,)
-                # On the side, for a function that JAX traces may return nothing but arrays.
-                choice.trees[:] = [jax.tree.structure(part) for part in parts]
+                trees = out if self.residuals else (out,)
+                # A side effect, because a function traced by JAX can return only arrays.
+                choice.trees[:] = [jax.tree.structure(tree) for tree in trees]
             return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(out))
 
         return call
@@ -214,7 +214,7 @@ class Forward:
             config, platform = choice.config_for_types(args, kwargs)
             choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)
         if self.residuals and not writes_residual_form(kernel):
-            return self._keeping(choice, args, kwargs)
+            return self._with_jax_residuals(choice, args, kwargs)
         if not self.residuals:
             return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
         form = (choice.platform, choice.config)
@@ -223,16 +223,16 @@ class Forward:
             raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
         return out
 
-    def _keeping(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The output of `run`, and what JAX keeps of it."""
+    def _with_jax_residuals(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the output of `run`, and the residuals that JAX saves for it."""
         trees: list[Any] = []
         run = Forward(self.spec).flat(dataclasses.replace(choice, trees=trees))
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
-        out, saved = forward_keeping(run, arrays)
+        out, saved = forward_with_jax_residuals(run, arrays)
         return jax.tree.unflatten(trees[0], out), saved
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """The kernel's gradient rule, or what JAX finds by differentiating `run`."""
+        """The kernel's gradient rule, or JAX's derivative of `run`."""
         kernel = self.spec.kernel
         if self.residuals or choice.reference:
             return autodiff_vjp(self.flat(choice), count)
@@ -240,8 +240,8 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
-        # Of `run`, and not of the jaxpr that its types came from: the small jitted functions that it calls JAX has
-        # differentiated before; a jaxpr has them inlined, and takes three times as long.
+        # Differentiate `run`, not the jaxpr from the trace for types: JAX caches derivatives of the small jitted
+        # functions that `run` calls. The jaxpr has them inlined, and takes three times as long.
         return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
@@ -265,7 +265,7 @@ class Forward:
         return gradients
 
     def _out_tree(self, choice: Choice, primals: Sequence[jax.Array]) -> Any:
-        # To trace the forward for it takes as long as to trace it for its result.
+        # Use the known structure: finding it again costs a full trace of the forward.
         known = None if choice.out_tree is None else choice.out_tree(self, primals)
         if known is not None:
             return known
@@ -282,11 +282,11 @@ def run_vjp(
     primals: Sequence[Any],
     cts: Sequence[object],
 ) -> tuple[Any, ...]:
-    """Call the kernel's `vjp` hook on flat arrays; `saved` are the outputs and then the residuals."""
+    """Call the kernel's `vjp` hook on flat arrays; `saved` holds the outputs, then the residuals."""
     out_tree, residual_tree = trees
     if not writes_residual_form(spec.kernel):
         run = Forward(spec).flat(choice)
-        return gradients_from(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
+        return gradients_from_jax_residuals(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
     args, kwargs = spec.join(primals)
@@ -303,10 +303,10 @@ def as_outputs(tree: object, leaves: Sequence[object]) -> tuple[Any, ...]:
 
 
 def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) -> tuple[Any, ...]:
-    """Return one gradient for each array of the call, in its dtype, from what a gradient rule returned.
+    """Return one gradient for each array of the call, in its dtype, from `found`, the result of a gradient rule.
 
     Raises:
-        GradientError: number, structure or shapes do not fit the positional arguments.
+        GradientError: Number, structure or shapes do not match the positional arguments.
     """
     op = spec.kernel.op_id
     arguments = spec.flags_by_argument()
@@ -314,7 +314,7 @@ def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) 
         got = f"{len(found)} gradients" if isinstance(found, tuple | list) else type(found).__name__
         raise GradientError(
             f"{op}: the gradient rule must return a tuple of {len(arguments)} gradients, one for each positional "
-            f"argument of run (None where there is none); got {got}."
+            f"argument of run (None for zero); got {got}."
         )
     flat: list[Any] = []
     for position, ((tree, flags), gradient) in enumerate(zip(arguments, found, strict=True)):
@@ -322,11 +322,11 @@ def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) 
         flat += [leaf for leaf, array in zip(leaves, flags, strict=True) if array]
     names = array_names(spec)
     fitted = [_fit(op, *each) for each in zip(names, primals, flat, strict=False)]
-    return (*fitted, *[None] * (len(primals) - len(fitted)))  # arrays passed by keyword have no place in the answer
+    return (*fitted, *[None] * (len(primals) - len(fitted)))  # gradient rules omit arrays passed by keyword
 
 
 def _match_structure(op: str, position: int, tree: Any, gradient: Any) -> list[Any]:
-    """Return one gradient a leaf of `tree`; `None` may stand for a leaf or for a whole branch."""
+    """Return one gradient for each leaf of `tree`; `None` may replace a leaf or a whole branch."""
     leaves: list[Any] = []
 
     def visit(given: object, branch: object) -> None:
@@ -353,8 +353,7 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
         raise GradientError(
             f"{op}: the gradient of {name} must have its shape {primal.shape}, got {jnp.shape(gradient)}."
         )
-    # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
-    # sum of them.
-    # In the array's dtype: `jax.custom_vjp` would hand on a float32 gradient of a bfloat16 array as it is.
+    # If an argument is replicated over the devices of a `shard_map`, its gradient is the sum over these devices.
+    # Cast to the array's dtype: `jax.custom_vjp` would pass on a float32 gradient of a bfloat16 array unchanged.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted

@@ -30,7 +30,7 @@ def call_rule(
         args, kwargs: Its arguments.
 
     Raises:
-        KernelError: the rule cannot take these arguments; the message says which signature it must have.
+        KernelError: The rule cannot take these arguments; the message shows the required signature.
     """
     rule = hook(kernel, name, *form)
     try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a kernel keeps its contract: what its author calls in a test."""
+"""Checks whether a kernel keeps its contract, for its author's tests."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_kernel`: every check of a kernel, for its author's tests."""
+"""`check_kernel`: checks a kernel in its author's tests."""
 
 from __future__ import annotations
 
@@ -38,15 +38,19 @@ def check_kernel(
 ) -> CheckReport:
     """Check that a kernel keeps its contract for one call; meant for its author's tests.
 
-    Under every configuration results and gradients are compared with the kernel's `reference`, and JAX's derivative of
-    it; without one, with what the heuristic computes and JAX's derivative of that. So they are under `vmap`, of all
-    arrays, of each alone, and nested; for small and large values, zeros, odd sizes and other dtypes. Second derivatives
-    are compared, if there are any. Every backward must compute the same gradient after every forward. Repeated calls
-    must agree, arguments stay as they are, types must not depend on the configuration, and a gradient rule answer in
-    the arguments' dtypes. Under the heuristic, the call is lowered for other platforms, pickled with its kernel,
-    exported, and named by its key; a kernel with a `sharding_rule` is split along each axis that it names, over as many
-    devices of this process as divide it. Checks that do not apply are listed as skipped, with the reason.
-    `not_checked` of the report lists the omissions.
+    Under every configuration, results and gradients are compared with the kernel's `reference` and with JAX's
+    derivative of it. Without a reference they are compared with the heuristic's results and JAX's derivative of `run`.
+
+    - Results and gradients are also compared under `vmap` of all arrays, of each alone, and nested; and for small and
+      large values, zeros, odd sizes and other dtypes. Second derivatives are compared if the kernel has them.
+    - Every backward must compute the same gradient after every forward.
+    - Repeated calls must agree, arguments must not be modified, types must not depend on the configuration, and a
+      gradient rule must return the arguments' dtypes.
+    - Under the heuristic, the call is lowered for other platforms, exported, and looked up by its key, and its kernel
+      is pickled. A kernel with a `sharding_rule` is split along each axis of the rule, over as many devices of this
+      process as divide the axis.
+
+    Checks that do not apply are listed as skipped, with the reason. `not_checked` of the report lists the omissions.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.ops import tune
@@ -58,31 +62,31 @@ def check_kernel(
 
     Args:
         kernel: The kernel, or a function under `tune`.
-        *args: Arguments of the call; arrays may be abstract. They should be small: a check compiles much, and
-            measures nothing. Batches are made of `Kernel.example_inputs`.
-        configs: The configurations to check, beside the heuristic's; by default all of `config_space`, and a sample
-            of a `ConfigSpace` of more than 24.
+        *args: Arguments of the call; arrays may be abstract. Keep them small, because checks compile many programs.
+            `Kernel.example_inputs` makes the batches.
+        configs: The configurations to check in addition to the heuristic; by default all of `config_space`, or a
+            sample of a `ConfigSpace` of more than 24.
         without: Groups of checks to leave out: `gradient`, `second derivative`, `tangents`, `vmap`, `inputs` (other
             values and odd sizes), `dtypes`, `platforms`, `key`, `pickle`, `export` or `split`.
-        strict: Raise if anything fails; otherwise the report says it.
-        seed: Of random inputs, and of the sample.
+        strict: Raise if a check fails; otherwise return the report.
+        seed: Seed of random inputs and of the sample.
         **kwargs: Keyword arguments of the call.
 
     Returns:
         The report; `str()` of it is a table.
 
     Raises:
-        KernelCheckError: something failed; an `AssertionError`, whose message is the table.
-        ArgumentError: `kernel` is none, or `without` names no group.
+        KernelCheckError: A check failed; an `AssertionError` whose message is the table.
+        ArgumentError: `kernel` is not a kernel, or `without` names an unknown group.
     """
     if not isinstance(kernel, Kernel):
         raise ArgumentError(f"kernel must be a Kernel or a function under tune, got {kernel!r}.")
     unknown = [name for name in without if name not in GROUPS]
     if unknown:
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
-    from ejkernel.ops.execution.checks.running import checked  # which most programs never need
+    from ejkernel.ops.execution.checks.running import checked  # most programs never need it
 
-    # On a thread of its own no trace and no mesh of the caller is open; its settings are carried over.
+    # A new thread is outside the caller's traces and meshes; its settings are carried over.
     report = on_measuring_thread(
         lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed)
     )

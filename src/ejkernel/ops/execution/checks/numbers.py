@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a kernel computes: results, gradients and tangents, alone and under `vmap`."""
+"""Checks of a kernel's results, gradients and tangents, with and without `vmap`."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.random_arrays import random_array
 
 _ALONE = Pattern("under grad")
-_ELEMENTS = max(*BATCHES, 6)  # examples, as many as the largest batch has
+_ELEMENTS = max(*BATCHES, 6)  # examples for the largest batch
 _BEFORE = "the same call before"
-_REPEATS = 2  # further calls, which must give the same
+_REPEATS = 2  # further calls, whose results must be the same
 
 
-def told(error: Exception) -> str:
-    """Return an error as the reason of a row."""
+def error_line(error: Exception) -> str:
+    """Return the error's type and message, as the reason in a row."""
     return f"{type(error).__name__}: {error}"
 
 
 class Numbers:
-    """Compares a call under every configuration with the reference, or with the heuristic where there is none.
+    """Compares a call under every configuration with the reference, or without one with the heuristic.
 
     Args:
         subject: The call.
@@ -65,48 +65,48 @@ class Numbers:
         self._wrt = subject.differentiable()
         self._elements = subject.elements(_ELEMENTS)
         self._kept = [[_copied(array) for array in element] for element in self._elements]
-        rng = np.random.default_rng((subject.seed, 1))  # other numbers than the arguments
+        rng = np.random.default_rng((subject.seed, 1))  # different numbers than for the arguments
         self._cotangents = [cotangents_of(self._truth, self._elements[0], rng) for _ in self._elements]
         self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
         self._batches: dict[str, Results] = {}
         self._choose_derivatives()
 
     def _choose_derivatives(self) -> None:
-        """Find out whether the kernel has a gradient, and JAX one of its own to compare with."""
+        """Determine whether the kernel has a gradient, and which derivative to compare it with."""
         run = self._subject.executed(self._baseline)
         self._why_none = ""
         if not any(self._wrt):
             self._why_none = "no argument has a gradient"
         elif not self._cotangents[0]:
             self._why_none = "no result has a gradient"
-        own = None if self._why_none else self._trouble(pulled(run, self._wrt), self._cotangents[0])
-        self._own_trouble = own
+        own = None if self._why_none else self._trace_error(pulled(run, self._wrt), self._cotangents[0])
+        self._own_error = own
         if own is not None and not has_gradient_rule(self._subject.kernel):
-            self._why_none = f"the kernel has no gradient: {told(own)}"
-        known = self.has_gradient and self._trouble(pulled(self._truth, self._wrt), self._cotangents[0]) is None
+            self._why_none = f"the kernel has no gradient: {error_line(own)}"
+        known = self.has_gradient and self._trace_error(pulled(self._truth, self._wrt), self._cotangents[0]) is None
         self._derivative = self._truth if known else run
         rule = has_gradient_rule(self._subject.kernel)
-        # Without a reference and a rule the truth is JAX's derivative of the very `run` that is checked: it agrees
-        # whatever it is.
+        # Without a reference and without a rule, the kernel's gradient is JAX's derivative of `run`, and comparing the
+        # two shows nothing.
         self._is_independent = known and (self._subject.has_reference or rule)
         self._tangents_of = tuple(map(is_inexact, self._subject.types))
         pushes = pushed(run, self._tangents_of), pushed(self._truth, self._tangents_of)
-        troubles = [] if not self._tangents else [self._trouble(push, self._tangents) for push in pushes]
-        self._why_no_tangents = next((f"there are none: {told(t)}" for t in troubles if t is not None), "")
+        errors = [] if not self._tangents else [self._trace_error(push, self._tangents) for push in pushes]
+        self._why_no_tangents = next((f"no tangents: {error_line(e)}" for e in errors if e is not None), "")
         if not self._tangents or not self._cotangents[0]:
             self._why_no_tangents = "no argument, or no result, has a tangent"
 
     @functools.cached_property
     def _why_no_second(self) -> str:
-        """Why second derivatives are not compared."""
+        """Reason for not comparing second derivatives; empty if they are compared."""
         if not self.has_gradient or not self._is_independent:
-            return "nothing independent has a second derivative"
+            return "no independent second derivative to compare with"
         dtypes = {array.dtype for array in (*self._elements[0], *self._cotangents[0]) if is_inexact(array)}
         if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4 for dtype in dtypes):
-            return "rounding hides them in these dtypes"
+            return "these dtypes are too inaccurate"
         runs = self._subject.executed(self._baseline), self._truth
-        troubles = (self._trouble(self._curved(run), self._ways) for run in runs)
-        return next((f"there is none: {told(trouble)}" for trouble in troubles if trouble is not None), "")
+        errors = (self._trace_error(self._curved(run), self._ways) for run in runs)
+        return next((f"no second derivative: {error_line(error)}" for error in errors if error is not None), "")
 
     @functools.cached_property
     def _ways(self) -> Arrays:
@@ -121,28 +121,28 @@ class Numbers:
     @property
     def has_gradient(self) -> bool:
         """Whether the kernel has a gradient under the heuristic's configuration."""
-        return not self._why_none and self._own_trouble is None
+        return not self._why_none and self._own_error is None
 
-    def _trouble(self, function: Any, more: Arrays) -> Exception | None:
+    def _trace_error(self, function: Any, more: Arrays) -> Exception | None:
         try:
-            jax.jit(function).lower(self._elements[0], more)  # a rule is not asked before that
-        except Exception as error:  # noqa: BLE001 - what there is not, is what is asked
+            jax.jit(function).lower(self._elements[0], more)  # JAX only calls a gradient rule when lowering
+        except Exception as error:  # noqa: BLE001 - the function returns the error
             return error
         return None
 
     # --- one configuration ---
 
     def rows(self, config: object, *, second: bool = False) -> Iterator[CheckRow]:
-        """Yield all rows of a configuration; one that does not run has no more than the reason.
+        """Yield all rows of a configuration; only the reason if it does not run.
 
         Args:
             config: The configuration.
-            second: Compare second derivatives, too.
+            second: Whether to compare second derivatives.
         """
         try:
             differs = self._types_differ(config)
-        except Exception as error:  # noqa: BLE001 - a configuration may fail in every way; the reason is its row's
-            yield CheckRow(check="types", config=config, status=CheckStatus.FAILED, reason=told(error))
+        except Exception as error:  # noqa: BLE001 - a configuration may fail in any way; the row has the reason
+            yield CheckRow(check="types", config=config, status=CheckStatus.FAILED, reason=error_line(error))
             return
         yield CheckRow(
             check="types", config=config, status=CheckStatus.FAILED if differs else CheckStatus.OK, reason=differs
@@ -151,13 +151,13 @@ class Numbers:
             return
         outputs = list(self._eager_rows(config))
         yield from outputs
-        # It does not run, or writes to its arguments: every further check would fail for that reason.
+        # The call does not run, or writes to its arguments: all further checks would fail for the same reason.
         if any(row.reason and row.error is None for row in outputs):
             return
         yield from self._compiled_rows(config, second=second and "second derivative" not in self._without)
         if "gradient" not in self._without:
             yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
-            # Under the heuristic alone: the other configurations are compared with it.
+            # Under the heuristic only, because the other configurations are compared with it.
             if config is self._baseline and self.has_gradient and not self._is_independent:
                 gradient = pulled(self._subject.executed(config), self._wrt)
                 called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
@@ -172,17 +172,17 @@ class Numbers:
                 Choice(config=self._baseline, platform=platform),
             )
         )
-        return "" if found == want else f"the results are {_listed(found)}; under the heuristic's {_listed(want)}"
+        return "" if found == want else f"the results are {_listed(found)}; under the heuristic {_listed(want)}"
 
     def _eager_rows(self, config: object) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         try:
-            # Other inputs too, for a result may be kept from a call before; and the first ones once more, for it may be
-            # left to chance.
+            # Use other inputs as well, because a kernel may return a previous result; and repeat the first ones,
+            # because its results may be random.
             first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
             jax.block_until_ready((first, fresh, again))
-        except Exception as error:  # noqa: BLE001 - see above
-            yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=told(error))
+        except Exception as error:  # noqa: BLE001 - the row has the reason
+            yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=error_line(error))
             return
         truths = [self._true(_ALONE, element).outs for element in (0, 1)]
         found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
@@ -192,7 +192,7 @@ class Numbers:
         yield self._intact(config)
 
     def _intact(self, config: object) -> CheckRow:
-        """Return whether the inputs are what they were, and put them back if not."""
+        """Return a row that checks whether the call has modified its inputs, and restore them if so."""
         changed = [
             name
             for element, kept in zip(self._elements, self._kept, strict=True)
@@ -205,7 +205,7 @@ class Numbers:
         self._elements = [
             [_restored(array, like) for array, like in zip(kept, types, strict=True)] for kept in self._kept
         ]
-        reason = f"the call changes its argument {', '.join(dict.fromkeys(changed))}"
+        reason = f"the call modifies its argument {', '.join(dict.fromkeys(changed))}"
         return CheckRow(check="arguments", config=config, status=CheckStatus.FAILED, reason=reason)
 
     def _compiled_rows(self, config: object, *, second: bool) -> Iterator[CheckRow]:
@@ -229,7 +229,7 @@ class Numbers:
         if with_gradient:
             rows = list(self._gradient_rows(config, found[_ALONE.name]))
             yield from rows
-            # A gradient that is wrong has a wrong derivative.
+            # The derivative of a wrong gradient is wrong, too.
             if second and not any(row.status == CheckStatus.FAILED for row in rows):
                 yield self._second_row(config, found.get("second derivative"))
         elif "gradient" not in self._without:
@@ -241,7 +241,7 @@ class Numbers:
             yield CheckRow(check="tangents", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_tangents)
 
     def _jobs(self, run: Flat, batches: Sequence[Pattern], *, with_gradient: bool) -> dict[str, Job]:
-        """Return what is computed together, for the time goes into compiling programs and not into running them."""
+        """Return the functions to compile in one program, because compiling takes longer than running."""
         jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
         for pattern in [*([_ALONE] if with_gradient else []), *batches]:
             batched = pattern.batched(run)
@@ -250,29 +250,29 @@ class Numbers:
         return jobs
 
     def _differentiates(self, config: object, run: Flat) -> tuple[bool, str]:
-        """Return whether a configuration has a gradient, and why not if the kernel otherwise has."""
+        """Return whether a configuration has a gradient, and an error if only this configuration has none."""
         if self._why_none:
             return False, ""
         if config is self._baseline:
-            trouble = self._own_trouble
+            error = self._own_error
         else:
-            trouble = self._trouble(pulled(run, self._wrt), self._cotangents[0])
-        return trouble is None, "" if trouble is None else told(trouble)
+            error = self._trace_error(pulled(run, self._wrt), self._cotangents[0])
+        return error is None, "" if error is None else error_line(error)
 
     def _outputs_row(self, check: str, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=told(found))
+            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=error_line(found))
         return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
 
     def _pattern_row(self, config: object, pattern: Pattern, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check=pattern.name, config=config, status=CheckStatus.FAILED, reason=told(found))
+            return CheckRow(check=pattern.name, config=config, status=CheckStatus.FAILED, reason=error_line(found))
         true = self._gathered(pattern)
         gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
         return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
 
     def _gradient_rows(self, config: object, found: Results | Exception) -> Iterator[CheckRow]:
-        """Yield a row for each argument, and one for the results, which a rule with residuals computes anew."""
+        """Yield a row for each argument's gradient, and one for the results, which a rule with residuals recomputes."""
         yield self._outputs_row(_ALONE.name, config, found)
         if not isinstance(found, Exception):
             names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
@@ -289,10 +289,10 @@ class Numbers:
 
     def _tangent_row(self, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check="tangents", config=config, status=CheckStatus.FAILED, reason=told(found))
+            return CheckRow(check="tangents", config=config, status=CheckStatus.FAILED, reason=error_line(found))
         true = self._true_tangents
         names = [f"the tangent of result {index}" for index in range(len(true.gradients or ()))]
-        whose = "the reference's" if self._subject.has_reference else "JAX's of `run`"
+        whose = "the reference's" if self._subject.has_reference else "JAX's tangent of `run`"
         compared = self._deviations(found.gradients or (), true.gradients or (), names, whose)
         return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
 
@@ -301,19 +301,19 @@ class Numbers:
         if found is None:
             return CheckRow(check=check, config=config, status=CheckStatus.SKIPPED, reason=self._why_no_second)
         if isinstance(found, Exception):
-            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=told(found))
+            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=error_line(found))
         true = self._true_second.gradients
         return self._judged(check, config, self._gradient_deviations(found.gradients, true, "second derivative"))
 
     # --- one input of several configurations ---
 
     def pair_rows(self, forwards: Sequence[Any], backwards: Sequence[Any] | None) -> Iterator[CheckRow]:
-        """Yield whether every backward fits every forward; see `rules.pair_rows`."""
+        """Yield rows that check every backward after every forward; see `rules.pair_rows`."""
         if self.has_gradient and "gradient" not in self._without:
             yield from pair_rows(self._subject, forwards, backwards, self._elements[0], self._cotangents[0])
 
     def brief_rows(self, configs: Sequence[Any]) -> Iterator[CheckRow]:
-        """Yield whether results and gradients of one input are right, under configurations that share a program."""
+        """Yield a row for each configuration that checks results and gradients of one input, in one program."""
         differentiates = self.has_gradient and "gradient" not in self._without
         of = functools.partial(pulled, wrt=self._wrt) if differentiates else alone
         runs = {str(index): of(self._subject.executed(config)) for index, config in enumerate(configs)}
@@ -321,23 +321,22 @@ class Numbers:
         found, true = computed({key: (run, *inputs) for key, run in runs.items()}), self.true_of(inputs[0])
         for config, one in zip(configs, found.values(), strict=True):
             if isinstance(one, Exception):
-                yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=told(one))
+                yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=error_line(one))
                 continue
             gradients = [] if one.gradients is None else self._gradient_deviations(one.gradients, true.gradients)
             yield self._judged("outputs", config, [*self._deviations(one.outs, true.outs), *gradients])
 
     def program(self, config: object) -> Callable[[Arrays], Results]:
-        """Return a function from the call's arrays to results and gradients under a configuration."""
+        """Return a compiled function from the call's arrays to its results and gradients under a configuration."""
         run, differentiates = self._subject.executed(config), self.has_gradient and "gradient" not in self._without
         function = pulled(run, self._wrt) if differentiates else alone(run)
         program = compiled(function, self._elements[0], self._cotangents[0])
         return lambda arrays: program(arrays, self._cotangents[0])
 
     def true_of(self, arrays: Arrays, index: int = 0) -> Results:
-        """Return what is right for other arrays, with the cotangents of one of the examples."""
+        """Return the reference results for other arrays, with the cotangents of one example."""
         found: Results = self._truth_program(arrays, self._cotangents[index])
-        # The gradient is then the kernel's own, whose forward is what is checked: what is right of the outputs comes
-        # from elsewhere.
+        # In this case `found` is computed by the kernel itself, so take the outputs from the reference.
         if self.has_gradient and self._derivative is not self._truth:
             return Results(self._outputs_program(arrays, self._cotangents[index]).outs, found.gradients)
         return found
@@ -349,17 +348,17 @@ class Numbers:
 
     @property
     def cotangents(self) -> Arrays:
-        """Cotangents of the results, which go with the first inputs."""
+        """Cotangents of the results for the first inputs."""
         return self._cotangents[0]
 
-    # --- what is right ---
+    # --- reference results ---
 
     @property
     def _why_no_batches(self) -> str:
         kinds = [compat.key_implementation(like.dtype) for like in self._subject.types if _is_key(like)]
         if any(kind in ("rbg", "unsafe_rbg") for kind in kinds):
-            return "numbers of such random keys depend on the batch: one example at a time has others"
-        return "" if self._subject.types else "there is no array to batch"
+            return "under vmap, random keys of this kind give different numbers than one by one"
+        return "" if self._subject.types else "no array to batch"
 
     @functools.cached_property
     def _patterns(self) -> list[Pattern]:
@@ -387,12 +386,12 @@ class Numbers:
         return compiled(alone(self._truth), self._elements[0], self._cotangents[0])
 
     def _true(self, pattern: Pattern, index: int) -> Results:
-        """Return what is right for one example of a batch; for the call itself, of any of the examples."""
+        """Return the reference results for one example of a batch, or of the call if the pattern has no batch."""
         own = pattern.own(self._elements, index) if pattern.levels else self._elements[index]
         return self.true_of(own, index)
 
     def _gathered(self, pattern: Pattern) -> Results:
-        """Return what is right for a batch, one example at a time."""
+        """Return the reference results for a batch, computed one example at a time."""
         if pattern.name not in self._batches:
             results = [self._true(pattern, index) for index in range(pattern.count)]
             self._batches[pattern.name] = pattern.gathered(results, self._wrt)
@@ -406,7 +405,7 @@ class Numbers:
     def _whose_derivative(self) -> str:
         if not self._is_independent:
             return "the heuristic's"
-        return "the reference's" if self._subject.has_reference else "JAX's of `run`"
+        return "the reference's" if self._subject.has_reference else "JAX's gradient of `run`"
 
     def _deviations(
         self,
@@ -416,7 +415,7 @@ class Numbers:
         whose: str = "",
         compare: Callable[..., Iterable[Deviation]] = deviations,
     ) -> list[Deviation]:
-        """Return how far results are off. NaN is right only where the reference has it."""
+        """Return the deviations of results. NaN is only correct where the reference has NaN."""
         inv = self._subject.inv
         whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
         try:
@@ -445,10 +444,10 @@ class Numbers:
 
 
 def _with_nan(name: str, array: jax.Array, deviation: Deviation, whose: str) -> Deviation:
-    # Two that compute NaN alike are both wrong, unless a reference says that it is right.
+    # If two configurations both compute NaN, both are wrong, unless a reference has NaN as well.
     if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
         return deviation
-    return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
+    return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and no reference confirms it")
 
 
 def _type(out: Any) -> tuple[tuple[int, ...], str]:
@@ -464,7 +463,7 @@ def _is_key(array: Any) -> bool:
 
 
 def _copied(array: Any) -> Any:
-    """Return the bits of an array, as NumPy has them."""
+    """Return a NumPy copy of an array; of random keys, their data."""
     return np.array(jax.random.key_data(array) if _is_key(array) else array)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients against differences of results along a few directions, for kernels that are their own only truth.
+"""Compares gradients with finite differences along a few directions, for kernels without an independent derivative.
 
-That is where nothing independent has a derivative: no reference, and JAX cannot differentiate `run`, or finds the
-kernel's own rule inside it.
+These are kernels without a reference whose `run` JAX cannot differentiate, or only with the kernel's own rule in it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.utils.random_arrays import random_array
 
 _CHECK: Final = "gradient, by differences"
-_STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # of an argument's size: rounding and curvature both cost little
-_DIRECTIONS: Final = 3  # beside the gradient's own
-_ALLOWED: Final = 0.1  # a wrong sign or factor is off by one; a kink of the function close by, by little
+_STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # relative to an argument: balances rounding and curvature
+_DIRECTIONS: Final = 3  # in addition to the gradient's own
+_ALLOWED: Final = 0.1  # a wrong sign or factor gives an error near 1; a kink of the function nearby gives less
 
 
 def numeric_row(
@@ -32,19 +31,19 @@ def numeric_row(
     cotangents: Arrays,
     called: Sequence[str | None],
 ) -> CheckRow:
-    """Compare gradients, along a few directions of each argument, with the difference of results on both sides.
+    """Return a row that compares gradients with central differences, along a few directions of each argument.
 
     Args:
-        gradient: Results and gradients, of arrays and cotangents.
-        config: The configuration that it runs with.
-        arrays, cotangents: What it takes.
-        called: The names of the arrays; `None` for those that have no gradient.
+        gradient: Computes results and gradients from arrays and cotangents.
+        config: Its configuration.
+        arrays, cotangents: Its arguments.
+        called: The names of the arrays; `None` for arrays without a gradient.
     """
     dtypes = {str(array.dtype) for array, name in zip(arrays, called, strict=True) if name is not None}
-    # Of results too: a difference of two 16-bit numbers has few digits left.
+    # Include results: the difference of two 16-bit numbers has few correct digits.
     dtypes |= {str(cotangent.dtype) for cotangent in cotangents}
     if not dtypes <= set(_STEP):
-        reason = f"differences say little in {', '.join(sorted(dtypes - set(_STEP)))}"
+        reason = f"finite differences are too inaccurate in {', '.join(sorted(dtypes - set(_STEP)))}"
         return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
     program = compiled(gradient, arrays, cotangents)
     rng, worst, reason = np.random.default_rng(0), 0.0, ""
@@ -53,20 +52,20 @@ def numeric_row(
         if called[index] is not None:
             found = next(gradients)
             ways = [_unit(found), *(random_array(array, rng) for _ in range(_DIRECTIONS))]
-            with np.errstate(all="ignore"):  # what is not finite is said below
-                error = max(_off(program, index, (arrays, cotangents), found, way) for way in ways)
+            with np.errstate(all="ignore"):  # values that are not finite are reported below
+                error = max(_relative_error(program, index, (arrays, cotangents), found, way) for way in ways)
             if error > max(worst, _ALLOWED):
-                reason = f"the gradient of {called[index]} is not what differences of results say: {error:.2g} off"
+                reason = f"the gradient of {called[index]} differs from finite differences: {error:.2g} relative"
             worst = max(worst, error)
     if not math.isfinite(worst):
-        reason = "differences say nothing where results are not finite"
+        reason = "the results are not finite"
         return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
     status = CheckStatus.FAILED if worst > _ALLOWED else CheckStatus.OK
     return CheckRow(check=_CHECK, config=config, status=status, reason=reason, error=worst, allowed=_ALLOWED)
 
 
-def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: object, direction: Any) -> float:
-    """Return how far the derivative along `direction` is off, relative to the size that its terms let expect."""
+def _relative_error(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: object, direction: Any) -> float:
+    """Return the error of the derivative along `direction`, relative to the expected size of its terms."""
     arrays, cotangents = inputs
     size = float(jnp.sqrt(jnp.mean(jnp.square(arrays[index])))) or 1.0 if arrays[index].size else 1.0
     step = size * _STEP[str(arrays[index].dtype)]
@@ -78,9 +77,9 @@ def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: obje
     slopes = [(ahead - behind) / (2 * step) for ahead, behind in zip(moved(1), moved(-1), strict=True)]
     terms = [np.asarray(ct, np.float64) * slope for ct, slope in zip(cotangents, slopes, strict=True)]
     own = np.asarray(gradient, np.float64) * np.asarray(direction, np.float64)
-    measured, claimed = sum(part.sum() for part in terms), own.sum()
-    # Sums of random signs cancel, so that what is off is held against the size of the terms, too.
-    expected = np.sqrt(sum((part**2).sum() for part in terms)) + np.sqrt((own**2).sum())
+    measured, claimed = sum(term.sum() for term in terms), own.sum()
+    # Sums with random signs cancel, so the error is also compared with the size of the terms.
+    expected = np.sqrt(sum((term**2).sum() for term in terms)) + np.sqrt((own**2).sum())
     scale = max(expected, abs(measured), abs(claimed))
     if not np.isfinite(scale):
         return math.inf
@@ -88,6 +87,6 @@ def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: obje
 
 
 def _unit(gradient: Any) -> Any:
-    """Return the gradient, along which nothing cancels, in the size of a random direction."""
+    """Return the gradient, along which terms do not cancel, scaled to the size of a random direction."""
     size = jnp.sqrt(jnp.mean(jnp.square(gradient)))
     return gradient / jnp.where(size > 0, size, 1)

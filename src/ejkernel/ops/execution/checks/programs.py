@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time.
+"""Functions under `vmap` and differentiation, and their reference results, computed one example at a time.
 
-A batch is compared with its examples, because a batched reference could share the fault. All programs of a
-configuration are one, compiled without optimising, since compiling is what takes the time; only if that fails is each
-compiled alone, to learn which one it was.
+Batches are compared with single examples, because a batched reference could share the fault. Most of the time goes into
+compiling. Therefore all functions of a configuration are compiled in one program, without optimisation. Only if this
+fails, each is compiled separately, to find the one that fails.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 Arrays = list[jax.Array]
 _UNITS: Final = 64  # in the last place, of the largest gradient
 BATCHES: Final = (3, 17, 9)
-"""Sizes of batches: of all arrays, a small and a large one, and of one array alone."""
+"""Batch sizes: a small and a large one for all arrays, and one for a single batched array."""
 
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """What a function returned, and its gradients or tangents: `None` if they were not asked for."""
+    """The results of a function, and its gradients or tangents (`None` if not requested)."""
 
     outs: Sequence[Any]
     gradients: Sequence[Any] | None = None
@@ -48,8 +48,8 @@ class Pattern:
     """One way to batch a call.
 
     Attributes:
-        name: What its row is called.
-        levels: Of each `vmap`, outermost first: the axis of each array, and the size; none: the call itself.
+        name: The name of its row.
+        levels: For each `vmap`, outermost first: the axis of each array, and the size. Empty: the call itself.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Pattern:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the `vmap`s."""
+        """Size of each `vmap`."""
         return tuple(size for _, size in self.levels)
 
     @property
     def count(self) -> int:
-        """How many examples there are in the batch."""
+        """Number of examples in the batch."""
         return math.prod(self.sizes)
 
     def batched(self, function: Flat) -> Flat:
@@ -72,11 +72,11 @@ class Pattern:
         return function
 
     def inputs(self, elements: Sequence[Arrays]) -> Arrays:
-        """Return the batched arrays of that many examples."""
+        """Return the batched arrays, made from the first `count` examples."""
         return stacked(list(elements[: self.count]), self.levels)
 
     def own(self, elements: Sequence[Arrays], index: int) -> Arrays:
-        """Return the arrays that the example at `index` of the batch has: an unbatched one is the first's."""
+        """Return the arrays of the example at `index` in the batch; unbatched arrays come from the first example."""
         position = np.unravel_index(index, self.sizes) if self.sizes else ()
         chosen = []
         for number in range(len(elements[0])):
@@ -86,29 +86,29 @@ class Pattern:
         return chosen
 
     def gathered(self, results: Sequence[Results], wrt: Sequence[bool]) -> Results:
-        """Return the results of single examples as the batch has them; gradients of what they share are summed."""
-        outs = [self._joined(parts, [0] * len(self.levels)) for parts in zip(*(r.outs for r in results), strict=True)]
+        """Return the results of single examples joined into a batch; gradients of unbatched arrays are summed."""
+        outs = [self._joined(each, [0] * len(self.levels)) for each in zip(*(r.outs for r in results), strict=True)]
         if any(r.gradients is None for r in results):
             return Results(outs)
         numbers = [number for number, has in enumerate(wrt) if has]
         each = zip(*(r.gradients or () for r in results), strict=True)
         axes = [[axes[number] for axes, _ in self.levels] for number in numbers]
-        return Results(outs, [self._joined(parts, where) for parts, where in zip(each, axes, strict=True)])
+        return Results(outs, [self._joined(arrays, where) for arrays, where in zip(each, axes, strict=True)])
 
-    def _joined(self, parts: Sequence[Any], axes: Sequence[int | None]) -> Any:
+    def _joined(self, arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
         for axis, size in zip(reversed(axes), reversed(self.sizes), strict=True):
-            groups = [parts[index : index + size] for index in range(0, len(parts), size)]
-            parts = [_sum(group) if axis is None else stack(group, axis) for group in groups]
-        return parts[0]
+            groups = [arrays[index : index + size] for index in range(0, len(arrays), size)]
+            arrays = [_sum(group) if axis is None else stack(group, axis) for group in groups]
+        return arrays[0]
 
 
 def _sum(gradients: Sequence[jax.Array]) -> Any:
-    # By NumPy, which compiles nothing.
+    # NumPy needs no compilation.
     return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
 def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
-    """Return ways to batch a call of arrays of these names: all, each alone, and all of them twice."""
+    """Return ways to batch a call of arrays with these names: all arrays, each alone, and all of them nested."""
     if not names:
         return []
     count = len(names)
@@ -118,7 +118,7 @@ def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
     found.append(Pattern(f"vmap of {many}", ((every, many),)))
     if count > 1:
         single = ((number, name) for number, name in enumerate(names))
-        # Alone, for then the others are not batched, and a gradient of theirs is a sum over the examples.
+        # With one batched array, the gradients of the other arrays are sums over the examples.
         found += [Pattern(f"vmap over {name}", ((_only(number, count), alone_),)) for number, name in single]
     return found
 
@@ -128,7 +128,7 @@ def _only(number: int, count: int) -> tuple[int | None, ...]:
 
 
 def pulled(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Results]:
-    """Return the function with its gradients: of arrays and of the cotangents of floating-point results."""
+    """Return a function of arrays and cotangents of floating-point results that adds the gradients."""
 
     def both(arrays: Arrays, cotangents: Arrays) -> Results:
         outs, pull = jax.vjp(lambda *own: function(*_merged(arrays, own, wrt)), *_selected(arrays, wrt))
@@ -140,7 +140,7 @@ def pulled(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
 
 
 def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Results]:
-    """Return the function with its tangents: of arrays and of the tangents of floating-point ones."""
+    """Return a function of arrays and tangents of floating-point arrays that adds the results' tangents."""
 
     def both(arrays: Arrays, tangents: Arrays) -> Results:
         own = _selected(arrays, wrt)
@@ -151,7 +151,7 @@ def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
 
 
 def curved(function: Flat, wrt: Sequence[bool], cotangents: int) -> Callable[[Arrays, Arrays], Results]:
-    """Return the derivative of the gradient along directions: of arrays, and of cotangents followed by directions."""
+    """Return a function of arrays, and of cotangents followed by directions: the gradient's derivative along them."""
 
     def both(arrays: Arrays, more: Arrays) -> Results:
         def along(*own: jax.Array) -> Any:
@@ -189,7 +189,7 @@ jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 def all_deviations(
     got: Results, want: Results, *, platform: str, precision: str | None
 ) -> Iterator[tuple[str, Deviation]]:
-    """Yield the deviations of results and then of gradients, each with the prefix for its message."""
+    """Yield the deviations of results and then of gradients, each with a prefix for its message."""
     for one in deviations(got.outs, want.outs, platform=platform, precision=precision):
         yield "", one
     for one in gradient_deviations(got.gradients or (), want.gradients or (), platform=platform, precision=precision):
@@ -199,10 +199,10 @@ def all_deviations(
 def gradient_deviations(
     got: Sequence[Any], want: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
 ) -> list[Deviation]:
-    """Return how far gradients are off; see `deviations`.
+    """Return the deviations of gradients; see `deviations`.
 
-    Where terms cancel, such as in the gradient of a bias that moves all logits of a softmax, nothing but rounding is
-    left of a gradient. It may be anything that is small beside the other gradients.
+    If all terms of a gradient cancel, e.g. for a bias that shifts all logits of a softmax, only rounding errors remain.
+    Such a gradient may have any values that are small compared with the other gradients.
     """
     found = list(deviations(got, want, platform=platform, precision=precision, names=names))
     largest = max(map(_largest, want), default=0.0)
@@ -226,7 +226,7 @@ def _largest(array: Any) -> float:
 
 
 def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:
-    """Return the function as a program for inputs of these types, made quickly rather than well."""
+    """Return the function compiled for inputs of these types, with short compile time and few optimisations."""
     program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
     return program
 
@@ -235,11 +235,11 @@ Job = tuple[Callable[[Arrays, Arrays], Results], Arrays, Arrays]
 
 
 def computed(jobs: Mapping[str, Job]) -> dict[str, Results | Exception]:
-    """Compute all jobs, in one program if that works: most of the time of a small one is JAX's for each program."""
+    """Compute all jobs, in one program if possible, because each program has a fixed cost."""
     try:
         return dict(_together(dict(jobs)))
-    except Exception as error:  # noqa: BLE001 - which of them it was shows when each is computed alone
-        logger.debug("%s are computed one by one, for together they fail: %s", ", ".join(jobs), error_text(error))
+    except Exception as error:  # noqa: BLE001 - computing each alone shows which of them fails
+        logger.debug("%s: computed one by one, because together they fail: %s", ", ".join(jobs), error_text(error))
         return {name: _alone(name, job) for name, job in jobs.items()}
 
 
@@ -255,5 +255,5 @@ def _together(jobs: dict[str, Job]) -> dict[str, Results]:
 def _alone(name: str, job: Job) -> Results | Exception:
     try:
         return _together({name: job})[name]
-    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
         return error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `check_kernel` found out: a row for each check of each configuration, and a table of them."""
+"""The report of `check_kernel`: a row for each check of each configuration, shown as a table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ejkernel.ops.errors import KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
 
 _WIDTH: Final = 80
-_NAME: Final = 36  # characters of a check's name that fit beside the rest
-_SHOWN: Final = 3  # reasons of one check that the table shows
+_NAME: Final = 36  # longest name of a check that fits into its column
+_SHOWN: Final = 3  # reasons to show for each check
 
 
 class CheckStatus(enum.StrEnum):
-    """What came out of a check."""
+    """The result of a check."""
 
     OK = "ok"
     FAILED = "failed"
@@ -31,12 +31,12 @@ class CheckRow:
     """One check of one configuration.
 
     Attributes:
-        check: What was checked, such as `outputs` or `vmap over x`.
-        config: The configuration; `None` where the check is of the kernel.
-        status: What came out of it.
-        reason: Why it failed, or was skipped.
-        error: How far the worst array was from the reference; `None` where nothing was compared.
-        allowed: How far it might have been.
+        check: Name of the check, such as `outputs` or `vmap over x`.
+        config: The configuration; `None` if the check does not depend on it.
+        status: The result.
+        reason: Why the check failed or was skipped.
+        error: Error of the worst array; `None` if the check compares no arrays.
+        allowed: The tolerance for `error`.
     """
 
     check: str
@@ -49,14 +49,14 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What was found out; `str()` of it is a table.
+    """The results of all checks; `str(report)` is a table.
 
     Attributes:
         call: The operation and its arguments.
-        configs: The configurations that were checked; the heuristic's is the first.
+        configs: The checked configurations, the heuristic's first.
         rows: The checks.
-        note: What else there is to know, such as that the configurations are a sample.
-        not_checked: The omissions, beside the rows that were skipped.
+        note: A remark, e.g. that the configurations are a sample.
+        not_checked: Omissions, in addition to skipped rows.
     """
 
     call: str
@@ -67,21 +67,21 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """Whether all checks passed or were skipped."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[CheckRow, ...]:
-        """The rows that failed."""
+        """The failed rows."""
         return tuple(row for row in self.rows if row.status == CheckStatus.FAILED)
 
     def raise_if_failed(self) -> None:
-        """Raise a `KernelCheckError`, whose message is the table, if anything failed."""
+        """Raise a `KernelCheckError`, with the table as its message, if a check failed."""
         if self.failures:
             raise KernelCheckError(self)
 
     def __str__(self) -> str:
-        """Return the rows as a table, a line for each check, with the reasons below."""
+        """Return a table with a line for each check, followed by the reasons."""
         by_check: dict[str, list[CheckRow]] = {}
         for row in self.rows:
             by_check.setdefault(row.check, []).append(row)
@@ -109,14 +109,14 @@ def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
     compared = [row for row in rows if row.error is not None and row.allowed is not None]
     worst = max(compared, key=_share, default=None)
     of = str(len(rows)) if status != CheckStatus.FAILED else f"{statuses.count(CheckStatus.FAILED)} of {len(rows)}"
-    name = rows[0].check if len(rows[0].check) <= _NAME else ""  # a longer one has a line of its own
+    name = rows[0].check if len(rows[0].check) <= _NAME else ""  # longer names get a separate line
     if worst is None:
         return name, status, "-", "-", of
     return name, status, f"{worst.error:.2g}", f"{worst.allowed:g}", of
 
 
 def _share(row: CheckRow) -> float:
-    assert row.error is not None  # only rows that compared anything get here
+    assert row.error is not None  # only rows with a comparison get here
     if row.allowed:
         return row.error / row.allowed
     return math.inf if row.error else 0.0
@@ -124,10 +124,10 @@ def _share(row: CheckRow) -> float:
 
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:
     """Return why rows failed or were skipped, wrapped below their line."""
-    told = [row for row in rows if row.status == CheckStatus.FAILED] or [row for row in rows if row.reason]
+    explained = [row for row in rows if row.status == CheckStatus.FAILED] or [row for row in rows if row.reason]
     by_reason: dict[str, list[CheckRow]] = {}
-    for row in told:
-        # A kernel mostly fails under all configurations for one reason, which is told once.
+    for row in explained:
+        # Usually a kernel fails under all configurations for the same reason; show it once.
         by_reason.setdefault(row.reason, []).append(row)
     lines: list[str] = []
     for reason, same in list(by_reason.items())[:_SHOWN]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient rules by themselves: the dtypes that they return, and every backward after every forward."""
+"""Checks of gradient rules: the dtypes that they return, and every backward after every forward."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 def rule_row(
     subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]
 ) -> Iterator[CheckRow]:
-    """Yield whether each gradient of a kernel's own rule has its argument's dtype; nothing if there is no rule."""
+    """Yield a row that checks whether each gradient of the kernel's rule has its argument's dtype, if it has a rule."""
     if not has_gradient_rule(subject.kernel) or not cotangents:
         return
     try:
         reasons = _wrong_types(subject, config, arrays, cotangents)
-    except Exception as error:  # noqa: BLE001 - a rule may fail in every way; the reason is the row's
+    except Exception as error:  # noqa: BLE001 - a rule may fail in any way; the row has the reason
         reasons = [f"{type(error).__name__}: {error}"]
     yield CheckRow(
         check="gradient types",
@@ -48,7 +48,7 @@ def pair_rows(
     arrays: Sequence[Any],
     cotangents: Sequence[Any],
 ) -> Iterator[CheckRow]:
-    """Yield whether every backward configuration computes the same gradients after every forward configuration.
+    """Yield rows that check whether each backward configuration computes the same gradients after every forward one.
 
     Args:
         subject: The call.
@@ -65,7 +65,7 @@ def pair_rows(
 
 
 class _Pairs:
-    """A gradient rule under every pair of a forward's and a backward's configuration."""
+    """A gradient rule under every pair of a forward and a backward configuration."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Pairs:
         self._subject, self._cotangents = subject, cotangents
         self._spec, self._own = subject.taken_apart(arrays)
         self._leaves_residuals = has_residual_form(subject.kernel)
-        # A rule of the arguments alone does not see how the forward ran.
+        # A rule that only takes the arguments does not depend on the forward's configuration.
         self._forwards = list(forwards if self._leaves_residuals else forwards[:1])
         self._has_own_space = backwards is not None
         self._backwards = list(forwards if backwards is None else backwards)
@@ -86,11 +86,11 @@ class _Pairs:
 
     @property
     def count(self) -> int:
-        """How many pairs no other check has looked at."""
+        """Number of pairs that no other check covers."""
         return len(self._backwards) if self._has_own_space or self._leaves_residuals else 0
 
     def rows(self) -> Iterator[CheckRow]:
-        """Yield a row for each backward configuration, and for each forward that does not run or leaves other types."""
+        """Yield a row for each backward configuration, and for each forward that fails or returns other types."""
         saved: dict[int, Any] = {}
         types: list[Any] = []
         for index, config in enumerate(self._forwards):
@@ -99,7 +99,7 @@ class _Pairs:
                 types = types or found
                 reason = "" if found == types else _differing_types(found, types)
                 saved[index] = self._saved(config) if not reason else None
-            except Exception as error:  # noqa: BLE001 - a forward may fail in every way; the reason is its row's
+            except Exception as error:  # noqa: BLE001 - a forward may fail in any way; the row has the reason
                 reason = f"{type(error).__name__}: {error}"
             if reason:
                 yield _pair_row(config, reason)
@@ -115,7 +115,7 @@ class _Pairs:
         return Choice(config=config, platform=self._subject.platform, trees=trees)
 
     def _types(self, config: Any) -> list[Any]:
-        """Return the structure of a forward's residuals, followed by their types."""
+        """Return the structure of the forward's residuals, followed by their types."""
         if not self._leaves_residuals:
             return []
         trees: list[Any] = []
@@ -125,7 +125,7 @@ class _Pairs:
         return [trees[1], *((like.shape, str(like.dtype)) for like in found[results:])]
 
     def _saved(self, config: Any) -> Any:
-        """Return the results of a forward and its residuals."""
+        """Return the forward's results and residuals."""
         if not self._leaves_residuals:
             return ()
         run = Forward(self._spec, residuals=True).flat(self._choice(config))
@@ -143,12 +143,12 @@ class _Pairs:
         return list(found)
 
     def _gradients(self, saved: dict[int, Any]) -> dict[tuple[int, int], Any]:
-        """Return the gradients, or the error, of each pair of a forward and a backward by their numbers."""
+        """Return the gradients, or the error, of each pair of a forward and a backward, by their indices."""
         numbers = range(len(self._backwards))
         try:
             programs = [(numbers, self._compiled(numbers, saved[0]))]
-        except Exception as error:  # noqa: BLE001 - which of them it was shows when each is compiled alone
-            logger.debug("backwards are compiled one by one, for together they fail: %s", error_text(error))
+        except Exception as error:  # noqa: BLE001 - compiling each alone shows which of them fails
+            logger.debug("backwards are compiled one by one, because together they fail: %s", error_text(error))
             programs = [(range(number, number + 1), self._alone(number, saved[0])) for number in numbers]
         found: dict[tuple[int, int], Any] = {}
         for forward, left in saved.items():
@@ -168,12 +168,12 @@ class _Pairs:
     def _alone(self, number: int, saved: Any) -> Any:
         try:
             return self._compiled([number], saved)
-        except Exception as error:  # noqa: BLE001 - the reason is the row's
+        except Exception as error:  # noqa: BLE001 - the row has the reason
             return error
 
     def _difference(self, number: int, gradients: dict[tuple[int, int], Any]) -> str:
-        """Return how the gradients of one backward differ from one forward to the next; empty if they do not."""
-        # The gradient under one configuration for both is checked by itself; a space of the backward's own is not.
+        """Return how the gradients of one backward depend on the forward's configuration; empty if they do not."""
+        # Other checks cover the gradient with the same configuration for both, but not a separate backward space.
         first = (0, 0) if self._has_own_space else (number, number)
         want = gradients.get(first, gradients[0, 0])
         names = array_names(self._spec)
@@ -212,7 +212,7 @@ def _pair_row(config: object, reason: str) -> CheckRow:
 
 def _differing_types(found: Sequence[Any], want: Sequence[Any]) -> str:
     listed = [", ".join(f"{dtype}{list(shape)}" for shape, dtype in types[1:]) for types in (found, want)]
-    return f"the residuals depend on the configuration: {listed[0]}; under the heuristic's {listed[1]}"
+    return f"the residuals depend on the configuration: {listed[0]}; under the heuristic {listed[1]}"
 
 
 def _wrong_types(
@@ -224,7 +224,7 @@ def _wrong_types(
         spec, own = subject.taken_apart(arrays)
         args, _ = spec.join(own)
         found = _answer(spec, config, subject.platform, own, cotangents)
-        if len(found) != len(args):  # the row of the gradient says it
+        if len(found) != len(args):  # the row of the gradient reports it
             return
         names, at = array_names(spec), 0
         for argument, gradient in zip(args, found, strict=True):
@@ -232,7 +232,7 @@ def _wrong_types(
             wrong.extend(_misfits(argument, gradient, names[at : at + count]))
             at += count
 
-    # Types are asked for, so nothing is computed.
+    # Only types are needed, so trace without computing.
     jax.eval_shape(trace, arrays, cotangents)
     return wrong
 
@@ -240,7 +240,7 @@ def _wrong_types(
 def _answer(
     spec: Any, config: object, platform: str, own: Sequence[object], cotangents: Sequence[jax.Array]
 ) -> Sequence[Any]:
-    """Return what the kernel's rule returns, as it is."""
+    """Return the unmodified result of the kernel's rule."""
     kernel = spec.kernel
     trees: list[Any] = []
     args, kwargs = spec.join(own)
@@ -248,7 +248,7 @@ def _answer(
     if overrides(kernel, "custom_vjp"):
         outs = Forward(spec).flat(choice)(*own)
         rule = hook(kernel, "custom_vjp", platform, config)
-        # The rule itself, because what calls it brings gradients into the arguments' dtypes.
+        # Call the rule directly, because its usual caller casts gradients to the arguments' dtypes.
         found: Sequence[Any] = rule(args, config, kwargs, _outputs(trees[0], outs, cotangents))
         return found
     out, residuals = hook(kernel, "fwd_with_residuals", platform, config)(*args, cfg=config, **kwargs)
@@ -267,10 +267,10 @@ def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[jax.Array]) ->
 def _misfits(argument: object, gradient: object, names: Sequence[str]) -> list[str]:
     arrays = [leaf for leaf in jax.tree.leaves(argument) if _is_array(leaf)]
     gradients = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
-    if len(gradients) != len(arrays):  # None for a whole branch, or for what is static
+    if len(gradients) != len(arrays):  # None for a whole subtree, or for a static argument
         return []
     return [
-        f"the gradient of {name} is {found.dtype}, and {name} is {array.dtype}; return it as that"
+        f"the gradient of {name} is {found.dtype}, but {name} is {array.dtype}; return it as {array.dtype}"
         for name, array, found in zip(names, arrays, gradients, strict=True)
         if found is not None and is_inexact(array) and found.dtype != array.dtype
     ]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations `check_kernel` checks, and which checks each has.
+"""Selects the configurations for `check_kernel`, and the checks for each of them.
 
-What raises honestly, and plain JAX cannot do either, is skipped with the reason; it is a failure where the kernel
-claims it, by a rule, by a form of `run` for the platform, or by doing it under the heuristic.
+If a feature raises an error, and plain JAX does not support it either, its check is skipped with the reason. It fails
+if the kernel claims the feature: by a gradient rule, by a variant of `run` for the platform, or because the feature
+works under the heuristic.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from ejkernel.ops.utils.formatting import arguments
 
 logger = logging.getLogger(__name__)
 
-_TOO_FEW: Final = 2  # rows of a configuration that does not run
-_SMALL: Final = 8  # configurations up to which every check looks at all of them
-_FEW: Final = 4  # configurations of a larger space that costly checks look at
-_CURVED: Final = 2  # configurations whose second derivatives are compared
-_SIZED: Final = 3  # configurations of a call of odd sizes
+_TOO_FEW: Final = 2  # number of rows if a configuration does not run
+_SMALL: Final = 8  # largest number of configurations for which every check covers all
+_FEW: Final = 4  # configurations for costly checks in a larger space
+_CURVED: Final = 2  # configurations for second derivatives
+_SIZED: Final = 3  # configurations for odd sizes
 
 
 def checked(
@@ -63,7 +64,7 @@ def checked(
         chosen, note = _configs(subject, subject.inv, configs)
         for config in chosen:
             check_config(subject.kernel, config)
-    except Exception as error:  # noqa: BLE001 - a kernel's own hooks; without a configuration nothing can be checked
+    except Exception as error:  # noqa: BLE001 - the kernel's hooks; without a configuration there is nothing to check
         row = CheckRow(
             check="configurations", config=None, status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
         )
@@ -73,16 +74,16 @@ def checked(
 
 
 def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
-    """Return the list of omissions, beside the rows that were skipped."""
+    """Return the list of omissions, in addition to skipped rows."""
     few, many, single = BATCHES
     found = [
-        f"batches of other sizes than 2 by {few}, {few} and {many} of all arrays, and {single} of one array",
-        "other odd sizes than one or two more than the given lengths",
-        "how large gradients are of scaled inputs and of zeros; arguments with NaN or infinity",
+        f"batch sizes other than 2 by {few}, {few} and {many} for all arrays, and {single} for one array",
+        "odd sizes other than one or two more than the given lengths",
+        "values of gradients for scaled inputs and zeros; arguments with NaN or infinity",
         "third derivatives",
     ]
     if count > _SMALL:
-        checks = "forwards before other backwards, scaled inputs, zeros, other dtypes"
+        checks = "pairs of forward and backward, scaled inputs, zeros, other dtypes"
         found.insert(0, f"{checks}: {count - _FEW} of {count} configurations")
     found += [
         f"{checks}: {count - looked} of {count} configurations"
@@ -95,7 +96,7 @@ def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
 
 
 def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """Return all configurations, or the heuristic's and some others, always the same."""
+    """Return all configurations, or the heuristic's and a reproducible sample of the others."""
     if len(configs) <= count:
         return list(configs)
     others = np.random.default_rng(seed).choice(np.arange(1, len(configs)), count - 1, replace=False)
@@ -103,16 +104,16 @@ def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
 
 
 def _costly(configs: Sequence[Any], seed: int) -> list[Any]:
-    """Return the configurations that costly checks look at."""
+    """Return the configurations for costly checks."""
     return _few(configs, len(configs) if len(configs) <= _SMALL else _FEW, seed)
 
 
 def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
-    """Return the call's arguments in short; what has no stable name is left out."""
+    """Return a short form of the call's arguments; empty if they have no stable description."""
     try:
         return arguments(inv.description)
-    except Exception as error:  # noqa: BLE001 - the row of the key says why
-        logger.debug("%s: its arguments cannot be shown: %s", inv.op_id, error_text(error))
+    except Exception as error:  # noqa: BLE001 - the row of the key reports the error
+        logger.debug("%s: cannot describe its arguments: %s", inv.op_id, error_text(error))
         return ""
 
 
@@ -122,11 +123,11 @@ def _rows(
     yield CheckRow(check="configurations", config=None, status=CheckStatus.OK)
     try:
         numbers = Numbers(subject, configs[0], tuple(without))
-    except UnsupportedError as error:  # it is for another platform than this process has
+    except UnsupportedError as error:  # the kernel is for another platform
         yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
-        # What is left, platforms and the key, needs nothing to run here.
+        # The remaining checks, of platforms and the key, do not run the kernel.
         without |= {"inputs", "dtypes", "export", "pickle", "split"}
-    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
         yield CheckRow(
             check="outputs", config=configs[0], status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
         )
@@ -137,7 +138,7 @@ def _rows(
         for config in configs:
             rows = list(numbers.rows(config, second=any(config is other for other in curved)))
             yield from rows
-            if config is configs[0] and len(rows) <= _TOO_FEW:  # it does not run, so that nothing else would
+            if config is configs[0] and len(rows) <= _TOO_FEW:  # the heuristic does not run
                 return
             right += [config] if all(row.status != CheckStatus.FAILED for row in rows) else []
         yield from _more_rows(subject, numbers, configs, right, given, without)
@@ -152,10 +153,10 @@ def _more_rows(
     given: Collection[object] | None,
     without: frozenset[str],
 ) -> Iterator[CheckRow]:
-    """Yield rows of what several configurations compute from one input, or one configuration from several inputs."""
+    """Yield rows of checks that need several configurations, or several inputs."""
     runs = [config for config in configs if config is configs[0] or any(config is other for other in right)]
     yield from numbers.pair_rows(_costly(runs, subject.seed), _backward_configs(subject, numbers, given))
-    # A configuration that is wrong for usual inputs would be so for all others.
+    # A configuration with wrong results for usual inputs would also fail for all others.
     if "inputs" not in without and right:
         yield from value_rows(subject, numbers, _costly(right, subject.seed))
         if right[0] is configs[0]:
@@ -164,17 +165,17 @@ def _more_rows(
 
 
 def _sized(subject: Subject, given: Collection[object] | None) -> list[Any]:
-    """Return the configurations to check of a call of odd sizes."""
+    """Return the configurations to check with odd sizes."""
     configs, _ = _configs(subject, subject.inv, None)
     if given is not None:
-        # Those that were given may not be for these sizes.
+        # The given configurations may not fit these sizes.
         known = {config_id(config) for config in given}
         configs = [configs[0], *(config for config in configs[1:] if config_id(config) in known)]
     return _few(configs, _SIZED, subject.seed)
 
 
 def _backward_configs(subject: Subject, numbers: Numbers, given: Collection[object] | None) -> list[Any] | None:
-    """Return the configurations of the backward call, if the kernel has others for it than for the forward."""
+    """Return the configurations of the backward call, if they differ from the forward's."""
     if given is not None or subject.inv.override_cfg is not None or not numbers.has_gradient:
         return None
     forward = {config_id(config) for config in _configs(subject, subject.inv, None)[0]}
@@ -183,7 +184,7 @@ def _backward_configs(subject: Subject, numbers: Numbers, given: Collection[obje
         if inv is None:
             return None
         found, _ = _configs(subject, inv, None)
-    except Exception as error:  # noqa: BLE001 - a kernel's own hooks; the rows of its gradient say more
+    except Exception as error:  # noqa: BLE001 - the kernel's hooks; the rows of its gradient report the error
         logger.debug("%s: no configurations of the backward: %s", subject.inv.op_id, error_text(error))
         return None
     same = {config_id(config) for config in found} == forward
@@ -208,18 +209,18 @@ def _form_rows(subject: Subject, config: object, without: frozenset[str]) -> Ite
 
 
 def _dtype_rows(subject: Subject, name: str) -> Iterator[CheckRow]:
-    """Yield the worst of what a call shows under its heuristic and other configurations."""
+    """Yield for each configuration the worst row of a call with other dtypes."""
     configs = _costly(_configs(subject, subject.inv, None)[0], subject.seed)
     numbers = Numbers(subject, configs[0], ("tangents", "vmap"))
-    row = _worst_row(name, configs[0], [_but_for_rounding(numbers, row) for row in numbers.rows(configs[0])])
+    row = _worst_row(name, configs[0], [_excuse_rounding(numbers, row) for row in numbers.rows(configs[0])])
     yield row
     if row.status == CheckStatus.OK and configs[1:]:
         for other in numbers.brief_rows(configs[1:]):
-            yield _worst_row(name, other.config, [_but_for_rounding(numbers, other)])
+            yield _worst_row(name, other.config, [_excuse_rounding(numbers, other)])
 
 
-def _but_for_rounding(numbers: Numbers, row: CheckRow) -> CheckRow:
-    """Return the row, as passed if rounding in 16 bits explains the difference."""
+def _excuse_rounding(numbers: Numbers, row: CheckRow) -> CheckRow:
+    """Return the row, marked as passed if rounding in 16 bits explains its error."""
     numeric = row.check in ("outputs", "jit", "under grad") or row.check.startswith("gradient of ")
     if row.status != CheckStatus.FAILED or row.error is None or not numeric:
         return row
@@ -229,7 +230,7 @@ def _but_for_rounding(numbers: Numbers, row: CheckRow) -> CheckRow:
 def _worst_row(name: str, config: object, found: Sequence[CheckRow]) -> CheckRow:
     first = next((row for row in found if row.status == CheckStatus.FAILED), None)
     if first is not None and first.error is None and first.check in ("types", "outputs"):
-        reason = f"the kernel does not take it: {first.reason}"  # and need not
+        reason = f"not supported: {first.reason}"
         return CheckRow(check=name, config=config, status=CheckStatus.SKIPPED, reason=reason)
     worst = first or max((row for row in found if row.error is not None), key=lambda row: row.error or 0.0)
     reason = "" if first is None else f"{worst.check}: {worst.reason}"
@@ -238,18 +239,18 @@ def _worst_row(name: str, config: object, found: Sequence[CheckRow]) -> CheckRow
 
 
 def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[object] | None) -> tuple[list[Any], str]:
-    """Return the configurations to check, the heuristic's first, and what to say of them."""
+    """Return the configurations to check, the heuristic's first, and a note about them."""
     if inv.override_cfg is not None:
-        return [inv.override_cfg], "The arguments say the whole configuration."
+        return [inv.override_cfg], "The arguments fix the whole configuration."
     candidates = candidates_of(subject.kernel, inv) if given is None else given
     if not isinstance(candidates, Collection):
         raise KernelError(f"{subject.kernel.op_id}: config_space must return configurations, got {candidates!r}.")
     note, chosen = "", candidates
     if isinstance(candidates, ConfigSpace) and candidates.size > LISTED:
         chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
-        note = f"The configurations are the heuristic's and {len(chosen)} of about {candidates.size:,}, at random."
+        note = f"Checked: the heuristic and {len(chosen)} of about {candidates.size:,} configurations, at random."
     found: dict[Any, Any] = {}
-    # The heuristic's first, and once: the others are held against it.
+    # The heuristic's first, because the others are compared with it, and without duplicates.
     for config in [*heuristic_of(inv, subject.kernel), *chosen]:
         found.setdefault(config_id(config), config)
     if not found:

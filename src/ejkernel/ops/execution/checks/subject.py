@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call that is checked: functions of its arrays, inputs for them, and the truth about them."""
+"""The call under check: functions of its arrays, inputs for them, and its reference."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Arrays = list[Any]
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """A call of a kernel, as its user writes it.
+    """A call of a kernel as the user writes it.
 
     Attributes:
         kernel: The kernel.
         args, kwargs: The arguments of the call; arrays may be abstract.
         inv: The call as the kernel sees it.
-        seed: Of the random inputs.
-        executor: Who runs the call; remembers nothing beyond itself.
+        seed: Seed of the random inputs.
+        executor: Runs the call; it does not share or save configurations.
     """
 
     kernel: Kernel[Any, Any]
@@ -76,12 +76,12 @@ class Subject:
 
     @property
     def given(self) -> Arrays:
-        """The call's arrays as they were given."""
+        """The call's arrays as the user passed them."""
         return [self._leaves[index] for index in self._at]
 
     @property
     def platform(self) -> str:
-        """Kind of the device that checks run on."""
+        """Platform on which the checks run."""
         return self.inv.platform
 
     @property
@@ -90,7 +90,7 @@ class Subject:
         return overrides(self.kernel, "reference")
 
     def with_arrays(self, arrays: Sequence[Any]) -> Subject:
-        """Return the same call of other arrays, which may be abstract."""
+        """Return the same call with other arrays, which may be abstract."""
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.seed)
 
@@ -103,7 +103,7 @@ class Subject:
         return args, kwargs
 
     def executed(self, config: object, *, kernel: Kernel[Cfg, Out] | None = None) -> Flat:
-        """Return the call as a user makes it, with `config`; the heuristic's if that is `None`."""
+        """Return the user's call as a function of its arrays, with `config`, or the heuristic's for `None`."""
 
         def call(*arrays: jax.Array) -> tuple[Any, ...]:
             args, kwargs = self.join(arrays)
@@ -112,7 +112,7 @@ class Subject:
         return call
 
     def plain(self, choice: Choice) -> Flat:
-        """Return the kernel's own `run`, or `reference`, which JAX differentiates by itself."""
+        """Return the kernel's `run` or `reference` as a plain function, which JAX differentiates without the rule."""
 
         def call(*arrays: jax.Array) -> tuple[Any, ...]:
             spec, own = self.taken_apart(arrays)
@@ -121,31 +121,31 @@ class Subject:
         return call
 
     def taken_apart(self, arrays: Sequence[jax.Array]) -> tuple[Any, Arrays]:
-        """Return the call as the kernel sees it, and its arrays."""
+        """Return the call's spec as the kernel sees it, and its arrays."""
         args, kwargs = self.join(arrays)
         args, kwargs = prepared(self.kernel, args, kwargs)
         return take_apart(self.kernel, args, {name: value for name, value in kwargs.items() if name != "cfg"})
 
     def differentiable(self) -> tuple[bool, ...]:
-        """Return which arrays have a gradient: all floating-point ones, but for keywords where there is a rule."""
+        """Return which arrays have a gradient: floating-point arrays, with a rule only positional ones."""
         _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
-        # A rule answers for positional arguments alone; JAX differentiates the others as well.
+        # A rule returns gradients of positional arguments only; JAX differentiates keyword arguments as well.
         fixed = by_keyword if has_gradient_rule(self.kernel) else {}
         return tuple(
-            is_inexact(like) and not (part.idx == 1 and argument.key in fixed)
-            for like, (part, argument, *_) in zip(self.types, self._paths, strict=True)
+            is_inexact(like) and not (kind.idx == 1 and argument.key in fixed)
+            for like, (kind, argument, *_) in zip(self.types, self._paths, strict=True)
         )
 
     def elements(self, count: int) -> list[Arrays]:
-        """Return that many inputs of the call: the given one, if it is not abstract, and examples."""
+        """Return `count` inputs of the call: the given one, unless it is abstract, and examples."""
         rng = np.random.default_rng(self.seed)
         concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
-        # Copies, for a kernel that writes to its arguments is to be found out, and not to write to its author's.
+        # Copy, so that a kernel that writes to its arguments does not modify its author's arrays.
         first = [[jnp.array(array) for array in self.given]] if concrete else []
         return [*first, *(self._example(rng) for _ in range(count - len(first)))]
 
     def _example(self, rng: np.random.Generator) -> Arrays:
         made = example_arrays(self.inv, rng, Choice())
         fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
-        # What `prepare` reshapes, or casts, is not what the call is given.
+        # If `prepare` reshapes or casts, examples for the kernel do not fit the call's arguments.
         return made if fits else [random_array(like, rng) for like in self.types]

@@ -121,10 +121,10 @@ def test_what_is_kept_must_not_depend_on_the_configuration():
     step = jax.jit(jax.grad(lambda x: chunked(x).sum()))
     np.testing.assert_allclose(step(X), jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(X), rtol=1e-5)
     backward = next(inv.key for inv in discover(step, X) if inv.direction == "bwd")
-    with overlay_cache({backward: 4}), pytest.raises(GradientError, match=r"depends on the configuration: .*\[2,6\]"):
+    with overlay_cache({backward: 4}), pytest.raises(GradientError, match=r"depend on the configuration: .*\[2,6\]"):
         step(X)
     forward = next(inv.key for inv in discover(jax.value_and_grad(lambda x: chunked(x).sum()), X))
-    with overlay_cache({forward: 4}), pytest.raises(KernelError, match=r"With keeps_residuals=True what is kept"):
+    with overlay_cache({forward: 4}), pytest.raises(KernelError, match=r"With keeps_residuals=True the residuals count"):
         step(X)
 
 
