@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.autotuner.measure.duels import compare
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 
 SAMPLES = 32

@@ -179,7 +179,7 @@ def test_a_note_runs_and_imports_nothing(modules, tmp_path):
     with pytest.warns(OfflineWarning, match="takes"):
         found = missed_calls(tmp_path)
     assert found.calls == ()
-    assert f"{len(some)} of no use here" in found.counts
+    assert f"{len(some)} not usable here" in found.counts
 
 
 def test_a_file_of_shapes_names_kernels_and_gives_them_plain_values(modules, tmp_path):

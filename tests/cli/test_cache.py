@@ -100,13 +100,13 @@ def test_show_prints_all_of_an_entry_by_its_operation_or_key(clean, capsys, pref
 def test_show_of_a_missing_entry_is_an_error(clean, capsys):
     status, out, err = run(capsys, "show", "nothing", cache=clean)
     assert (status, out) == (1, "")
-    assert "begins with 'nothing'" in err
+    assert "starts with 'nothing'" in err
 
 
 def test_verify_reads_every_file(clean, capsys):
     status, out, _ = run(capsys, "verify", cache=clean)
     assert status == 0
-    assert out == f"{clean}: 2 entries, 1 search, 1 note; all can be used\n"
+    assert out == f"{clean}: 2 entries, 1 search, 1 note; all files are usable\n"
 
 
 @pytest.mark.parametrize("pattern", ["*/older-v0/*.json", "*/doubled-v0/*.jsonl", "missed/*/*/*.json"])
@@ -117,7 +117,7 @@ def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
     assert status == 1
     assert f"{path}: " in out
     assert "UTF-8" in out or "utf-8" in out
-    assert "1 file cannot be used" in out
+    assert "1 unusable file" in out
     assert "\x1b" not in out
     status, out, _ = run(capsys, "verify", "--json", cache=clean)
     found = json.loads(out)
@@ -229,7 +229,7 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path, capsys, monkeypatch, com
     assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     assert main(command) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_an_unlistable_folder_is_reported_and_not_removed(capsys, clean, unlista
     status, out, _ = run(capsys, "verify", cache=clean)
     assert status == 1
     assert f"{unlistable}: it cannot be listed: [Errno 13] Permission denied" in out
-    assert out.endswith("1 file cannot be used\n")
+    assert out.endswith("1 unusable file\n")
     (bad,) = json.loads(run(capsys, "verify", "--json", cache=clean)[1])["unusable"]
     assert (bad["file"], bad["kind"]) == (unlistable, "folder")
     before = written(clean)
@@ -263,10 +263,10 @@ def test_files_with_foreign_names_are_reported_and_stay(capsys, folder):
     (folder / "gpu-some" / "older-v0" / "0123-01234567.json").write_text("{")
     status, out, _ = run(capsys, "verify", cache=folder)
     assert (status, out.count("\n")) == (1, 3)
-    assert "2 files cannot be used; `ejkernel cache prune --unreadable` removes 1 of them" in out
+    assert "2 unusable files; `ejkernel cache prune --unreadable` removes 1 of them" in out
     assert "1 entry, 0 searches, 0 notes removed" in run(capsys, "prune", "--unreadable", cache=folder)[1]
     status, out, _ = run(capsys, "verify", cache=folder)
-    assert (status, out.endswith("1 file cannot be used\n")) == (1, True)
+    assert (status, out.endswith("1 unusable file\n")) == (1, True)
 
 
 COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
@@ -314,7 +314,7 @@ def test_an_entry_that_is_put_while_the_command_decides_stays(clean, capsys, mon
     put_meanwhile(monkeypatch, clean, commands.Wanted, "has")
     status, out, err = run(capsys, *words, cache=clean)
     assert (status, "0 entries, 0 searches, 0 notes removed" in out) == (0, True)
-    assert "1 file stayed: replaced by another process meanwhile" in err
+    assert "1 file kept: replaced by another process during" in err
     assert PersistentCache(clean).get("gpu:some", "older@v0", "0123456789abcdef") == {"rows": 4}
 
 

@@ -138,7 +138,7 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     arguments = ("tune", "--from", "bundle", "--import", "prog", "--json")
     status, out, err = run(folder, *arguments, COMPILING_IS_FORBIDDEN="1")
     assert status == 0, err
-    assert "bundle: 1 call, 0 of no use here" in err
+    assert "bundle: 1 call, 0 not usable here" in err
     (entry,) = json.loads(out)["entries"]
     assert entry["config"] == {"repeats": 0}
     assert entry["measured"]["checked"] == ["outputs"]
@@ -189,7 +189,7 @@ def test_ctrl_c_while_the_worker_starts_prints_no_traceback(folder):
     process = start(folder, "tune", "prog:step", in_session=True, PYTHONPATH=path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert (out, err.strip()) == ("", "ejkernel: stopped; what was tuned so far is saved, run it again to go on")
+    assert (out, err.strip()) == ("", "ejkernel: stopped; results so far are saved, run the command again to continue")
 
 
 def logged(folder):
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_
     status, _, err = run(folder, *arguments, INTERRUPTED="self" if in_process else "parent")
     assert status == 130, err
     assert "Traceback" not in err
-    assert "stopped; what was tuned so far is saved, run it again to go on" in err
+    assert "stopped; results so far are saved, run the command again to continue" in err
     progress, interrupted = logged(folder)
     assert interrupted
     assert (progress.state, progress.candidates) == ("partial", 12)
@@ -220,11 +220,11 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_
     again = ("tune", "prog:long", "--in-process")
     status, _, err = run(folder, *again)
     assert status == 0, err
-    assert "tuned before" not in err
+    assert "already tuned" not in err
     assert "1 of 1 call tuned" in err
     assert saved(folder)["measured"]["search"] == {"state": "complete", "done": 12, "candidates": 12}
     _, _, err = run(folder, *again)
-    assert "1 of them was tuned before" in err
+    assert "1 call already tuned" in err
 
 
 def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(folder):
@@ -244,14 +244,14 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
     ("arguments", "status", "message"),
     [
         (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs MODULE:FUNCTION, or --shapes, and --output"),
-        (("tune", "prog:step", "--output", "x"), 2, "--target and --output go with --compile-only"),
+        (("tune", "prog:step", "--output", "x"), 2, "--target and --output require --compile-only"),
         (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
-        ((*COMPILE, "--dry-run"), 2, "--dry-run does not go with --compile-only"),
+        ((*COMPILE, "--dry-run"), 2, "--dry-run cannot be used with --compile-only"),
         ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),
-        ((*COMPILE, "--devices", "2"), 2, "--devices does not go with --compile-only"),
-        (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices does not go with --in-process"),
-        ((*COMPILE, "--json"), 2, "--json does not go with --compile-only"),
+        ((*COMPILE, "--devices", "2"), 2, "--devices cannot be used with --compile-only"),
+        (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices cannot be used with --in-process"),
+        ((*COMPILE, "--json"), 2, "--json cannot be used with --compile-only"),
         (("tune", "--from", "nothing"), 1, "nothing is no bundle"),
     ],
 )

@@ -144,7 +144,9 @@ def test_a_fresh_process_lists_the_calls_of_a_file(folder, file):
     status, out, err = tune(folder, file, *IMPORTS, "--dry-run", "--json")
     assert status == 0, err
     assert sorted(call["op"].replace("rms_norm", "RmsNorm") for call in json.loads(out)) == OPERATIONS
-    assert f"{file}: 4 labels, 4 of them calls that can be tuned here, 0 without a description, 0 of no use here" in err
+    assert (
+        f"{file}: 4 labels, 4 of them calls that can be tuned here, 0 without a description, 0 not usable here" in err
+    )
     assert not (folder / "cache").exists()
 
 
@@ -169,7 +171,7 @@ def test_the_package_s_own_kernels_are_there_and_others_that_were_not_named_are_
     assert (
         "there is no kernel 'affine@v0' here; name the module that creates it at its top level (--import MODULE)" in err
     )
-    assert "4 labels, 2 of them calls that can be tuned here, 0 without a description, 2 of no use here" in err
+    assert "4 labels, 2 of them calls that can be tuned here, 0 without a description, 2 not usable here" in err
 
 
 def test_a_text_of_keys_alone_says_how_to_lower_it(folder):
@@ -178,16 +180,16 @@ def test_a_text_of_keys_alone_says_how_to_lower_it(folder):
     (folder / "bare.mlir").write_text(text[start:end].partition('"')[0])
     status, _, err = tune(folder, "bare.mlir", *IMPORTS)
     assert status == 1
-    assert "bare.mlir holds no call that can be tuned here; the warnings above say why" in err
-    assert "labels that carry no description of their call: ejkernel_ops#" in err
+    assert "bare.mlir has no call that can be tuned here; the warnings above say why" in err
+    assert "labels without a description of their call: ejkernel_ops#" in err
     assert "EJKERNEL_OPS_STAMP=json" in err
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"ML\xefR\x00\x01", "is MLIR bytecode; write the program as text"),
-        (b"\x00\x01\x02 nothing", "is neither a program's text nor one that this process can read"),
+        (b"ML\xefR\x00\x01", "is MLIR bytecode; save the program as text"),
+        (b"\x00\x01\x02 nothing", "is neither a program's text nor a readable exported program"),
     ],
 )
 def test_another_kind_of_file_is_a_clear_error(tmp_path, capsys, content, message):
@@ -241,7 +243,7 @@ def test_an_import_that_fails_shows_the_users_frames(folder):
 def test_one_of_program_and_missed_is_needed(folder, arguments):
     status, _, err = tune(folder, *arguments)
     assert status == 2
-    assert "give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in err
+    assert "pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in err
 
 
 # --- missed calls ---
@@ -262,11 +264,11 @@ def test_missed_calls_are_tuned_by_another_process_and_their_notes_removed(folde
     assert len(json.loads(out)) == 4
     assert len(notes(folder)) == 4
     status, _, err = tune(folder, "--missed", "--budget", "20")
-    assert "4 notes, 2 of them calls that can be tuned here, 2 of no use here, 0 of other devices" in err
+    assert "4 notes, 2 of them calls that can be tuned here, 2 not usable here, 0 of other devices" in err
     assert len(notes(folder)) == 2
     status, _, err = tune(folder, "--missed", "--dry-run")
     assert status == 1
-    assert "holds no call that can be tuned here" in err
+    assert "has no call that can be tuned here" in err
     status, _, err = tune(folder, "--missed", *IMPORTS, "--budget", "20")
     assert status == 0, err
     assert notes(folder) == []

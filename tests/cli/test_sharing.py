@@ -42,12 +42,12 @@ def test_one_machine_pushes_and_another_pulls(capsys, url, mine, theirs):
     status, out, _ = run(capsys, "push", url, cache=mine)
     assert (status, out) == (
         0,
-        f"{url}: 2 entries added, 0 replaced by better ones; 0 there are better, 0 the same\n",
+        f"{url}: 2 entries added, 0 replaced by better entries; 0 better entries kept, 0 identical\n",
     )
     assert "1 entry added, 2 replaced" in run(capsys, "push", url, cache=theirs)[1]
     assert "1 entry would be added, 2 would be replaced" in run(capsys, "pull", url, "--dry-run", cache=mine)[1]
     assert len(PersistentCache(mine).keys()) == 2
-    assert "1 entry added, 2 replaced by better ones" in run(capsys, "pull", url, cache=mine)[1]
+    assert "1 entry added, 2 replaced by better entries" in run(capsys, "pull", url, cache=mine)[1]
     assert PersistentCache(mine).get(entry(1).key) == {"rows": 11}
     assert run(capsys, "diff", url, cache=mine) == (0, "", f"left is {mine}, right is {url}: 0 differences\n")
 
@@ -63,7 +63,7 @@ def test_conflicts_are_shown(capsys, mine, theirs):
     assert status == 0
     assert "rows=12" in out
     assert "rows=11" not in out
-    assert "1 conflict: nothing tells which configuration is the better" in err
+    assert "1 conflict: neither configuration is known to be better" in err
     PersistentCache(mine).put(entry(3).key, {"rows": 99})
     found = json.loads(run(capsys, "merge", str(theirs), "--json", cache=mine)[1])
     assert (found["added"], found["kept"], found["same"]) == (0, 1, 2)
@@ -91,7 +91,7 @@ def test_pull_without_a_url_brings_the_copies_up_to_date(capsys, url, theirs, tm
     PersistentCache().put(entry(5).key, {"rows": 5})
     assert f"{url}: 1 entry added" in run(capsys, "push")[1]
     status, out, _ = run(capsys, "verify")
-    assert (status, out) == (0, f"{tmp_path / 'third'}: 1 entry, 0 searches, 0 notes, 2 packs; all can be used\n")
+    assert (status, out) == (0, f"{tmp_path / 'third'}: 1 entry, 0 searches, 0 notes, 2 packs; all files are usable\n")
 
 
 def test_a_damaged_copy_is_found_and_removed(capsys, url, theirs, tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_push_repairs_damaged_packs(capsys, url, mine, tmp_path):
     (pack,) = (tmp_path / "team").iterdir()
     whole = pack.read_bytes()
     pack.write_bytes(whole.replace(b'"rows":1', b'"rows":7'))
-    assert f"{url}: 1 pack damaged there, and written again" in run(capsys, "push", url, cache=mine)[2]
+    assert f"{url}: 1 damaged pack repaired" in run(capsys, "push", url, cache=mine)[2]
     assert pack.read_bytes() == whole
     assert "damaged" not in run(capsys, "push", url, cache=mine)[2]
 
@@ -170,9 +170,9 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
     ("arguments", "message"),
     [
         (("push",), "set EJKERNEL_CACHE_LAYERS"),
-        (("push", "no url"), "'no url' is no URL"),
+        (("push", "no url"), "'no url' is not a URL"),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
-        (("prune", "no url"), "'no url' is no URL"),
+        (("prune", "no url"), "'no url' is not a URL"),
         (("diff", "/nowhere/at/all"), "the folder /nowhere/at/all does not exist"),
         (("merge", "/nowhere/at/all"), "does not exist"),
         (("push", "nosuchkind://x"), "nosuchkind"),
@@ -187,7 +187,7 @@ def test_wrong_arguments_are_errors_with_advice(capsys, arguments, message):
 
 def test_of_several_layers_the_one_to_push_to_is_named(capsys, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "memory://a,memory://b")
-    assert "has 2 URLs; name the one" in run(capsys, "push")[2]
+    assert "has 2 URLs; pass one of them" in run(capsys, "push")[2]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_better_concurrent_put_is_not_replaced(capsys, url, mine, theirs, monk
     monkeypatch.setattr(exchange, "judge", put_meanwhile)
     source = str(theirs) if words == ("merge",) else url
     status, out, _ = run(capsys, *words, source, cache=mine)
-    assert (status, "1 entry added, 1 replaced by better ones; 1 there are better" in out) == (0, True)
+    assert (status, "1 entry added, 1 replaced by better entries; 1 better entries kept" in out) == (0, True)
     assert rows(FolderPlace(mine)) == [12, 13, 99]
 
 
@@ -228,7 +228,7 @@ def test_a_call_that_another_process_keeps_saving_is_left_alone(capsys, mine, th
 
     monkeypatch.setattr(exchange, "judge", put_meanwhile)
     out = run(capsys, "merge", str(theirs), cache=mine)[1]
-    assert "1 entry added, 1 replaced by better ones; 1 there are better" in out
+    assert "1 entry added, 1 replaced by better entries; 1 better entries kept" in out
     assert rows(FolderPlace(mine))[-1] > 50
 
 

@@ -66,7 +66,7 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
         "list",
         "cache",
     ]
-    assert "1 if it failed or found nothing" in out
+    assert "1 on failure or if nothing usable was found" in out
 
 
 @pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])

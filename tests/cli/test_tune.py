@@ -117,7 +117,7 @@ def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys)
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 0
-    assert "2 of them were tuned before; --force tunes them again" in err
+    assert "2 calls already tuned; --force tunes again" in err
     assert "Nothing to tune" in out
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     assert "product.bwd" in out
@@ -127,7 +127,7 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
     arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
     _, out, err = run(capsys, *arguments, "--budget", "0.000001")
-    assert "tuned before" not in err
+    assert "already tuned" not in err
     assert "not finished (1 of 4)" in out
     assert "kept" not in out
     _, out, err = run(capsys, *arguments, "--budget", "600")
@@ -219,7 +219,7 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     assert "1 distinct call, 1 forward" in err
     assert "1 of 1 call tuned" in err
     _, _, err = run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
-    assert "1 of them was tuned before; --force tunes it again" in err
+    assert "1 call already tuned; --force tunes again" in err
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_program_without_calls_is_a_failure(program, capsys, mode):
     status, out, err = run(capsys, "tune", "--in-process", "program:nothing", *mode)
     assert status == 1
     assert "0 distinct calls" in err
-    assert "the program of program:nothing calls no kernel of ejkernel" in err
+    assert "the program of program:nothing calls no ejkernel kernel" in err
     assert out == "Nothing to tune.\n"
 
 
@@ -252,15 +252,15 @@ def test_a_text_that_names_no_call_is_a_warning_and_a_failure(program, capsys):
     (program / "empty.mlir").write_text("module {}")
     status, _, err = run(capsys, "tune", "--in-process", "empty.mlir")
     assert status == 1
-    assert "no kernel call is named in empty.mlir" in err
-    assert "empty.mlir holds no call that can be tuned here" in err
+    assert "empty.mlir has no labels of kernel calls" in err
+    assert "empty.mlir has no call that can be tuned here" in err
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("some words", "is no text of a lowered program: no `module` of StableHLO or HLO"),
-        ('{"module": {"a": 1}}', "is no text of a lowered program"),
+        ("some words", "is not a lowered program: it has no `module` of StableHLO or HLO"),
+        ('{"module": {"a": 1}}', "is not a lowered program"),
         ("", "is empty"),
     ],
 )
@@ -316,20 +316,20 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),
         ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
-        ("program", "such as program:step"),
-        ("program.py", "program.py is a Python file; say which function of it, such as program.py:step."),
-        ("program.py:", "such as program.py:step."),
+        ("program", "e.g. program:step"),
+        ("program.py", "program.py is a Python file; add the function, e.g. program.py:step."),
+        ("program.py:", "e.g. program.py:step."),
         ("./program:step", "there is no file program; did you mean program.py:step?"),
         ("./absent.py:step", "there is no file absent.py; the working directory is "),
         ("./notes.txt:step", "notes.txt is not a Python file"),
-        ("./folder", "folder is a folder; give MODULE:FUNCTION, such as folder/FILE.py:FUNCTION"),
+        ("./folder", "folder is a folder; pass MODULE:FUNCTION, e.g. folder/FILE.py:FUNCTION"),
         (
             "./folder:step",
-            "folder without __init__.py, so that it is no module; give one of its files, such as folder/a",
+            "folder without __init__.py, so it is not a module; pass one of its files, e.g. folder/a",
         ),
-        ("./bundle", "bundle is a bundle; measure what is in it with --from bundle"),
-        ("./folder/json.py:step", "would be imported as 'json', which is "),
-        ("./folder/a.b.py:step", "a.b.py cannot be imported, because of the dot in its name; rename it"),
+        ("./bundle", "bundle is a bundle; measure it with --from bundle"),
+        ("./folder/json.py:step", "would be imported as 'json', but that is "),
+        ("./folder/a.b.py:step", "a.b.py cannot be imported because its name contains a dot; rename it"),
         (":step", "the target must be MODULE:FUNCTION or a file that exists, got ':step'"),
         ("program:raises", "calling program:raises raised KeyError: 'no such thing'"),
     ],
@@ -422,10 +422,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
     [
         (["tune"], "MODULE:FUNCTION"),
         (["explain"], "MODULE:FUNCTION"),
-        (["explain", "program:step", "--missed"], "give one of"),
+        (["explain", "program:step", "--missed"], "pass one of"),
         (["tun"], "No such command 'tun'"),
         (["cache", "prune"], "--older-than, --not-for-this-jax or --unreadable"),
-        (["cache", "prune", "--older-than", "3 days"], "'3 days' is no length of time such as 90m, 12h, 30d or 8w"),
+        (["cache", "prune", "--older-than", "3 days"], "'3 days' is not a duration like 90m, 12h, 30d or 8w"),
         (["cache", "show"], "PREFIX"),
         (["tune", "program:step", "--budget", "nan"], "'nan' is not a number of seconds"),
     ],
@@ -522,7 +522,7 @@ def test_what_a_cluster_s_worker_cannot_import_is_an_error(program, capsys, ray_
 def test_a_cluster_s_workers_are_not_this_process_s(capsys, other):
     status, _, err = run(capsys, "tune", "program:forward", "--ray", "auto", *other)
     assert status == 2
-    assert "--ray does not go with --in-process, --devices and --mesh-devices" in err
+    assert "--ray cannot be used with --in-process, --devices or --mesh-devices" in err
 
 
 def test_without_ray_the_command_says_what_to_install(program, capsys, monkeypatch):

@@ -75,11 +75,11 @@ def tune(tmp_path):
 def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
     status, out, err = tune("waves:program", "-v")
     assert status == 0, err
-    assert "wave@v0: the worker was ended by SIGABRT while running; a new worker goes on" in err
+    assert "wave@v0: the worker was killed by SIGABRT while running; a new worker continues" in err
     assert "1 of 1 call tuned" in err
     assert "3, 1 crashed, 1 wrong" in out
     assert re.search(r"^\* +rows=8 +measured", out, re.M)
-    assert re.search(r"rows=16 +crashed .* the worker was ended by SIGABRT while running", out)
+    assert re.search(r"rows=16 +crashed .* the worker was killed by SIGABRT while running", out)
     assert re.search(r"rows=32 +wrong .* differs from the reference", out)
 
 
@@ -90,7 +90,7 @@ def test_what_was_compiled_before_is_measured(tune, tmp_path):
     assert "2 of 3 candidates compiled" in err
     status, _, err = tune("--from", "bundle")
     assert status == 1, err
-    assert "bundle holds no call that can be tuned here" in err
+    assert "bundle has no call that can be tuned here" in err
     assert "there is no kernel 'wave@v0' here" in err
     assert "(--import MODULE)" in err
     status, out, err = tune("--from", "bundle", "--import", "waves")
@@ -104,7 +104,7 @@ def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
     status, out, err = tune("waves:with_a_local_kernel")
     assert status == 0, err
     assert "local: not tuned, because its kernel cannot be sent to a worker process" in err
-    assert "define it at the top of a module, or tune with --in-process" in err
+    assert "define it at the top level of a module, or tune with --in-process" in err
     assert "wave" in out
 
 

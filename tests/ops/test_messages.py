@@ -206,7 +206,7 @@ def test_a_static_argument_without_a_name_is_said_with_the_kernel_and_the_argume
     inv = Invocation(kernel=Apply("apply"), args=(X,), kwargs={"f": lambda x: x})
     with pytest.raises(UnstableKeyError, match=r"^apply: f: <function .* has no name .* pass a number"):
         assert inv.call_key
-    with pytest.warns(ops.UnstableKeyWarning, match=r"^apply: the call cannot be remembered .*heuristic: f: <function"):
+    with pytest.warns(ops.UnstableKeyWarning, match=r"^apply: the call cannot be cached .*heuristic: f: <function"):
         call(Apply("apply"), f=lambda x: x)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: results to stdout, messages to stderr.
 
-Status 0: done; 1: failed, or nothing usable was found; 2: wrong usage; 130: stopped.
+Exit status 0: success; 1: failure, or nothing usable found; 2: wrong usage; 130: interrupted.
 
-Nothing here, nor in the modules that declare the commands, imports JAX: help, the version and the folder's path are
-answered at once. What a command does is in a module of its own, which the command imports.
+This module and the modules that declare the commands do not import JAX, so help, the version and the cache path appear
+at once. Each command imports the module with its implementation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from ejkernel.cli.group import LazyGroup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Process:
-    """The process that the command runs in; a test's is not the command's alone."""
+    """The process of the command.
+
+    Attributes:
+        is_ours: Whether only the command runs in it; false in tests.
+    """
 
     is_ours: bool
 
@@ -45,9 +49,9 @@ _COMMANDS = "ejkernel.cli.commands"
 )
 @click.version_option(package_name="ejkernel-ops", prog_name="ejkernel")
 def cli() -> None:
-    """Tune the kernels of JAX programs on this machine, and see what was found.
+    """Tune the kernels of JAX programs on this machine and show the results.
 
-    Exit status: 0 if it is done, 1 if it failed or found nothing that it can use, 2 for wrong usage, 130 if stopped.
+    Exit status: 0 on success, 1 on failure or if nothing usable was found, 2 for wrong usage, 130 if interrupted.
     """
 
 
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             status = _run(None if argv is None else list(argv))
-            sys.stdout.flush()  # here, where a reader that is gone is no news
+            sys.stdout.flush()  # inside `try`: the reader of the pipe may be gone
         except BrokenPipeError:
             return _without_reader()
     return status
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     try:
-        # Not standalone, where click would end the process, and a test's with it.
+        # Standalone mode would exit the process, also that of a test.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
         error.show()
@@ -77,7 +81,7 @@ def _run(arguments: list[str] | None) -> int:
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
         return 130
     except Exception as error:
-        names_file = isinstance(error, OSError) and error.filename is not None  # such as a name that is too long
+        names_file = isinstance(error, OSError) and error.filename is not None  # e.g. a too long file name
         if not names_file and not _is_ours(type(error), "EjkernelError"):
             raise
         _echo_error(str(error))
@@ -86,28 +90,28 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _echo_error(message: str) -> None:
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, which is there where errors come from
+    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, as most sources of errors do
 
     click.echo(f"ejkernel: error: {printable_lines(message)}", err=True)
 
 
 def _what_is_left(arguments: Sequence[str]) -> str:
-    """Say what an interrupt leaves behind, where that is something."""
-    # Each search of `tune` is saved when it is over.
+    """Return a note on saved results after an interrupt; empty if the command saves none."""
+    # `tune` saves each search when it ends.
     if "tune" not in arguments[:1] or "--compile-only" in arguments or "--dry-run" in arguments:
         return ""
-    return "; what was tuned so far is saved, run it again to go on"
+    return "; results so far are saved, run the command again to continue"
 
 
 def _without_reader() -> int:
-    """End quietly where whoever read the output has gone, as `head` does."""
-    with contextlib.suppress(OSError, ValueError):  # a stdout that is no file has nothing to be closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes what is left at exit
+    """Exit quietly after the reader of the output has closed the pipe, as `head` does."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may not be a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
     return 1
 
 
 def _is_ours(kind: type, root: str) -> bool:
-    """Return whether a class derives from a root of `ejkernel.ops.errors`, without importing that, and so JAX."""
+    """Return whether a class derives from a class of `ejkernel.ops.errors`, without importing that module and JAX."""
     errors = sys.modules.get("ejkernel.ops.errors")
     return errors is not None and issubclass(kind, getattr(errors, root))
 
@@ -122,6 +126,6 @@ def _show_warning(
 ) -> None:
     del file, line
     place = "" if _is_ours(category, "EjkernelWarning") else f" ({filename}:{lineno})"
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, which most of the command does without
+    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, so not at the top
 
     print(f"ejkernel: warning: {printable_lines(message)}{place}", file=sys.stderr)

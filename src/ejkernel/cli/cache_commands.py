@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache`, as it is typed. Nothing here imports JAX."""
+"""Options and help of `ejkernel cache`. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ejkernel.cli.group import Group
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 written_cache = click.option("--cache", type=FOLDER, help="Folder to change; EJKERNEL_CACHE_DIR by default.")
-dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+dry_run = click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 
 
 def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datetime.timedelta | None:
-    """Return the length of time that is written."""
+    """Return the duration of a text like `30d`."""
     del ctx, param
     if value is None:
         return None
     match = re.fullmatch(r"(\d{1,6})([mhdw])", value.strip())
     if match is None:
-        raise click.BadParameter(f"{value!r} is no length of time such as 90m, 12h, 30d or 8w.")
+        raise click.BadParameter(f"{value!r} is not a duration like 90m, 12h, 30d or 8w.")
     return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 older_than = click.option(
-    "--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w."
+    "--older-than", callback=_age, metavar="AGE", help="Only files older than this: 90m, 12h, 30d, 8w."
 )
 
 
 @click.group(cls=Group)
 def cache() -> None:
-    """See, check and tidy the folder of saved configurations."""
+    """Show, check, clean and share the folder of saved configurations."""
 
 
 @cache.command()
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(as_json: bool) -> int:
-    """Print the folder that configurations are saved in."""
+    """Print the folder of saved configurations."""
     from ejkernel import settings
 
     try:
         folder = settings.current().cache_dir
-    except RuntimeError as error:  # a container's user without a home
-        raise click.ClickException("there is no home folder to keep it in; set EJKERNEL_CACHE_DIR.") from error
+    except RuntimeError as error:  # e.g. a container user without a home folder
+        raise click.ClickException("the user has no home folder; set EJKERNEL_CACHE_DIR.") from error
     click.echo(json.dumps({"path": str(folder), "exists": folder.is_dir()}) if as_json else str(folder))
     return 0
 
@@ -59,7 +59,7 @@ def path(as_json: bool) -> int:
 @read_cache
 @as_json
 def list_(cache: Path | None, as_json: bool) -> int:
-    """List the configurations that were saved, as `ejkernel show` does."""
+    """List the saved configurations, like `ejkernel show`."""
     from ejkernel.cli.show import run_show
 
     return run_show(cache, as_json)
@@ -70,9 +70,9 @@ def list_(cache: Path | None, as_json: bool) -> int:
 @read_cache
 @as_json
 def show(prefix: str, cache: Path | None, as_json: bool) -> int:
-    """Print all that is saved of some calls.
+    """Print the full entries of some calls.
 
-    PREFIX is how their key, or the name of their operation, begins.
+    PREFIX is the start of their key or of the name of their operation.
     """
     from ejkernel.cli.show import run_show_entries
 
@@ -85,10 +85,10 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 @read_cache
 @as_json
 def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
-    """Read every file, and say which cannot be used and why.
+    """Read every file and report unusable ones with the reason.
 
-    It also says what was measured with other versions; with --import, of which entries the kernels of that module would
-    be tuned among other configurations now. The exit status is 1 if a file cannot be used.
+    Also reports entries measured with other versions and, with --import, entries of that module's kernels from an older
+    search space. The exit status is 1 if a file is unusable.
     """
     from ejkernel.cli.folder import run_verify
 
@@ -99,23 +99,22 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
 @click.argument("url", required=False, default="")
 @written_cache
 @older_than
-@click.option(
-    "--not-for-this-jax", "other_jax", is_flag=True, help="Only what was measured with another version of JAX."
-)
-@click.option("--unreadable", is_flag=True, help="Files that cannot be used, whatever their age.")
+@click.option("--not-for-this-jax", "other_jax", is_flag=True, help="Only files measured with another version of JAX.")
+@click.option("--unreadable", is_flag=True, help="Unusable files, of any age.")
 @dry_run
 @as_json
 def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: Any) -> int:
     """Remove some of the saved configurations, searches and notes.
 
-    What is removed meets both --older-than and --not-for-this-jax, where both are given. Searches are what later ones
-    start from, and notes are what `tune --missed` tunes. A file that another process replaces meanwhile stays.
+    With both --older-than and --not-for-this-jax, a removed file meets both conditions. Later searches start from
+    saved searches, and `tune --missed` tunes the calls in notes. A file that another process replaces during the
+    command stays.
 
-    With URL, entries of that shared cache are removed, and not of the folder: those, and in any case all that are worse
-    than others there. What is whole of an object that cannot be read stays. Others may push meanwhile.
+    With URL, the command removes entries of that shared cache instead of the folder, and also every entry that is worse
+    than another one. Readable entries of a damaged object stay. Other users may push at the same time.
     """
     if not url and not any(wanted.values()):
-        raise click.UsageError("say what to remove: --older-than, --not-for-this-jax or --unreadable.")
+        raise click.UsageError("choose the files to remove: --older-than, --not-for-this-jax or --unreadable.")
     from ejkernel.cli.folder import Wanted, run_prune
     from ejkernel.cli.sharing import run_prune_shared
 
@@ -129,33 +128,33 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
 @cache.command()
 @written_cache
 @older_than
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @dry_run
 @as_json
 def clear(cache: Path | None, older_than: datetime.timedelta | None, yes: bool, dry_run: bool, as_json: bool) -> int:
     """Remove all saved configurations, searches and notes.
 
-    Nothing else in the folder is touched, nor what other processes save there while the command runs.
+    Other files in the folder stay, as do files that other processes save during the command.
     """
     from ejkernel.cli.folder import run_clear
 
     return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json, older_than=older_than)
 
 
-dry_exchange = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+dry_exchange = click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 
 
 @cache.command()
 @click.argument("url", required=False, default="")
 @read_cache
-@click.option("--merge", is_flag=True, help="Then make one object of the many small ones that are there.")
+@click.option("--merge", is_flag=True, help="Afterwards merge the small objects of the shared cache into one.")
 @dry_exchange
 @as_json
 def push(url: str, cache: Path | None, merge: bool, dry_run: bool, as_json: bool) -> int:
-    """Share what is saved here with those who read URL.
+    """Upload saved configurations to the shared cache at URL.
 
-    URL is what fsspec understands, such as s3://bucket/prefix, gs://bucket/prefix or file:///shared/folder; by default
-    the one of EJKERNEL_CACHE_LAYERS. Entries that are there and are better stay; nothing that others push is lost.
+    URL is an fsspec URL, e.g. s3://bucket/prefix, gs://bucket/prefix or file:///shared/folder; by default the only URL
+    in EJKERNEL_CACHE_LAYERS. Better entries of the shared cache stay, and entries pushed by other users are never lost.
     """
     from ejkernel.cli.sharing import run_push
 
@@ -169,12 +168,12 @@ def push(url: str, cache: Path | None, merge: bool, dry_run: bool, as_json: bool
 @dry_exchange
 @as_json
 def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Take what is better of what others have shared at URL.
+    """Copy better entries from the shared cache at URL.
 
-    Without URL, bring the copies of the URLs in EJKERNEL_CACHE_LAYERS up to date, as a first miss does.
+    Without URL, update the local copies of the URLs in EJKERNEL_CACHE_LAYERS, as the first miss does.
     """
     if dry_run and not url:
-        raise click.UsageError("--dry-run goes with a URL.")
+        raise click.UsageError("--dry-run requires a URL.")
     from ejkernel.cli.sharing import run_pull
 
     run_pull(url, cache, dry_run=dry_run, as_json=as_json)
@@ -187,11 +186,11 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Take what is better of what folders and URLs have.
+    """Copy better entries from folders and URLs.
 
-    Of two entries that were measured with the same versions, the one with the greater speed-up over the heuristic
-    stays; of others, the one that was measured with the versions here, or the newer. What was set by hand stays. Where
-    nothing tells which of two configurations is the better, both are listed.
+    Of two entries measured with the same versions, the greater speed-up over the heuristic wins; otherwise the entry
+    measured with the versions here, or else the newer one. Entries set by hand always stay. If neither of two
+    configurations is known to be better, both are listed as a conflict.
     """
     from ejkernel.cli.sharing import run_merge
 
@@ -205,9 +204,10 @@ def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: 
 @read_cache
 @as_json
 def diff(right: str, left: str, cache: Path | None, as_json: bool) -> int:
-    """Say in what two folders or URLs differ, and which entry is better.
+    """List the differences between two folders or URLs.
 
-    LEFT is the cache's own folder by default. The exit status is 1 if there is a difference.
+    The table names the better entry of each pair. LEFT is the cache folder by default. The exit status is 1 if they
+    differ.
     """
     from ejkernel.cli.sharing import run_diff
 

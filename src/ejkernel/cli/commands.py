@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands as they are typed: options, help, and what does not go together. Nothing here imports JAX."""
+"""Options and help of the commands, and checks of their combinations. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class _Seconds(click.FloatRange):
-    """Seconds, of which "nan" is no number, though it is outside of no range."""
+    """A range of seconds that also rejects "nan", which passes every range check."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = float(super().convert(value, param, ctx))
@@ -28,7 +28,7 @@ imports = click.option(
     "imports",
     multiple=True,
     metavar="MODULE",
-    help="Module that makes kernels; repeatable. It is imported.",
+    help="Import this module, which defines kernels; repeatable.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
@@ -37,76 +37,75 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @imports
-@click.option("--from", "bundle", type=FOLDER, metavar="BUNDLE", help="Measure what was compiled elsewhere.")
-@click.option("--missed", is_flag=True, help="Tune what was noted with EJKERNEL_NOTE_MISSES=1.")
-@click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration for the calls of a file, by kernel.")
+@click.option("--from", "bundle", type=FOLDER, metavar="BUNDLE", help="Measure candidates compiled elsewhere.")
+@click.option("--missed", is_flag=True, help="Tune the calls noted with EJKERNEL_NOTE_MISSES=1.")
+@click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration per kernel for all calls of a file.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
-@click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for each call's search.")
-@click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
+@click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for the search of each call.")
+@click.option("--force", is_flag=True, help="Also tune calls that are already tuned.")
 @click.option(
-    "--devices", type=click.IntRange(min=1), metavar="COUNT", help="How many GPUs tune side by side, 1 by default."
+    "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."
 )
 @click.option("--ray", metavar="ADDRESS", help="Tune on the workers of a Ray cluster: auto, HOST:PORT, or local.")
 @click.option(
     "--compile-processes",
     type=click.IntRange(min=0),
     metavar="COUNT",
-    help="Compile in so many processes, or in threads (0); for GPUs that are described, one a core by default.",
+    help="Number of compile processes, or 0 for threads; by default one per core for known GPUs, else 0.",
 )
 @click.option(
     "--mesh-devices",
     type=click.IntRange(min=1),
     metavar="COUNT",
-    help="The program is for a mesh of so many devices, which need not be here.",
+    help="Number of devices of the program's mesh, which need not exist on this machine.",
 )
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
-@click.option("--compile-only", is_flag=True, help="Compile for --target, measure nothing, and write --output.")
-@click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for: here, or nvidia_h200.")
-@click.option("--output", type=FOLDER, metavar="BUNDLE", help="The folder to write.")
-@click.option("--dry-run", is_flag=True, help="Only list the calls, and which of them are tuned.")
+@click.option("--compile-only", is_flag=True, help="Compile for --target without measuring, and write --output.")
+@click.option("--target", "device", default="here", metavar="DEVICE", help="Compile for: here, or nvidia_h200.")
+@click.option("--output", type=FOLDER, metavar="BUNDLE", help="The output folder of --compile-only.")
+@click.option("--dry-run", is_flag=True, help="Only list the calls and whether they are tuned.")
 @as_json
-@click.option("--verbose", "-v", is_flag=True, help="Print the fate of every candidate.")
+@click.option("--verbose", "-v", is_flag=True, help="Print the status of every candidate.")
 def tune(**options: Any) -> int:
     """Tune every kernel call in a JAX program, forward and backward.
 
-    MODULE is a module's name, or the path of its file or folder: train:step, ./train.py:step. FUNCTION takes no
-    arguments, and returns the program and its arguments: (callable, args) or (callable, args, kwargs). Arguments may
-    be jax.ShapeDtypeStruct: the program is lowered, not run. The configurations are saved, and take effect the next
-    time that the program starts.
+    MODULE is the name of a module, or the path of its file or folder: train:step, ./train.py:step. FUNCTION takes no
+    arguments and returns the program with its arguments: (callable, args) or (callable, args, kwargs). Arguments may be
+    jax.ShapeDtypeStruct: the program is lowered, not run. The configurations are saved and take effect when the program
+    next starts.
 
-    FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
-    jax.export. FILE and --missed are data: they import nothing, and name kernels, functions and types that were
-    registered, by the modules that --import names; ejkernel's own are there. --from runs the machine code of a bundle:
-    measure your own.
+    FILE is the text of a program lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by jax.export. FILE
+    and --missed are data and import nothing. They refer to kernels, functions and types of ejkernel and of the modules
+    named by --import. --from runs the machine code of a bundle: measure only bundles that you trust.
 
-    --shapes takes calls that are to share a configuration, the one whose times have the least geometric mean: a line of
-    JSON for each, such as {"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120]"], "weight": 2}.
+    --shapes reads calls that share one configuration, the one with the least geometric mean of the times. Each line is
+    a call in JSON, e.g. {"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120]"], "weight": 2}.
 
-    Of a program for several devices each call's part is tuned, on one device. With --mesh-devices they are found in a
-    process that has so many devices of the CPU; make the mesh in FUNCTION, not where the module is imported.
+    In a program for several devices, the shard of each call is tuned on one device. With --mesh-devices, the calls are
+    found in a process with that many CPU devices; create the mesh in FUNCTION, not at import.
 
-    Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
-    With --ray, the program is found and its calls are tuned by the workers of a Ray cluster, one device a call; they
-    must be able to import it, such as in a job of Ray with a working directory.
+    Candidates run in a worker process; a candidate that crashes or never returns costs only the worker, and the command
+    continues. With --ray, the workers of a Ray cluster find and tune the calls, one device per call. They must be able
+    to import the program, e.g. in a Ray job with a working directory.
 
-    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from (and with
-    the same --shapes, if they share a configuration).
+    With --compile-only, candidates are compiled here for a device of another machine and measured there with --from
+    (and with the same --shapes, if they share a configuration).
     """
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
-        raise click.UsageError("give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
+        raise click.UsageError("pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
     if options.pop("compile_only"):
         return _compile(options, device, output)
     if output is not None or device != "here":
-        raise click.UsageError("--target and --output go with --compile-only.")
+        raise click.UsageError("--target and --output require --compile-only.")
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
-        raise click.UsageError("--devices does not go with --in-process: each device has a process of its own.")
+        raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
     if options["ray"] and (options["in_process"] or options["devices"] > 1 or options["mesh_devices"]):
-        raise click.UsageError("--ray does not go with --in-process, --devices and --mesh-devices.")
+        raise click.UsageError("--ray cannot be used with --in-process, --devices or --mesh-devices.")
     if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
-        raise click.UsageError("--mesh-devices is for MODULE:FUNCTION, and its calls are found in another process.")
+        raise click.UsageError("--mesh-devices requires MODULE:FUNCTION and cannot be used with --in-process.")
     if not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.tune import TuneOptions, run_tune
@@ -121,7 +120,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices", "ray"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
-            raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")
+            raise click.UsageError(f"--{option} cannot be used with --compile-only, which measures and saves nothing.")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
@@ -131,8 +130,8 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 
 def _leave_devices_alone() -> None:
-    """Leave the devices to the worker, in a process that is the command's."""
-    # What is set before JAX's first use of a device holds for the whole process, and a test's is not ours alone.
+    """Keep this process from opening devices, which the worker needs."""
+    # The setting holds for the whole process, so a test's process is left alone.
     if click.get_current_context().obj.is_ours:
         from ejkernel import compat
 
@@ -140,7 +139,7 @@ def _leave_devices_alone() -> None:
 
 
 def _share_devices() -> None:
-    """Leave a GPU's memory to others, in a process that is the command's and runs nothing on it."""
+    """Leave the GPU's memory to other processes: this command runs nothing on the GPU."""
     if click.get_current_context().obj.is_ours:
         from ejkernel import settings
 
@@ -150,17 +149,17 @@ def _share_devices() -> None:
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @imports
-@click.option("--missed", is_flag=True, help="Explain what was noted with EJKERNEL_NOTE_MISSES=1.")
+@click.option("--missed", is_flag=True, help="Explain the calls noted with EJKERNEL_NOTE_MISSES=1.")
 @read_cache
 @as_json
 def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | None, as_json: bool) -> int:
-    """Say why each call of a program has the configuration that it has.
+    """Explain where each call of a program gets its configuration.
 
-    MODULE:FUNCTION and FILE are what `ejkernel tune` takes. Every place that a configuration may come from is asked,
-    in the order that a call asks them, down to the one that answers. Nothing is measured or saved.
+    MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
+    down to the first hit. Nothing is measured or saved.
     """
     if bool(target) == missed:
-        raise click.UsageError("give one of MODULE:FUNCTION, FILE and --missed.")
+        raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
     _share_devices()
     from ejkernel.cli.explain import run_explain
 
@@ -171,9 +170,9 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | N
 @click.command()
 @read_cache
 @as_json
-@click.option("--log", metavar="PREFIX", help="Print the last search of each call whose key or operation begins so.")
+@click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")
 def show(cache: Path | None, as_json: bool, log: str | None) -> int:
-    """List the configurations that were saved, with what was measured."""
+    """List the saved configurations with their measurements."""
     from ejkernel.cli.show import run_show
 
     return run_show(cache, as_json, log)
@@ -183,9 +182,9 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
 @imports
 @as_json
 def list_(imports: tuple[str, ...], as_json: bool) -> int:
-    """List operations and implementations, and why one cannot run here.
+    """List operations, implementations, and why some cannot run here.
 
-    With --import, the kernels of that module too.
+    With --import, also list the kernels of that module.
     """
     _share_devices()
     from ejkernel.cli.operations import run_list

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune --compile-only`: candidates compiled here for a device that is elsewhere."""
+"""`ejkernel tune --compile-only`: compiles candidates here for a device of another machine."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def run_compile(
     processes: int | None,
     shapes: Path | None = None,
 ) -> None:
-    """Compile the candidates of the calls of a program, or of a file of shapes, for `device` and write a bundle.
+    """Compile the candidates of a program's calls, or of a file of shapes, for `device` and write a bundle.
 
     Args:
-        target: What names the program.
-        imports: Modules that make kernels.
-        device: What to compile for.
+        target: The program as typed, MODULE:FUNCTION or a file.
+        imports: Modules that define kernels.
+        device: The target to compile for.
         output: The folder of the bundle.
-        processes: How many compile.
-        shapes: The file, if there is no program.
+        processes: Number of compile processes.
+        shapes: A file of calls, instead of a program.
     """
     console = messages()
     aim = Target.named(device)
     source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
-    # Programs are traced for the target: what they are may depend on it.
+    # A program may depend on the device that it is traced for.
     with aim.entered():
         found = find(source)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
@@ -55,40 +55,40 @@ def run_compile(
         raise TuningError(found.empty)
     started = time.monotonic()
     processes = _processes(aim) if processes is None else processes
-    # Calls that share a configuration need one list: a candidate that one of them lacks cannot be measured.
+    # Calls that share a configuration need the same candidates, because each must measure all of them.
     candidates = _shared_candidates(found, aim) if found.sets else None
     with bars(console, len(found.calls), "compiling") as step:
         bundled = compile_bundle(found.calls, aim, output, candidates=candidates, processes=processes, progress=step)
     click.echo(report.bundle(bundled))
     made = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in made)
-    # The kernels must be there where it is measured, and a bundle imports nothing.
+    # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
     again = [] if shapes is None else [f"--shapes {shapes}"]
     measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])
     console.print(
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
-        f"written to {output}; measure them where the device is: {measure}",
+        f"written to {output}; measure them on the machine with the device: {measure}",
         soft_wrap=True,
     )
 
 
 def _shared_candidates(found: Found, aim: Target) -> Callable[[Invocation[Any, Any]], Collection[Any]]:
-    """Return what gives each call the candidates of its set: those that all calls of it can have."""
+    """Return a function from a call to the candidates of its set, those that all calls of the set accept."""
     by_call: dict[str, Collection[Any]] = {}
     for calls in found.sets:
         invs = [dataclasses.replace(call.inv.abstract(), device=aim.fingerprint) for call in calls]
         shared = Configurations(TuningTask(inv=invs[0], others=tuple(SharedCall(inv=inv) for inv in invs[1:])))
         own = shared.others
-        if not isinstance(own, ConfigSpace):  # a space is sampled, alike for all of them
+        if not isinstance(own, ConfigSpace):  # a space is sampled identically for all of them
             own = [config for config in (*shared.first, *own) if not shared.why_refused(config)]
         by_call |= {inv.call_key: own for inv in invs}
     return lambda inv: by_call[inv.call_key]
 
 
 def _processes(aim: Target) -> int:
-    """Return how many processes compile: one a core, so that a candidate that crashes ends none but its own.
+    """Return the number of compile processes: one per core, so that a crash costs only its candidate.
 
-    For a device that is here, and no CPU, threads must do: it may be open to one process alone.
+    For an accelerator of this machine the result is 0 (threads), because it may admit only one process.
     """
     return default_width() if aim.description or aim.platform == "cpu" else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel explain`: why each call of a program has the configuration that it has."""
+"""`ejkernel explain`: the source of each call's configuration."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: P
     """Run `ejkernel explain`."""
     store = opened(cache)
     source = Source.of(target, imports, missed=store.path if missed else None)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
+    with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = find(source)
-        # Made behind the program's import, which may have set a default executor of its own.
+        # After the program's import, which may set the default executor.
         chooser = _chooser(store if cache is not None else None)
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
@@ -52,11 +52,11 @@ def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: P
 
 
 def _chooser(store: PersistentCache | None) -> Any:
-    """Return who chooses for the program: a chain like the usual one, which has heard of the calls by now."""
+    """Return a chain like the program's, with an empty memory."""
     usual = default_executor().chooser
     if not isinstance(usual, ConfigSelectorChain):
         return usual
-    # With an empty memory: a program that starts has nothing remembered, and that is what is asked about.
+    # `explain` describes a program at its start, but the usual chain has answers of this lowering in memory.
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
         ConfigCache(), usual.persistent if store is None else store, policy=usual.policy
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to tune that come from files: a program's text, an exported program, notes of missed calls, a bundle.
+"""Calls to tune from files: a program's text, an exported program, notes of missed calls, a bundle.
 
-What a file says is data: it names kernels that are there, and what may be named with them, and imports nothing.
+Files are data. They refer to registered kernels, functions and types, and import nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"
-_PROGRAM: Final = re.compile(r"^[ \t]*(HloModule\b|(builtin\.)?module\b[^\n]*\{|#\w+ = loc\()", re.M)  # how one begins
+_PROGRAM: Final = re.compile(r"^[ \t]*(HloModule\b|(builtin\.)?module\b[^\n]*\{|#\w+ = loc\()", re.M)  # first line
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class Found:
     """Calls to tune.
 
     Attributes:
-        name: Where they were found.
+        name: The source of the calls.
         calls: The calls.
-        counts: What became of everything that was there, for the end of the report; `""` if there is nothing to say.
-        empty: Why it is a failure if there are no calls; `""` if it is none.
-        notes: The notes that they come from, if they do.
-        compiled: Their candidates, where they are compiled already.
-        device: The device that they would be tuned on.
-        sets: The calls, in sets that are to share a configuration, if they are.
+        counts: A summary of usable and unusable items, for the end of the report; may be empty.
+        empty: The error message for an empty `calls`; empty if that is not an error.
+        notes: The notes of missed calls, if they are the source.
+        compiled: The compiled candidates of a bundle, by key.
+        device: The device to tune on.
+        sets: The calls in sets that share a configuration, if any.
     """
 
     name: str
@@ -57,45 +57,45 @@ class Found:
     sets: tuple[tuple[SharedCall, ...], ...] = ()
 
     def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
-        """Remove the notes of the calls that are tuned by now."""
+        """Remove the notes of tuned calls."""
         for inv in self.calls if self.notes is not None else ():
             if self.notes is not None and is_tuned(inv):
                 self.notes.remove(inv.key)
 
 
 def calls_in_file(path: Path) -> Found:
-    """Return the calls that a program's text names, StableHLO or HLO, or that of an exported program.
+    """Return the calls in the text of a program (StableHLO or HLO) or in an exported program.
 
-    Every label that names no call that can be tuned here is accounted for in a warning.
+    Warns of every label without a call that can be tuned here.
 
     Args:
-        path: The file; an exported program is what `Exported.serialize()` of `jax.export` returns.
+        path: The file; an exported program is the result of `jax.export`'s `Exported.serialize()`.
 
     Raises:
-        ArgumentError: the file cannot be read, or holds something else.
+        ArgumentError: The file cannot be read, or is not a program.
     """
     text = _program_text(path)
     program = calls_in_text(text)
     if not program.labels:
         _check_program(path, text)
-    # The partitioner asks for the parts of such a call while XLA compiles, and a text does not ask.
+    # The partitioner determines the shards of such a call during compilation, so a text does not contain them.
     if SPLIT in text:
         _warn(
-            f"{text.count(SPLIT)} calls of {path} split themselves over devices, and a text does not say how; tune the "
-            "program itself, as MODULE:FUNCTION, with --mesh-devices if its mesh is not here."
+            f"{text.count(SPLIT)} calls of {path} are partitioned over devices, and the text does not contain their "
+            "shards; tune the program as MODULE:FUNCTION, with --mesh-devices if this machine lacks its devices."
         )
     elif not program.labels:
-        _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
+        _warn(f"{path} has no labels of kernel calls; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
         _warn(
-            f"labels that carry no description of their call: {listed(program.bare)}; lower the program with "
+            f"labels without a description of their call: {listed(program.bare)}; lower the program with "
             "EJKERNEL_OPS_STAMP=json, or tune it as MODULE:FUNCTION."
         )
     for reason in program.why_refused():
         _warn(f"{reason}{_hint(reason)}")
     counts = (
         f"{path}: {counted(program.labels, 'label')}, {_usable(len(program.calls))}, "
-        f"{len(program.bare)} without a description, {len(program.refused)} of no use here"
+        f"{len(program.bare)} without a description, {len(program.refused)} not usable here"
     )
     return Found(name=str(path), calls=program.calls, counts=counts, empty=_empty(path))
 
@@ -107,7 +107,7 @@ def calls_in_bundle(folder: Path) -> Found:
         folder: The bundle.
 
     Raises:
-        ConfigError: it is no bundle, not for this device and this JAX, or of kernels whose module was not named.
+        ConfigError: The folder is not a bundle for this device and JAX version, or the module of a kernel is missing.
     """
     compiled, calls, refused = {}, [], 0
     try:
@@ -128,21 +128,21 @@ def calls_in_bundle(folder: Path) -> Found:
             continue
         calls.append(inv)
         compiled[inv.key] = call
-    counts = f"{folder}: {counted(len(calls) + refused, 'call')}, {refused} of no use here"
+    counts = f"{folder}: {counted(len(calls) + refused, 'call')}, {refused} not usable here"
     return Found(name=str(folder), calls=tuple(calls), counts=counts, empty=_empty(folder), compiled=compiled)
 
 
 def missed_calls(cache_dir: Path) -> Found:
-    """Return the calls that were noted as missed on this device.
+    """Return the noted missed calls of this device.
 
     Args:
-        cache_dir: The folder of the persistent cache, which the notes are beside.
+        cache_dir: The folder of the persistent cache; the notes lie beside it.
     """
     notes, device = MissedNotes(cache_dir), device_fingerprint()
     calls, refused, elsewhere = [], 0, 0
     for note in notes.entries():
         key = note.config_key
-        # It would be measured, and saved, for the device that is here.
+        # Tuning would measure it for this device and save it under that key.
         if key.device != device:
             elsewhere += 1
             continue
@@ -153,9 +153,9 @@ def missed_calls(cache_dir: Path) -> Found:
             _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
     counts = (
         f"{notes.folder}: {counted(len(calls) + refused + elsewhere, 'note')}, {_usable(len(calls))}, "
-        f"{refused} of no use here, {elsewhere} of other devices"
+        f"{refused} not usable here, {elsewhere} of other devices"
     )
-    empty = _empty(notes.folder) if refused else ""  # without notes all that was missed is tuned
+    empty = _empty(notes.folder) if refused else ""  # no notes: all missed calls are tuned
     return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
 
 
@@ -167,30 +167,27 @@ def _program_text(path: Path) -> str:
     if data is None:
         raise ArgumentError(f"there is no file {path}.")
     if data.startswith(_BYTECODE):
-        # Not parsed: MLIR's reader does not come back from some programs with a flipped byte.
-        raise ArgumentError(f"{path} is MLIR bytecode; write the program as text, as lowered.as_text() gives it.")
+        # Not parsed: MLIR's reader hangs on some corrupt programs.
+        raise ArgumentError(f"{path} is MLIR bytecode; save the program as text, the result of lowered.as_text().")
     if b"\0" not in data:
-        return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
+        return data.decode("utf-8", "replace")  # labels are ASCII; other bytes do not matter
     try:
-        # An exported program is searched for its strings too: `jax.export.deserialize` calls what users registered.
+        # Only search the exported program's strings: `jax.export.deserialize` would run registered user functions.
         return text_of_bytecode(data)
     except ValueError as error:
-        raise ArgumentError(
-            f"{path} is neither a program's text nor one that this process can read: {error}."
-        ) from error
+        raise ArgumentError(f"{path} is neither a program's text nor a readable exported program: {error}.") from error
 
 
 def _check_program(path: Path, text: str) -> None:
-    """Raise unless a text that names no call is that of a program.
+    """Check that a text without labels is the text of a program.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: It is not.
     """
     if not _PROGRAM.search(text):
-        what = "is empty" if not text.strip() else "is no text of a lowered program: no `module` of StableHLO or HLO"
+        what = "is empty" if not text.strip() else "is not a lowered program: it has no `module` of StableHLO or HLO"
         raise ArgumentError(
-            f"{path} {what}. Write what jax.jit(f).lower(...).as_text() returns, of a program that is lowered with "
-            "EJKERNEL_OPS_STAMP=json."
+            f"{path} {what}. Save the result of jax.jit(f).lower(...).as_text(), lowered with EJKERNEL_OPS_STAMP=json."
         )
 
 
@@ -199,7 +196,7 @@ def _usable(count: int) -> str:
 
 
 def _empty(place: Path) -> str:
-    return f"{place} holds no call that can be tuned here; the warnings above say why."
+    return f"{place} has no call that can be tuned here; the warnings above say why."
 
 
 def _hint(reason: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache verify`, `prune` and `clear`: every file of a cache folder, one by one."""
+"""`ejkernel cache verify`, `prune` and `clear`: checks and removes the files of a cache folder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 SpaceOf = Callable[[StoredEntry], str | None]
 _KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs", "folder": "folders"}
-_RARE: Final = ("pack", "folder")  # most caches have none; a folder counts that cannot be listed
-# What is written here is called so; what somebody else keeps in the same folder is not.
+_RARE: Final = ("pack", "folder")  # shown only if present; a folder is counted only if it is unusable
+# Names of files written by this package; other programs may keep files in the same folder.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
 )
@@ -55,15 +55,14 @@ class Item:
     """A file of a cache folder.
 
     Attributes:
-        path: Where it is.
-        kind: `entry`, `search`, `note`, `pack` of the copy of a shared cache, or `folder` that cannot be listed or is a
-            link.
-        problem: Why it cannot be used; `""` if it can.
-        time: When it was written; `None` if that is not known.
-        jax: The version of JAX that it was measured with; `""` if none is noted.
-        stale: In what an entry differs from what is here.
-        unknown: What an entry does not say of what it was measured with.
-        seen: What identifies the content that was judged.
+        path: Its path.
+        kind: `entry`, `search`, `note`, `pack` (in the copy of a shared cache), or `folder` (a link, or unreadable).
+        problem: Why it is unusable; empty if usable.
+        time: The time of writing, if known.
+        jax: The JAX version of the measurement; empty if unknown.
+        stale: Differences of an entry from the current environment.
+        unknown: Names of environment properties missing in an entry.
+        seen: Identifies the checked content of the file.
     """
 
     path: Path
@@ -77,18 +76,18 @@ class Item:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a file that may be removed: one that was read, or is at least called as those are."""
+        """Whether the file may be removed: it was readable, or its name has our format."""
         return self.kind != "folder" and (not self.problem or _OURS.fullmatch(self.path.name) is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What `prune` removes.
+    """The files that `prune` removes.
 
     Attributes:
-        older_than: Only what is older; `None`: of any age.
-        other_jax: Only what was measured with another version of JAX.
-        unreadable: What cannot be used, too.
+        older_than: Only older files; `None`: any age.
+        other_jax: Only files measured with another version of JAX.
+        unreadable: Also unusable files.
     """
 
     older_than: datetime.timedelta | None = None
@@ -96,7 +95,7 @@ class Wanted:
     unreadable: bool = False
 
     def has(self, item: Item, now: datetime.datetime) -> bool:
-        """Return whether a file is to be removed."""
+        """Return whether to remove a file."""
         if item.problem:
             return self.unreadable and item.is_ours
         if self.older_than is None and not self.other_jax:
@@ -106,11 +105,11 @@ class Wanted:
 
 
 def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[Item]:
-    """Yield every file of the folder that is written.
+    """Yield every file of the cache's writable folder.
 
     Args:
         cache: The cache.
-        space_of: Returns the digest of what the kernel of an entry proposes now, where that can be told.
+        space_of: Returns the digest of the current search space for an entry, if known.
     """
     if cache.path is None:
         return
@@ -123,7 +122,7 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
     for kind, paths, read in found:
         for path in paths:
             try:
-                was = seen(cache.path, path)  # before it is read: what changes in between is not what was judged
+                was = seen(cache.path, path)  # before reading, so that a later change is detected
                 content = read(path)
             except FileNotFoundError:
                 continue
@@ -139,9 +138,9 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
 
 
 def _folders(root: Path, failed: Callable[[OSError], object] = lambda error: None) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders of a cache, the outer ones first, each with the names of the links in it that lead to folders.
+    """Yield the folders of a cache from the outside in, each with the names of its links to folders.
 
-    Links are not followed; what lies deeper than a cache's own folders is left out.
+    Links are not followed, and folders deeper than a cache's layout are skipped.
     """
     for path, folders, _ in os.walk(root, onerror=failed):
         yield Path(path), sorted(name for name in folders if os.path.islink(os.path.join(path, name)))
@@ -151,7 +150,7 @@ def _folders(root: Path, failed: Callable[[OSError], object] = lambda error: Non
 
 
 def _unlisted(root: Path) -> Iterator[Item]:
-    """Yield the folders whose files are not known: they cannot be listed, or are links."""
+    """Yield the folders that cannot be listed or are links."""
     failed: list[OSError] = []
     for path, links in _folders(root, failed.append):
         if len(path.relative_to(root).parts) < 2:
@@ -177,7 +176,7 @@ def _packs(root: Path) -> Iterator[Item]:
 
 
 def item_of(entry: StoredEntry) -> Item:
-    """Return an entry as an item, of a file or of none."""
+    """Return an entry as an item; the entry need not have a file."""
     return _item(entry.path or Path(), "entry", entry.provenance)
 
 
@@ -189,14 +188,14 @@ def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) ->
 
 def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
     time = None
-    with contextlib.suppress(ValueError):  # of a file that another program wrote
+    with contextlib.suppress(ValueError):  # another program may have written the file
         time = datetime.datetime.fromisoformat(str(provenance.get("time")))
         time = time.replace(tzinfo=datetime.UTC) if time.tzinfo is None else time
     return Item(path=path, kind=kind, time=time, jax=str(provenance.get("jax") or ""))
 
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
-    """Run `ejkernel cache verify`; return 1 if a file cannot be used."""
+    """Run `ejkernel cache verify`; return 1 if a file is unusable."""
     store = opened(cache, alone=True)
     if imports:
         look_here()
@@ -227,13 +226,13 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
 
 def _usable(count: int, bad: Sequence[Item]) -> str:
     if not bad:
-        return "all can be used" if count else "nothing is there"
+        return "all files are usable" if count else "the folder is empty"
     ours = sum(item.is_ours for item in bad)
-    cannot = f"{counted(len(bad), 'file')} cannot be used"
-    if not ours:  # what somebody else keeps there, and folders that cannot be listed
-        return cannot
-    such = "such" if ours == len(bad) else f"{ours} of them"
-    return f"{cannot}; `ejkernel cache prune --unreadable` removes {such}"
+    unusable = counted(len(bad), "unusable file")
+    if not ours:  # files of other programs, and folders that cannot be listed
+        return unusable
+    such = "all" if ours == len(bad) else str(ours)
+    return f"{unusable}; `ejkernel cache prune --unreadable` removes {such} of them"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -242,13 +241,13 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _space_of(entry: StoredEntry) -> str | None:
-    """Return the digest of what the kernel of an entry's call proposes now; `None` if that kernel is not here."""
+    """Return the digest of the current search space for an entry's call; `None` if its kernel is not registered."""
     if not isinstance(entry.key, ConfigKey) or entry.key.device != device_fingerprint():
         return None
     try:
         inv = rebuild(entry.call, key=entry.key.call, op=entry.key.op)
     except DescriptionError as error:
-        logger.info("the space of %s is not known: %s", entry.path, error)
+        logger.info("the search space of %s is unknown: %s", entry.path, error)
         return None
     return None if inv.kernel is None else space_digest(inv.kernel, inv)
 
@@ -265,16 +264,16 @@ def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: boo
 def run_clear(
     cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool, older_than: datetime.timedelta | None = None
 ) -> int:
-    """Run `ejkernel cache clear`; return 1 if the user does not want to."""
+    """Run `ejkernel cache clear`; return 1 if the user declines."""
     store = opened(cache, alone=True)
     if not dry_run:
         _restore(store)
     wanted, now = Wanted(older_than=older_than, unreadable=older_than is None), store.clock()
     found = [item for item in items(store) if item.is_ours and (older_than is None or wanted.has(item, now))]
     if found and not yes and not dry_run:
-        # A prompt that nobody sees would wait for ever.
+        # Without a terminal a prompt would wait forever.
         if not sys.stdin.isatty():
-            raise click.UsageError("nobody is there to be asked; pass --yes, or --dry-run to see what would go.")
+            raise click.UsageError("cannot ask without a terminal; pass --yes, or --dry-run to list the files.")
         counts = _counts(collections.Counter(item.kind for item in found))
         if not click.confirm(f"Remove {counts} from {store.path}?", err=True):
             click.echo("Nothing was removed.")
@@ -287,7 +286,7 @@ def run_clear(
 
 def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
     removed, failures, changed = [], [], 0
-    assert store.path is not None  # else nothing was found
+    assert store.path is not None  # `items` yields nothing without a folder
     for item in found:
         try:
             is_gone = dry_run or remove_judged(store.path, item.path, item.seen)
@@ -297,7 +296,7 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
             removed += [item] * is_gone
             changed += not is_gone
     if changed:
-        click.echo(f"{counted(changed, 'file')} stayed: replaced by another process meanwhile.", err=True)
+        click.echo(f"{counted(changed, 'file')} kept: replaced by another process during the command.", err=True)
     if as_json:
         report.echo_json(
             {
@@ -314,17 +313,17 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what a process that was ended left of a write, and folders that are empty now."""
+    """Remove temporary files of killed processes, and empty folders."""
     for inner, _ in reversed(list(_folders(folder))):
         for file in inner.glob(".*.tmp"):
             if not is_being_written(file.name):
                 file.unlink(missing_ok=True)
         if inner != folder:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # not empty
                 inner.rmdir()
 
 
 def _restore(store: PersistentCache) -> None:
-    """Put back what a command that was killed had renamed aside."""
+    """Restore files that a killed command had renamed aside."""
     for folder, _ in [] if store.path is None else _folders(store.path):
         restore_aside(store.path or folder, folder)

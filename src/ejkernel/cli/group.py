@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of commands: imported on demand, and with a suggestion for a misspelt name. Nothing here imports JAX."""
+"""Command groups with lazy imports and suggestions for misspelt names. This module does not import JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 
 class Group(click.Group):
-    """A group that suggests a command for a misspelt name; Click does so from version 8.5 on."""
+    """A group that suggests a command for a misspelt name; Click does so since version 8.5."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -20,7 +20,7 @@ class Group(click.Group):
         """Return the command of the arguments.
 
         Raises:
-            click.UsageError: the group has no such command.
+            click.UsageError: The group has no such command.
         """
         name = args[0]
         if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -30,10 +30,10 @@ class Group(click.Group):
 
 
 class LazyGroup(Group):
-    """A group whose commands are imported when they are asked for.
+    """A group that imports each command on first use.
 
     Args:
-        lazy: `module:attribute` of each command, by name.
+        lazy: A mapping from command name to `module:attribute`.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -41,11 +41,11 @@ class LazyGroup(Group):
         self._lazy = dict(lazy or {})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in their order."""
+        """Return the names of all commands in display order."""
         return [*self._lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, or `None` if there is none of that name."""
+        """Return the command of that name, or `None`."""
         if cmd_name in self._lazy:
             module, _, attribute = self._lazy[cmd_name].partition(":")
             command: click.Command = getattr(importlib.import_module(module), attribute)

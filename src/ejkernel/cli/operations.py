@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel list`: operations, their implementations, and why one cannot run here."""
+"""`ejkernel list`: operations, their implementations, and why some cannot run here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     """Run `ejkernel list`."""
     look_here()
-    # Operations are made where their modules are imported, and `ops` imports none.
+    # Importing a module registers its operations, and `ops` imports no such module.
     importlib.import_module("ejkernel.modules")
     rows = [row for op, kernel in _kernels(ours=True) for row in _rows(kernel.op_id, kernel)]
     for module in map(module_named, imports):
@@ -39,14 +39,14 @@ def run_list(imports: Sequence[str], *, as_json: bool) -> None:
 
 
 def _rows(name: str, kernel: Kernel[Any, Any]) -> list[tuple[str, str, str]]:
-    """Return an operation's implementations, each with why it does not run here; of another kernel, what it has."""
+    """Return `(name, implementation, why not here)` per implementation, or per run form of a plain kernel."""
     if isinstance(kernel, Operation):
         return [(name, implementation, reason) for implementation, reason in kernel.reasons_here().items()]
     return [(name, form, "") for form in ["run"] * overrides(kernel, "run") + run_forms(kernel)]
 
 
 def _kernels(*, ours: bool) -> list[tuple[str, Kernel[Any, Any]]]:
-    """Return the kernels that are of this package, or are not, by versioned name; of each name the latest."""
+    """Return the kernels of this package, or all others, by versioned name; only the latest of each name."""
     return sorted(
         (op, kernels[0])
         for op, kernels in living_kernels().items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that `MODULE:FUNCTION` names; this is what imports and runs the user's code, and tells of its errors.
+"""Imports and runs the program of `MODULE:FUNCTION`, and reports errors of the user's code.
 
-A path counts only as far as it says which module is meant, and where it is found: workers and pickled kernels know
-modules by name. So a file whose name another module has already is refused.
+A path is converted to a module name and a folder of `sys.path`, because workers and pickled kernels refer to modules by
+name. A file with the name of another module is therefore an error.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 
-_SHOWN: Final = 6  # names, and frames of a traceback, that are shown
+_SHOWN: Final = 6  # maximum number of names, and of traceback frames, in a message
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Where a program is.
+    """The location of a program.
 
     Attributes:
-        target: What the user typed.
-        module: The name that the module is imported by.
-        function: The function's qualified name in it.
-        file: The module's file, if that was given rather than a name.
+        target: The target as typed.
+        module: The import name of the module.
+        function: The qualified name of the function.
+        file: The file of the module, if the target has a path instead of a name.
     """
 
     target: str
@@ -50,17 +50,17 @@ class Program:
 
 
 def look_here() -> None:
-    """Let modules of the working directory be found."""
-    # An empty entry, as of `python -c`, stands for it already.
+    """Make modules of the working directory importable."""
+    # An empty entry, as with `python -c`, already means the working directory.
     if "" not in sys.path:
         look_in(Path.cwd())
 
 
 def located(target: str) -> Program:
-    """Return where the program of `MODULE:FUNCTION` is; a module that is given by its path can be imported then.
+    """Return the program of `MODULE:FUNCTION`, and make a module given by its path importable.
 
     Raises:
-        ArgumentError: it is no such target, or there is no such file.
+        ArgumentError: The target is malformed, or its file does not exist.
     """
     place, separator, function = target.rpartition(":")
     if not separator or not place or not function:
@@ -71,18 +71,17 @@ def located(target: str) -> Program:
     names, folder = [], file
     if file.name != "__init__.py":
         names.append(file.stem)
-    # By the name that the rest of the package imports it by: under two names it would be there twice, and so would its
-    # kernels.
+    # Use the name under which the rest of the package imports it: under two names, its kernels would exist twice.
     while (folder := folder.parent).joinpath("__init__.py").is_file():
         names.insert(0, folder.name)
     if any("." in name for name in names):
-        raise ArgumentError(f"{place} cannot be imported, because of the dot in its name; rename it.")
+        raise ArgumentError(f"{place} cannot be imported because its name contains a dot; rename it.")
     look_in(folder)
     return Program(target=target, module=".".join(names), function=function, file=file)
 
 
 def module_named(place: str) -> str:
-    """Return the name of a module that is given by its name or its path, and can be imported by that name then."""
+    """Return the name of a module given by name or path, and make it importable."""
     return located(f"{place}:module").module if _is_path(place) else place
 
 
@@ -96,7 +95,7 @@ def _module_file(path: Path, function: str) -> Path:
         if not package.is_file():
             example = next(iter(sorted(path.glob("*.py"))), path / "FILE.py")
             raise ArgumentError(
-                f"{path} is a folder without __init__.py, so that it is no module; give one of its files, such as "
+                f"{path} is a folder without __init__.py, so it is not a module; pass one of its files, e.g. "
                 f"{example}:{function}."
             )
         path = package
@@ -105,31 +104,29 @@ def _module_file(path: Path, function: str) -> Path:
         hint = f"did you mean {other}:{function}?" if other.is_file() else f"the working directory is {Path.cwd()}."
         raise ArgumentError(f"there is no file {path}; {hint}")
     if path.suffix != ".py":
-        raise ArgumentError(
-            f"{path} is not a Python file, and a function belongs to one; to tune a text, leave it out."
-        )
-    # Not resolved: a link may have the name that the module is imported by.
+        raise ArgumentError(f"{path} is not a Python file; to tune the text of a program, leave out :{function}.")
+    # Do not resolve links: the module is imported under the link's name.
     return Path(os.path.abspath(path))
 
 
 def _what_to_type(target: str) -> str:
-    """Return what is wrong with a target that names no function, and what to type instead."""
+    """Return the error message, with a suggestion, for a target without a function."""
     path = expanded(target.removesuffix(":"))
     if path.is_dir():
         if (path / "manifest.json").is_file():
-            return f"{path} is a bundle; measure what is in it with --from {path}."
-        return f"{path} is a folder; give MODULE:FUNCTION, such as {path / 'FILE.py'}:FUNCTION."
+            return f"{path} is a bundle; measure it with --from {path}."
+        return f"{path} is a folder; pass MODULE:FUNCTION, e.g. {path / 'FILE.py'}:FUNCTION."
     if path.suffix == ".py" and path.is_file():
-        return f"{path} is a Python file; say which function of it, such as {path}:{_first_function(path)}."
+        return f"{path} is a Python file; add the function, e.g. {path}:{_first_function(path)}."
     source = Path(*target.split(".")).with_suffix(".py") if target.isidentifier() else path
-    example = f"; such as {target}:{_first_function(source)}" if source.suffix == ".py" and source.is_file() else ""
+    example = f"; e.g. {target}:{_first_function(source)}" if source.suffix == ".py" and source.is_file() else ""
     return f"the target must be MODULE:FUNCTION or a file that exists, got {target!r}{example}."
 
 
 def _first_function(path: Path) -> str:
-    """Return a function of a module that could be meant, found without importing it."""
+    """Return the first public function of a file that needs no arguments, found without importing the file."""
     try:
-        # Read, since what was typed was wrong, and nothing of it is to be run.
+        # Parse only: a wrong target must not run any code.
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return "FUNCTION"
@@ -146,8 +143,8 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
     """Return the program with its arguments.
 
     Raises:
-        ArgumentError: there is no such function, or it does not return a program and its arguments.
-        ConfigError: a variable of the environment says what it may not; else the user's first call would be blamed.
+        ArgumentError: The function does not exist, or does not return a program and its arguments.
+        ConfigError: An environment variable has an invalid value (checked here, not at the user's first call).
     """
     settings.current().check()
     module = import_users(program.module)
@@ -169,11 +166,11 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
 
 
 def import_users(name: str) -> Any:
-    """Import a module that the user named.
+    """Import a module named by the user.
 
     Raises:
-        ArgumentError: there is none of that name.
-        ClickException: it raised an exception.
+        ArgumentError: No module has this name.
+        ClickException: The module raised an exception.
     """
     with user_code(f"importing {name}"):
         return _import(name)
@@ -183,7 +180,7 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Another module that is missing is missing to the user's own import, whose line is then shown.
+        # If another module is missing, an import of the user's code failed, and its line is shown.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ArgumentError(f"there is no module {name!r} here ({Path.cwd()}) or on sys.path.") from error
@@ -193,11 +190,11 @@ def _check_file(module: Any, program: Program) -> None:
     there = getattr(module, "__file__", None)
     if there is None or program.file is None or not os.path.samefile(there, program.file):
         other = there or "built in"
-        raise ArgumentError(f"{program.file} would be imported as {program.module!r}, which is {other}; rename it.")
+        raise ArgumentError(f"{program.file} would be imported as {program.module!r}, but that is {other}; rename it.")
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Return the arguments without which a function cannot be called; none, where that cannot be told."""
+    """Return the required arguments of a function; empty if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -217,12 +214,12 @@ def _others(module: Any) -> str:
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """Report an exception of the user's code with the lines that are theirs, and end."""
+    """Convert exceptions of the user's code to errors of the command, and print the user's lines of the traceback."""
     try:
         yield
     except KeyboardInterrupt:
         raise
-    except EjkernelError as error:  # what it says is the library's, where it comes from is the user's
+    except EjkernelError as error:  # show the user's line; the message comes from the library
         click.echo(_users_lines(error), err=True, nl=False)
         raise
     except SystemExit as error:
@@ -234,14 +231,14 @@ def user_code(doing: str) -> Iterator[None]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """Return the lines of a traceback that are not of this package, of JAX or of Python's own library."""
+    """Return the traceback lines outside this package, JAX and Python's own library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     left_out = len(frames) - _SHOWN
-    # Where it began and where it ended; of what is between there may be hundreds.
+    # Show the first and the last frames; there may be hundreds between them.
     lines = traceback.format_list(frames if left_out <= 0 else frames[:1] + frames[-_SHOWN + 1 :])
     if left_out > 0:
         lines.insert(1, f"  ... {left_out} more ...\n")
-    if isinstance(error, SyntaxError):  # where it is, with the line and a mark
+    if isinstance(error, SyntaxError):  # add its place, the line and the marker
         lines += itertools.takewhile(lambda line: line.startswith(" "), traceback.format_exception_only(error))
     return "".join(lines)
 
@@ -261,7 +258,7 @@ def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tupl
     is_program = isinstance(returned, tuple) and len(returned) in (2, 3) and callable(returned[0])
     if not is_program or not isinstance(returned[1], tuple | list):
         raise ArgumentError(
-            f"{target} must return (callable, args) or (callable, args, kwargs), with args a tuple; got "
+            f"{target} must return (callable, args) or (callable, args, kwargs) with a tuple args; got "
             f"{_shape_of(returned)}."
         )
     kwargs: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command prints: tables for people, JSON for programs."""
+"""Output of the commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ejkernel.ops.utils.storage.serialize import to_data
 
 
 def width() -> int | None:
-    """Return how wide a table may be: as the terminal is, or, where the output goes elsewhere, as wide as it is."""
+    """Return the maximum width of a table: that of the terminal, or `None` if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) -> str:
-    """Return rows under a header, so that they fit; columns named in `optional` may be left out, in this order."""
+    """Return a table that fits the terminal; drop the columns in `optional`, in this order, if it is too wide."""
     return text_table(header, rows, width=width(), optional=optional)
 
 
 def wrapped(text: str) -> str:
-    """Return a line as lines that fit the terminal, with no word cut."""
+    """Return a text wrapped to the terminal, without splitting words."""
     columns = width()
     if columns is None:
         return text
@@ -50,14 +50,14 @@ def echo_json(data: Any) -> None:
 
 
 def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
-    """Say how many calls a program has."""
+    """Return a line with the number of calls of a program."""
     forward = sum(inv.direction == "fwd" for inv in calls)
     calls_found = counted(len(calls), "distinct call")
     return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} derived, on {device}"
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
-    """List calls with their keys, and how far they are tuned: `complete`, `partial (1 of 12)`, `no` and so on."""
+    """Return a table of calls with their keys and tuning state, e.g. `complete`, `partial (1 of 12)` or `no`."""
     if not calls:
         return "Nothing to tune."
     rows = [(inv.op_id_v, arguments(inv.description), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
@@ -67,7 +67,7 @@ def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -
 def calls_as_data(
     calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], progress: Sequence[SearchProgress | None]
 ) -> list[dict[str, Any]]:
-    """List calls with all that is known of them."""
+    """Return the calls with keys, tuning state and descriptions, for JSON."""
     return [
         {"key": inv.call_key, "tuned": how, "search": None if far is None else far.data(), **inv.description}
         for inv, how, far in zip(calls, tuned, progress, strict=True)
@@ -75,7 +75,7 @@ def calls_as_data(
 
 
 def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
-    """Return the searches of a result as a table of before and after."""
+    """Return a table of the searches with the times before and after."""
     if not result.searches:
         return "Nothing to tune."
     rows = [
@@ -87,7 +87,7 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
             tuned.in_a_word,
             compact(tuned.config),
             tuned.progress.in_words,
-            _fates(tuned),
+            _statuses(tuned),
         )
         for tuned in result.searches
     ]
@@ -97,21 +97,21 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
 
 
 def bundle(calls: Sequence[BundledCall]) -> str:
-    """Return how the candidates of a bundle fared, and why some did not."""
+    """Return a table of candidate statuses of a bundle, with the reasons of failures."""
     rows, lines = [], []
     for call in calls:
         operation = printable(call.description["op"])
-        fates = collections.Counter(candidate.outcome.status for candidate in call.candidates)
-        rows.append((operation, ", ".join(f"{count} {status}" for status, count in fates.most_common())))
+        statuses = collections.Counter(candidate.outcome.status for candidate in call.candidates)
+        rows.append((operation, ", ".join(f"{count} {status}" for status, count in statuses.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
     return "\n".join([table(("operation", "candidates"), rows), *lines])
 
 
 def candidates(tuned: AutotuneData) -> str:
-    """Return the fate of every candidate of a search, the fastest first: `*` is the winner, `h` the heuristic."""
+    """Return a table of the candidates of a search, the fastest first: `*` is the winner, `h` the heuristic."""
     rows = []
-    # A row for a program and not for a candidate: configurations that make one program have one time.
+    # One row per program: configurations that compile to the same program share one time.
     for program in ranked(tuned.outcomes):
         outcome = program[0]
         measured, seconds = outcome.measurement, outcome.compile_seconds
@@ -130,32 +130,30 @@ def candidates(tuned: AutotuneData) -> str:
     header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     is_complete = tuned.progress.state == SearchState.COMPLETE
-    kept = (
-        [f"{'the heuristic stays' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
-    )
-    told = map(printable_lines, (*kept, *remarks(tuned)))
-    return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
+    kept = [f"{'heuristic kept' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
+    lines = map(printable_lines, (*kept, *remarks(tuned)))
+    return "\n".join([title + _achieved(tuned), *lines, table(header, rows, "compiled in", "spread")])
 
 
 def _achieved(tuned: AutotuneData) -> str:
-    """Return what the winner achieved, as a line, if its kernel says what a call costs."""
+    """Return a line with the winner's TFLOP/s and GB/s; empty if its kernel defines no cost."""
     cost, measured = tuned.inv.node.spec.kernel.cost(tuned.inv), tuned.winner.measurement
     if cost is None or measured is None or tuned.after is None:
         return ""
-    if tuned.calls:  # whose times the call's own are only a part of
+    if tuned.calls:  # the samples are means over several calls, so use this call's time
         measured = dataclasses.replace(measured, samples=(tuned.after,))
     reached = roofline(measured, cost)
     return f"\n{reached.tflops:.3g} TFLOP/s, {reached.gbytes:.3g} GB/s"
 
 
-def _fates(tuned: AutotuneData) -> str:
+def _statuses(tuned: AutotuneData) -> str:
     counts = [outcome.status for outcome in tuned.outcomes]
     others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != Status.MEASURED]
     return ", ".join([str(len(counts)), *others])
 
 
 def result_as_data(result: AutotuningResult) -> dict[str, Any]:
-    """Return a result with what was measured."""
+    """Return a result with its measurements, for JSON."""
     entries = [
         {
             "op": tuned.inv.op_id_v,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of `ejkernel tune --shapes`: calls that are to share a configuration, a line of JSON for each.
+"""The file of `ejkernel tune --shapes`: calls that share a configuration. Each line is a call in JSON, e.g.
 
     {"kernel": "flash_attention", "args": ["bf16[8,1024,32,128]", "bf16[8,1024,8,128]", "bf16[8,1024,8,128]"],
      "kwargs": {"causal": true}, "weight": 3}
 
-(in one line). A text of a dtype with sizes in brackets stands for an array; every other value is what JSON says. All
-calls of one kernel share a configuration, or those of them that name the same `set`. `kwargs`, `weight` and `set` may
-be left out.
+(on a single line). A string such as `bf16[8,128]` represents an array; all other values are plain JSON. All calls of a
+kernel with the same `set` share a configuration. `kwargs`, `weight` and `set` are optional.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.storage.serialize import parse_json
 
 _LARGEST: Final = 1 << 24  # bytes of a file
-_ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[(.*)")  # a text that is meant to be one
+_ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[(.*)")  # also matches malformed arrays, for an error
 _SIZES: Final = re.compile(r" *([0-9]+ *(, *[0-9]+ *)*)?\]")
 _SHORT: Final = re.compile(r"(bf|f|u|i)(?=\d)")
 _LONG: Final = {"bf": "bfloat", "f": "float", "u": "uint", "i": "int"}
@@ -48,22 +47,22 @@ class _Line:
 
 
 def calls_of_shapes(path: Path) -> Found:
-    """Return the calls of a file, in the sets that share a configuration.
+    """Return the calls of a file, in sets that share a configuration.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line is no call; the message has its number.
+        ArgumentError: The file cannot be read, or a line is not a call; the message has the line number.
     """
     sets: dict[tuple[str, str], list[SharedCall]] = {}
     calls: dict[ConfigKey, Invocation[Any, Any]] = {}
     for number, text in _lines(path):
         try:
             line = _call(text)
-            calls.setdefault(line.call.inv.key, line.call.inv)  # or what does not fit the kernel's parameters is said
+            calls.setdefault(line.call.inv.key, line.call.inv)  # `key` raises if arguments do not fit the kernel
         except (EjkernelError, ValueError, TypeError) as error:
             raise ArgumentError(f"{path}, line {number}: {error}") from error
         sets.setdefault((line.call.inv.op_id_v, line.named), []).append(line.call)
     if not sets:
-        raise ArgumentError(f"{path} holds no call; a line is a call, such as {_EXAMPLE}.")
+        raise ArgumentError(f"{path} has no calls; write one call per line, e.g. {_EXAMPLE}.")
     merged = tuple(tuple(merged_calls(each)) for each in sets.values())
     counts = f"{path}: {counted(len(calls), 'call')} in {counted(len(merged), 'set')}, each with one configuration"
     return Found(name=str(path), calls=tuple(calls.values()), counts=counts, sets=merged)
@@ -74,10 +73,10 @@ _EXAMPLE: Final = '{"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open("rb") as stream:  # it may be a pipe, whose end nobody knows
+        with path.open("rb") as stream:  # may be a pipe of unknown length
             raw = stream.read(_LARGEST + 1)
         if len(raw) > _LARGEST:
-            raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
+            raise ArgumentError(f"{path} is larger than the limit of {_LARGEST} bytes.")
         text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
@@ -89,11 +88,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _call(text: str) -> _Line:
     data: Any = parse_json(text)
     if not isinstance(data, dict):
-        raise ArgumentError(f"a call is an object, such as {_EXAMPLE}; got {text.strip()[:80]}")
+        raise ArgumentError(f"a call must be a JSON object, e.g. {_EXAMPLE}; got {text.strip()[:80]}")
     unknown, missing = sorted(data.keys() - _FIELDS), sorted({"kernel", "args"} - data.keys())
     if unknown or missing:
-        what = f"{unknown[0]!r} is no field of it" if unknown else f"{missing[0]!r} is missing"
-        raise ArgumentError(f"{what}; a call has kernel and args, and it may have kwargs, weight and set.")
+        what = f"unknown field {unknown[0]!r}" if unknown else f"{missing[0]!r} is missing"
+        raise ArgumentError(f"{what}; a call has kernel and args, and optionally kwargs, weight and set.")
     args, kwargs, named = data["args"], data.get("kwargs", {}), data.get("set", "")
     for name, value, kind in (("args", args, list), ("kwargs", kwargs, dict), ("set", named, str)):
         if not isinstance(value, kind):
@@ -101,34 +100,34 @@ def _call(text: str) -> _Line:
     weight = checked_weight(data.get("weight", 1), "weight")
     kernel = _kernel(data["kernel"])
     if "cfg" in kwargs:
-        raise ArgumentError("kwargs say the configuration, cfg, so nothing is left to tune; leave it out.")
+        raise ArgumentError("kwargs contain cfg, so nothing is left to tune; leave it out.")
     given, options = prepared(kernel, tuple(map(_value, args)), {name: _value(v) for name, v in kwargs.items()})
     inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=given, kwargs=options)
     return _Line(SharedCall(inv=inv, weight=weight), named)
 
 
-_KINDS: Final = {list: "a list", dict: "an object", str: "a text"}
+_KINDS: Final = {list: "a list", dict: "an object", str: "a string"}
 
 
 def _kernel(name: object) -> Kernel[Any, Any]:
-    """Return the kernel of a name, with or without its version; one whose calls stand for themselves, if there is one.
+    """Return the kernel of a name, with or without version; prefer a kernel without buckets.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: No kernel has this name.
     """
     living = living_kernels()
     found = [kernel for op, kernels in living.items() if name in (op, op.rpartition("@")[0]) for kernel in kernels]
     if not found:
         raise ArgumentError(
-            f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; name the module that makes others "
+            f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; import the module of other kernels "
             f"(--import MODULE){did_you_mean(name, [op.rpartition('@')[0] for op in living])}"
         )
-    # In a bucket the sizes that are written down would not be the ones that are measured.
+    # A bucket would measure other sizes than those in the file.
     return next((kernel for kernel in found if not overrides(kernel, "bucket")), found[0])
 
 
 def _value(data: Any) -> Any:
-    """Return what a value of JSON stands for."""
+    """Return the Python value of a JSON value; strings such as `bf16[8,128]` become array types."""
     if isinstance(data, list):
         return [_value(item) for item in data]
     if isinstance(data, dict):
@@ -140,8 +139,8 @@ def _value(data: Any) -> Any:
     try:
         dtype = jnp.dtype(name)
     except TypeError as error:
-        raise ArgumentError(f"{data!r} names no dtype that there is; write such as bf16[8,128] or int32[8].") from error
+        raise ArgumentError(f"{data!r} has an unknown dtype; write e.g. bf16[8,128] or int32[8].") from error
     sizes = _SIZES.fullmatch(found[2])
     if sizes is None:
-        raise ArgumentError(f"{data!r} has no sizes that are numbers in brackets; write such as bf16[8,128] or f32[].")
+        raise ArgumentError(f"{data!r} must have numbers as sizes in brackets; write e.g. bf16[8,128] or f32[].")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in (sizes[1] or "").split(",") if size.strip()), dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache push`, `pull`, `diff` and `merge`, and `prune` of a URL: what was found here and by others."""
+"""`ejkernel cache push`, `pull`, `diff`, `merge`, and `prune` of a URL: exchange with shared caches."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 
 _T = TypeVar("_T")
-_SHOWN: Final = 50  # rows of a table; `--json` has all
+_SHOWN: Final = 50  # rows of a table; `--json` prints all
 
 
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
     target = _shared(url or _only_layer(), folder, may_be_new=True, bounded=not merge)
-    if not dry_run and (mended := _told(lambda: upkeep.mend(target))):
-        click.echo(f"{target}: {counted(mended, 'pack')} damaged there, and written again", err=True)
+    if not dry_run and (mended := _with_config_errors(lambda: upkeep.mend(target))):
+        click.echo(f"{target}: {counted(mended, 'damaged pack')} repaired", err=True)
     _bring([place_of(str(folder), folder)], target, dry_run=dry_run, as_json=as_json)
     if merge and not dry_run:
-        fewer = _told(lambda: upkeep.merge(target))
+        fewer = _with_config_errors(lambda: upkeep.merge(target))
         click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
 
 
 def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    """Run `ejkernel cache pull`: into the folder or, without a URL, into the copies of the layers alone."""
+    """Run `ejkernel cache pull`: into the folder or, without a URL, only into the copies of the layers."""
     folder = _folder(cache)
     if url:
         _bring([_shared(url, folder)], place_of(str(folder), folder), dry_run=dry_run, as_json=as_json)
@@ -48,7 +48,7 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
     for layer in _layers():
         try:
             places.append(_shared(layer, folder))
-        except EjkernelError as error:  # the others' copies are brought up to date all the same
+        except EjkernelError as error:  # still update the copies of the other layers
             problems.append(str(error))
     found = [(str(place), place.fetched, sum(1 for _ in place.copy.variants())) for place in places]
     if as_json:
@@ -64,7 +64,12 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
     """Run `ejkernel cache merge`."""
     folder = _folder(cache)
     target = place_of(str(folder), folder)
-    _bring(_told(lambda: [place_of(name, folder) for name in sources]), target, dry_run=dry_run, as_json=as_json)
+    _bring(
+        _with_config_errors(lambda: [place_of(name, folder) for name in sources]),
+        target,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
 
 
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
@@ -72,8 +77,8 @@ def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: b
     store = opened(cache, alone=True)
     target, now = _shared(url, _folder(cache), bounded=False), store.clock()
     if not dry_run:
-        _told(lambda: upkeep.mend(target))
-    found = _told(
+        _with_config_errors(lambda: upkeep.mend(target))
+    found = _with_config_errors(
         lambda: upkeep.prune(
             target,
             lambda entry: wanted.has(item_of(entry), now),
@@ -92,8 +97,8 @@ def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: b
 def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     """Run `ejkernel cache diff`; return 1 if the places differ."""
     folder = _folder(cache)
-    theirs = _told(lambda: place_of(one, folder))
-    ours = _told(lambda: place_of(other or str(folder), folder))
+    theirs = _with_config_errors(lambda: place_of(one, folder))
+    ours = _with_config_errors(lambda: place_of(other or str(folder), folder))
     found = [step for step in plan([theirs], ours).steps if step.action != "same"]
     missing = [step for step in plan([ours], theirs).steps if step.ours is None]
     if as_json:
@@ -106,7 +111,7 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
 
 
 def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
-    found = plan(sources, target) if dry_run else _told(lambda: bring(sources, target))
+    found = plan(sources, target) if dry_run else _with_config_errors(lambda: bring(sources, target))
     counts = collections.Counter(step.action for step in found.steps)
     if as_json:
         names = ("added", "replaced", "kept", "same")
@@ -116,8 +121,8 @@ def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: b
     _conflicts(found)
     would = "would be " if dry_run else ""
     click.echo(
-        f"{target}: {_entries(counts['added'])} {would}added, {counts['replaced']} {would}replaced by better ones; "
-        f"{counts['kept']} there are better, {counts['same']} the same"
+        f"{target}: {_entries(counts['added'])} {would}added, {counts['replaced']} {would}replaced by better entries; "
+        f"{counts['kept']} better entries kept, {counts['same']} identical"
     )
 
 
@@ -125,7 +130,7 @@ def _conflicts(found: Plan) -> None:
     if found.conflicts:
         rows = [(*_row(step)[:5], step.verdict.why, _stays(step)) for step in found.conflicts]
         _table(("device", "operation", "arguments", "ours", "theirs", "why", "stays"), rows)
-        click.echo(f"{counted(len(rows), 'conflict')}: nothing tells which configuration is the better", err=True)
+        click.echo(f"{counted(len(rows), 'conflict')}: neither configuration is known to be better", err=True)
 
 
 def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
@@ -134,7 +139,7 @@ def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
     call = arguments(entry.call) if entry.call is not None else call
     left = entry if only_left else step.ours
     better = "" if step.ours is None else "unknown" if step.verdict.is_conflict else _stays(step)
-    # Nobody's place is ours in a comparison of two.
+    # `diff` compares two places, so call them left and right.
     better = {"ours": "left", "theirs": "right"}.get(better, better)
     configs = ("-" if left is None else compact(left.config), "-" if only_left else compact(entry.config))
     why = step.verdict.why.replace("ours", "left").replace("theirs", "right")
@@ -149,7 +154,7 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     if rows:
         click.echo(report.table(header, rows[:_SHOWN], "device", "arguments"))
     if len(rows) > _SHOWN:
-        click.echo(f"... and {len(rows) - _SHOWN} more (--json has all)")
+        click.echo(f"... and {len(rows) - _SHOWN} more (--json prints all)")
 
 
 def _sides(found: Sequence[Step], missing: Sequence[Step]) -> dict[str, Any]:
@@ -176,35 +181,35 @@ def _entries(count: int) -> str:
 
 
 def _folder(cache: Path | None) -> Path:
-    """Return the cache's own folder."""
+    """Return the writable folder of the cache."""
     folder = opened(cache, alone=True).path
-    assert folder is not None  # else `opened` raises
-    _told(lambda: folder.mkdir(parents=True, exist_ok=True))
+    assert folder is not None  # `opened` raises without a folder
+    _with_config_errors(lambda: folder.mkdir(parents=True, exist_ok=True))
     return folder
 
 
 def _layers() -> list[str]:
     found = [layer for layer in settings.current().cache_layers if is_url(layer)]
     if not found:
-        raise ConfigError("name a URL, or set EJKERNEL_CACHE_LAYERS to those of shared caches.")
+        raise ConfigError("pass a URL, or set EJKERNEL_CACHE_LAYERS to the URLs of shared caches.")
     return found
 
 
 def _only_layer() -> str:
     found = _layers()
     if len(found) > 1:
-        raise ConfigError(f"EJKERNEL_CACHE_LAYERS has {len(found)} URLs; name the one that is meant.")
+        raise ConfigError(f"EJKERNEL_CACHE_LAYERS has {len(found)} URLs; pass one of them.")
     return found[0]
 
 
 def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
-        raise ConfigError(f"{url!r} is no URL, such as s3://bucket/prefix or file:///shared/ejkernel.")
-    return _told(lambda: SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded))
+        raise ConfigError(f"{url!r} is not a URL like s3://bucket/prefix or file:///shared/ejkernel.")
+    return _with_config_errors(lambda: SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded))
 
 
-def _told(do: Callable[[], _T]) -> _T:
-    """Do what may fail because of a disk or a network, and make an error for the user of it."""
+def _with_config_errors(do: Callable[[], _T]) -> _T:
+    """Call `do`, and convert errors of disk or network to `ConfigError`."""
     try:
         return do()
     except EjkernelError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel show`, and `ejkernel cache list` and `show`: what a cache folder holds."""
+"""`ejkernel show`, and `ejkernel cache list` and `show`: the contents of a cache folder."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from ejkernel.ops.utils.printable import printable
 
 
 def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
-    """Return the cache of a folder, and of what is read after the usual one unless it is wanted `alone`.
+    """Return the cache of a folder; the default one includes its layers unless `alone`.
 
     Raises:
-        ConfigError: the folder was named and is not there, or is none.
+        ConfigError: The path is not a folder, or the named folder does not exist.
     """
     store = PersistentCache(cache, layers=() if alone else None)
     if store.path is None:
-        raise ConfigError("there is no home folder that a cache could be in; choose one with --cache.")
+        raise ConfigError("the user has no home folder for the cache; choose a folder with --cache.")
     if store.path.exists() and not store.path.is_dir():
-        raise ConfigError(f"{store.path} is no folder; choose one with --cache, or with EJKERNEL_CACHE_DIR.")
-    # A folder that was named and is not there is a slip of the keyboard; the usual one is made when something is saved.
+        raise ConfigError(f"{store.path} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR.")
+    # A missing --cache folder is probably a typo; the default folder is created on the first save.
     if cache is not None and not store.path.exists():
-        raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the usual one.")
+        raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the default one.")
     return store
 
 
 def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
-    """Run `ejkernel show`; return 1 if nothing is saved."""
+    """Run `ejkernel show`; return 1 if the cache is empty."""
     store = opened(cache)
     if log is not None:
         _show_searches(store, log, as_json)
@@ -61,7 +61,7 @@ def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
     store = opened(cache)
     entries = [entry for _, entry in store.entries() if _begins(entry.key, prefix)]
     if not entries:
-        raise ConfigError(f"nothing is saved in {store.path} whose call or operation begins with {prefix!r}.")
+        raise ConfigError(f"{store.path} has no entry with a call or operation that starts with {prefix!r}.")
     if as_json:
         report.echo_json([_as_data(entry) for entry in entries])
     else:
@@ -78,13 +78,13 @@ def _cells(entry: StoredEntry) -> tuple[str, ...]:
 
 
 def _search_of(entry: StoredEntry) -> str:
-    """Return how far the search came that led to an entry; `-` if none did."""
+    """Return the progress of the search behind an entry; `-` without a search."""
     progress = SearchProgress.stored_in(entry.measured)
     return "-" if progress is None else progress.in_words
 
 
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
-    """Return the row of a call that has no entry, because its search is partial or failed."""
+    """Return the row of a call without an entry: its search is partial or failed."""
     time = str(search.provenance.get("time", "-"))[:16].replace("T", " ")
     return (*search.key, arguments(search.call), "-", "-", search.progress.in_words, printable(time))
 
@@ -108,7 +108,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("chosen as", cases(entry.measured)),
         ("measured", entry.time),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
-        ("file", str(entry.path or "none of its own: of a shared cache, or in memory")),
+        ("file", str(entry.path or "none (entry of a shared cache or in memory)")),
     ]
     return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 
@@ -118,14 +118,14 @@ def _median(times: Any) -> str:
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
-    """Print the searches of calls whose key, or operation, begins with `prefix`; of each call the newest."""
+    """Print the newest search of each call with a key or operation starting with `prefix`."""
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
         if search.key.call.startswith(prefix) or search.key.op.startswith(prefix):
-            # The newest of a call comes first.
+            # The newest search of a call comes first.
             found.setdefault(search.key, search)
     if not found:
-        raise ConfigError(f"no search is stored in {cache.path} whose call or operation begins with {prefix!r}.")
+        raise ConfigError(f"{cache.path} has no search with a call or operation that starts with {prefix!r}.")
     if as_json:
         report.echo_json([_search_as_data(search) for search in found.values()])
     else:
@@ -185,7 +185,7 @@ def _as_data(entry: StoredEntry) -> dict[str, Any]:
 
 
 def _open_as_data(search: StoredSearch) -> dict[str, Any]:
-    """Return a call that has no entry, because its search is partial or failed; laid out as one that has an entry."""
+    """Return a call without an entry (partial or failed search) in the layout of `_as_data`."""
     return {
         "key": search.key,
         "config_type": search.config_type,

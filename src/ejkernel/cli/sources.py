@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the calls that a command is asked about."""
+"""Finds the calls for a command."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from ejkernel.ops.utils.messages.warn import warn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the calls are; one of the first five is given, or the last two of them.
+    """The source of the calls: exactly one of the first five attributes, or `bundle` and `shapes`.
 
     Attributes:
         program: The function that returns the program.
         text: A file with the program's text.
-        missed: The cache's folder, if the calls are those that were noted as missed beside it.
-        bundle: The folder of a bundle, if the calls are those of it.
+        missed: The cache folder with notes of missed calls.
+        bundle: The folder of a bundle.
         shapes: A file with calls that share a configuration.
-        imports: Modules that make kernels.
+        imports: Modules that define kernels.
         platform: The platform to lower the program for; this process's by default.
     """
 
@@ -63,12 +63,12 @@ class Source:
         shapes: Path | None = None,
         platform: str | None = None,
     ) -> Source:
-        """Return what a target names, if there is one; its modules can be found then, in this process and its own.
+        """Return the source of a target, and make its modules importable in this process and its workers.
 
         Raises:
-            ArgumentError: it names nothing.
+            ArgumentError: The target does not exist or is malformed.
         """
-        # A Python file is a module without its function, and the error says so.
+        # A Python file without a function is an error of `located`.
         is_text = bool(target) and Path(target).is_file() and Path(target).suffix != ".py"
         source = cls(
             program=located(target) if target and not is_text else None,
@@ -79,18 +79,18 @@ class Source:
             imports=tuple(map(module_named, imports)),
             platform=platform,
         )
-        if source.names_modules:  # what a worker sends back must be found in this process too
+        if source.names_modules:  # this process unpickles a worker's answers, so it needs the modules, too
             look_here()
         return source
 
     @property
     def names_modules(self) -> bool:
-        """Whether the user named modules, which the working directory may have; files are read without those."""
+        """Whether the user named modules, possibly of the working directory; reading files needs none."""
         return bool(self.imports) or self.program is not None
 
 
 def find(source: Source) -> Found:
-    """Return the calls that are there."""
+    """Return the calls of a source."""
     if source.names_modules:
         look_here()
     for name in source.imports:
@@ -100,15 +100,15 @@ def find(source: Source) -> Found:
         with user_code(f"lowering the program of {source.program.target}"):
             calls = discover_for(program, args, kwargs, platform=source.platform)
         target = source.program.target
-        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no kernel of ejkernel.")
+        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no ejkernel kernel.")
     else:
         found = _in_files(source)
-    # To ask for the device is to open it, which a process that compiles for another place need not.
+    # `device_fingerprint` opens the device, so skip it when compiling for another machine.
     return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
 
 
 def _in_files(source: Source) -> Found:
-    importlib.import_module("ejkernel.modules")  # the kernels that a file may name without the user's naming a module
+    importlib.import_module("ejkernel.modules")  # files may refer to these kernels without --import
     if source.bundle is not None:
         bundled = files.calls_in_bundle(source.bundle)
         if source.shapes is None:
@@ -123,19 +123,19 @@ def _in_files(source: Source) -> Found:
 
 
 def find_sendable(source: Source) -> Found:
-    """Return the calls that other processes can be told of; of others warn."""
+    """Return the calls that can be pickled for other processes; warn of the others."""
     from ejkernel.ops.autotuner.process.worker import pickled  # imports multiprocessing
 
     found = find(source)
     calls = []
     for inv in found.calls:
         try:
-            # Asked here, where the module is imported, since one that cannot be sent would end the whole answer.
+            # Check each call here: one that cannot be pickled would fail the whole answer.
             pickled(inv)
         except TuningError as error:
             text = (
                 f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error.__cause__}); "
-                "define it at the top of a module, or tune with --in-process."
+                "define it at the top level of a module, or tune with --in-process."
             )
             warn(text, OfflineWarning)
         else:
@@ -146,25 +146,25 @@ def find_sendable(source: Source) -> Found:
         found,
         calls=tuple(calls),
         empty=found.empty if len(calls) == len(found.calls) else empty,
-        # A set is tuned whole: a configuration for some of its calls is not what was asked for.
+        # Drop incomplete sets: the user asked for one configuration for all calls of a set.
         sets=tuple(each for each in found.sets if all(call.inv.key in keys for call in each)),
     )
 
 
 def find_for_mesh(source: Source, count: int) -> Found:
-    """Return what `find_sendable` returns where a program has so many devices; they are the CPU's.
+    """Return the result of `find_sendable` in a process with `count` CPU devices.
 
-    For a process of its own, which has no devices yet.
+    Call it in a new process, before JAX opens devices.
     """
     compat.have_cpu_devices(count)
     return find_sendable(source)
 
 
 def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
-    """Return what a worker of an executor finds, and give its warnings.
+    """Return the calls found by a worker of an executor, and repeat its warnings.
 
     Raises:
-        TuningError: the worker cannot find the calls, such as for a module that it does not have.
+        TuningError: The worker cannot find the calls, e.g. because it lacks a module.
     """
     from ejkernel.ops.autotuner.process.messages import Raised, Request
     from ejkernel.ops.autotuner.process.serve import pickled, unpickled
@@ -192,7 +192,7 @@ def _answer_of_worker(sent: bytes) -> bytes:
 
 
 def _found_here(source: Source) -> tuple[Found, list[Warning | str]]:
-    """Have a worker process of this machine find the calls, and keep its warnings."""
+    """Return the calls found by a worker process of this machine, and its warnings."""
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
     with warnings.catch_warnings(record=True) as warned, shared_worker() as worker:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune`: find a program's calls, tune them, save what was found, say what it brought."""
+"""`ejkernel tune`: finds the calls of a program, tunes them, saves and reports the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
     from ejkernel.ops.autotuner.process.worker import WorkerStatus
 
-_EQUAL = 1e-4  # by which weights may differ, that an entry has rounded
+_EQUAL = 1e-4  # tolerance for weights, which entries store rounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,31 +70,31 @@ class TuneOptions:
 
 
 def messages(file: IO[str] | None = None) -> Console:
-    """Return where messages go: stderr, with colours where that is a terminal and `NO_COLOR` is not set."""
-    # Without markup and emoji, since names of files and messages of kernels may look like either.
+    """Return the console for messages: stderr, with colours on a terminal unless `NO_COLOR` is set."""
+    # No markup and emoji: file names and messages of kernels may look like either.
     return Console(file=file, stderr=file is None, emoji=False, markup=False)
 
 
 def run_tune(options: TuneOptions) -> None:
-    """Run `ejkernel tune`. The device is a worker process's: a candidate may take that with it, not the command."""
+    """Run `ejkernel tune`, by default in a worker process, so that a crashing candidate does not end the command."""
     if options.in_process:
         _run(options)
         return
     from ejkernel.ops.autotuner.process.worker import worker_session
 
-    # One worker for finding and for all searches, because starting JAX and a device takes seconds.
+    # One worker finds the calls and runs all searches, because JAX and a device take seconds to start.
     with worker_session():
         _run(options)
 
 
 def _run(options: TuneOptions) -> None:
     store = PersistentCache(options.cache)
-    # Found out first: a search of hours must not end with nothing saved.
+    # Check first: a search of hours must not end without saving.
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     source = _source(options, store)
-    with _executor_of(options) as executor:  # after modules can be found, which Ray tells its workers on this machine
+    with _executor_of(options) as executor:  # after `_source`, because Ray copies the module path to local workers
         _find_and_tune(options, source, store, executor)
 
 
@@ -103,16 +103,16 @@ def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayE
         return contextlib.nullcontext()
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
 
-    messages().print(f"connecting to Ray at {options.ray}", soft_wrap=True)  # which gives up after a minute or more
+    messages().print(f"connecting to Ray at {options.ray}", soft_wrap=True)  # a failure takes a minute or more
     return RayExecutor(options.ray)
 
 
 def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache, executor: RayExecutor | None) -> None:
     console = messages()
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
+    with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
-    store.look_again()  # what others have tuned is not tuned here
+    store.look_again()  # use configurations tuned by others
     if options.dry_run:
         _list(
             options, found, ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=usual_stale_policy()))
@@ -137,8 +137,8 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
 def _check_devices(options: TuneOptions, device: str) -> None:
     if options.devices > 1 and device.startswith("cpu:"):
         raise ConfigError(
-            f"--devices {options.devices} is for GPUs, each of which has a worker process, and the device here is "
-            f"{device}: on a CPU, searches side by side would disturb each other's times."
+            f"--devices {options.devices} requires GPUs, got {device}: on a CPU, parallel searches would distort each "
+            "other's times."
         )
 
 
@@ -158,8 +158,7 @@ def _tune_found(
     todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls)]
     if len(todo) < len(sets):
         before = sum(map(len, sets)) - sum(map(len, todo))
-        verb, them = ("was", "it") if before == 1 else ("were", "them")
-        console.print(f"{before} of them {verb} tuned before; --force tunes {them} again.")
+        console.print(f"{counted(before, 'call')} already tuned; --force tunes again.")
     started = time.monotonic()
     result = _tune(chain, todo, found, console, verbose=options.verbose)
     seconds = time.monotonic() - started
@@ -180,7 +179,7 @@ def _tune_found(
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:
     if options.missed and store.path is None:
-        raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
+        raise ArgumentError("the user has no home folder with notes; choose a folder with --cache.")
     missed = store.path if options.missed else None
     return Source.of(options.target, options.imports, missed=missed, bundle=options.bundle, shapes=options.shapes)
 
@@ -188,29 +187,29 @@ def _source(options: TuneOptions, store: PersistentCache) -> Source:
 def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) -> Found:
     if options.in_process:
         return find(source)
-    if executor is not None:  # whose workers have the device
+    if executor is not None:  # its workers have the device
         return find_by(executor, source)
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
-    # a program may take any time to lower, and Ctrl-C ends that
+    # lowering may take any time, and Ctrl-C can end it
     finding = WorkerStatus(what="finding the calls", allowed=math.inf)
     if options.mesh_devices is not None:
         return _find_of_mesh(source, options.mesh_devices, finding)
-    # The device is the worker's: what this process held, it could not give back when the worker has broken it.
+    # Only the worker opens the device: this process could not release a device that a candidate has broken.
     with shared_worker() as worker:
         found: Found = worker.call(find_sendable, source, doing=finding)
     return found
 
 
 def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
-    """Return the calls of a program for a mesh of `count` devices, as those of the device that is here."""
+    """Return the calls of a program for a mesh of `count` devices, as calls of this machine's device."""
     from ejkernel.ops.autotuner.process.worker import Worker, shared_worker
 
     with shared_worker() as worker:
         device: str = worker.call(device_fingerprint)
-    # Lowered for the device that is here, whose kernels are the ones to tune.
+    # Lower for the platform of this machine's device, whose kernels are tuned.
     elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
-    # Another process, since JAX has one number of devices for good, and these are the CPU's.
+    # In a new process: JAX fixes its number of devices at the start, and these are CPU devices.
     many = Worker()
     try:
         found: Found = many.call(find_for_mesh, elsewhere, count, doing=finding)
@@ -221,11 +220,11 @@ def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
 
 
 def _processes(options: TuneOptions, device: str) -> int:
-    if options.compile_processes is not None or options.ray is not None:  # how many cores a node has is not known here
+    if options.compile_processes is not None or options.ray is not None:  # a Ray node's number of cores is unknown
         return options.compile_processes or 0
     from ejkernel.ops.autotuner.compile.processes import usual_processes  # imports multiprocessing
 
-    # Each worker has its own, and all of them share the cores.
+    # Each worker has its own pool, and all pools share the cores.
     return -(-usual_processes(Target.of(device)) // options.devices)
 
 
@@ -235,9 +234,9 @@ def _print_counts(found: Found, console: Console) -> None:
 
 
 def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], *, is_done: bool) -> str:
-    """Return how a call is tuned: the state of its search, `saved` where no search led to its entry, `stale` or `no`.
+    """Return the tuning state of a call: that of its search, `saved` (entry without a search), `stale` or `no`.
 
-    `apart` is a call that was tuned, but not together with those that are to share its configuration.
+    `apart` means tuned, but not together with the calls that share its configuration.
     """
     actions = [action for _, action in _saved(chain, inv)]
     if actions and "use" not in actions:
@@ -249,7 +248,7 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-    """Yield the entries of a call that can be read, and what the policy makes of each."""
+    """Yield the readable entries of a call, each with its action under the stale policy."""
     store, kernel = chain.persistent, inv.kernel
     if kernel is not None and store is not None:
         note_config_types(inv, kernel)
@@ -258,17 +257,17 @@ def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> I
 
 
 def _sets(found: Found) -> list[Sequence[SharedCall]]:
-    """Return the calls in sets that share a configuration; usually each is alone, forwards before what is derived."""
+    """Return the calls in sets that share a configuration; by default one call per set, forward calls first."""
     if found.sets:
         return list(found.sets)
     return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
 
 
 def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall]) -> bool:
-    """Return whether calls were tuned; of several, together, and with these weights."""
+    """Return whether a set of calls is tuned: together, and with the same weights."""
     if not all(_known(chain, call.inv) for call in calls):
         return False
-    # An entry of each call alone, or for other weights, may be another configuration.
+    # Entries tuned alone or with other weights may differ.
     return len(calls) == 1 or all(_are_alike(_weights_of(chain, call.inv), _shares(calls)) for call in calls)
 
 
@@ -277,7 +276,7 @@ def _are_alike(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
 
 
 def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> dict[str, float]:
-    """Return the weights of the calls that a configuration was chosen for, by their keys, as its entry has them."""
+    """Return the weights of the calls tuned together, by call key, as stored in the entry."""
     entry = None if chain.persistent is None else chain.persistent.load(inv.key)
     weights: dict[str, float] = {}
     for case in dict(entry.measured or {}).get("cases") or () if entry is not None else ():
@@ -293,7 +292,7 @@ def _shares(calls: Sequence[SharedCall]) -> dict[str, float]:
 
 
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    """Return whether the call was tuned to the end; a partial search is gone on with."""
+    """Return whether the search of a call is complete; a partial search continues."""
     entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
     if entry is None:
         return False
@@ -309,12 +308,12 @@ def _tune(
     *,
     verbose: bool,
 ) -> AutotuningResult:
-    # Of searches that are over, to be shown where Ctrl-C ends the rest.
+    # Finished searches, printed if Ctrl-C ends the others.
     done: list[AutotuneData] = []
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerRestarted):
-            console.print(f"{event.key.op}: {event.reason}; a new worker goes on", soft_wrap=True, highlight=False)
+            console.print(f"{event.key.op}: {event.reason}; a new worker continues", soft_wrap=True, highlight=False)
         elif isinstance(event, SearchFinished):
             done.append(event.data)
 
@@ -323,7 +322,7 @@ def _tune(
             bars(console, len(todo), "tuning", budget=chain.policy.budget_s) as step,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
-            _saying_that_it_stops(console),
+            _announcing_the_stop(console),
         ):
             return tune_together(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
@@ -334,11 +333,11 @@ def _tune(
 
 
 @contextlib.contextmanager
-def _saying_that_it_stops(console: Console) -> Iterator[None]:
-    """Answer the first Ctrl-C at once: the search under way may take a while to end."""
+def _announcing_the_stop(console: Console) -> Iterator[None]:
+    """Print a message at the first Ctrl-C: the running search may take a while to end."""
 
     def stopping(number: int, frame: FrameType | None) -> None:
-        # So that the second one ends it at once.
+        # The next Ctrl-C ends the search at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
         signal.default_int_handler(number, frame)
@@ -354,19 +353,19 @@ def _saying_that_it_stops(console: Console) -> Iterator[None]:
 def bars(
     console: Console, count: int, doing: str, *, budget: float | None = None
 ) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
-    """Show the calls that are done and the time left: one bar on a terminal, one line per call on a pipe.
+    """Show progress and the time left: a bar on a terminal, one line per call on a pipe.
 
     Args:
-        console: Where to show it.
-        count: How many calls there are.
-        doing: What is done with each of them.
-        budget: Seconds that each call may take.
+        console: The console.
+        count: Number of calls.
+        doing: The action in words, e.g. "tuning".
+        budget: Seconds for each call.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=max(count, 1), note="")
         started = time.monotonic()
-        shares: dict[Any, float] = {}  # several calls may be under way
+        shares: dict[Any, float] = {}  # finished share of each started call; several may run
 
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
             is_new = inv.key not in shares
@@ -387,11 +386,11 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
 
     Args:
         elapsed: Seconds since the start.
-        finished: Number of calls done, with fractions for those under way.
+        finished: Number of finished calls, with fractions for running ones.
         count: Number of all calls.
-        budget: Seconds that each call may take.
+        budget: Seconds for each call.
     """
-    # The first call includes the start of JAX and of the device, so that a part of it says little.
+    # The first call includes the start of JAX and the device, so its progress says little.
     estimate = elapsed / finished * (count - finished) if finished >= 1 else math.inf
     most = math.inf if budget is None else budget * (count - finished)
     if math.isinf(min(estimate, most)):

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops import Invocation
-from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
 from ejkernel.ops.autotuner.trials.progress import SearchProgress
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
-WINS = Verdict(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)
+WINS = PairedComparison(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)
 
 
 def measured(config, seconds=1.0):

@@ -61,4 +61,4 @@ def test_a_program_that_calls_back_is_left_and_is_nobody_s_twin():
 
     program = made(run, np.ones(3, np.float32))
     assert (program.digest, program.code) == ("", None)
-    assert "calls back to the host" in program.why_left
+    assert "calls back into the process" in program.why_left

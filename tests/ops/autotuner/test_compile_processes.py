@@ -98,7 +98,7 @@ def test_what_processes_compile_is_what_threads_compile(monkeypatch):
 def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone():
     data = tune([Fault("abort while tracing"), Fault("wrong"), BEST])
     assert list(fates(data).values()) == ["measured", "failed", "wrong", "measured"]
-    assert data.outcomes[1].reason == "the worker was ended by SIGABRT while compiling"
+    assert data.outcomes[1].reason == "the worker was killed by SIGABRT while compiling"
     assert data.config == BEST
 
 
@@ -208,7 +208,7 @@ def test_a_program_without_a_guard_is_not_run_by_its_workers(tmp_path, policy):
     (tmp_path / "script.py").write_text(UNGUARDED.replace("POLICY", policy))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stdout.count("the program's work") == 1
-    assert 'put what the program does below `if __name__ == "__main__":`' in done.stdout
+    assert 'the program\'s code below `if __name__ == "__main__":`' in done.stdout
     assert "Traceback" not in done.stderr
 
 

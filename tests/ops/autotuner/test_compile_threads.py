@@ -61,7 +61,7 @@ def test_a_job_that_never_ends_is_given_up_and_the_rest_goes_on():
     never.set()
     assert [done.index for done in found] == [0, 1]
     assert isinstance(found[0].error, CandidateError)
-    assert str(found[0].error).startswith("compiling was given up after 0.2 s (allowed: 0.2 s)")
+    assert str(found[0].error).startswith("compilation abandoned after 0.2 s (allowed: 0.2 s)")
     assert found[1].result == "after it"
 
 

@@ -116,7 +116,7 @@ def test_a_special_value_is_right_where_the_reference_has_it(special):
 
 @pytest.mark.parametrize(("got", "want"), [(NAN, 1.0), (1.0, NAN), (INF, 1.0), (INF, -INF), (NAN, INF), (1.0, INF)])
 def test_a_special_value_elsewhere_is_wrong(got, want):
-    with pytest.raises(CandidateError, match="result 0 has NaN or infinity where the reference has not"):
+    with pytest.raises(CandidateError, match="result 0 has NaN or infinity where the reference has none"):
         check(*arrays([got, 1.0], [want, 1.0]))
 
 
@@ -127,7 +127,7 @@ def test_results_that_are_special_everywhere_are_right():
 @pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
 def test_integers_must_be_equal(dtype):
     truth, wrong = np.asarray([1, 0, 1, 0], dtype), np.asarray([1, 1, 0, 0], dtype)
-    with pytest.raises(CandidateError, match="result 0 differs from the reference in 2 places"):
+    with pytest.raises(CandidateError, match="result 0 differs from the reference in 2 elements"):
         check(wrong, truth)
 
 
@@ -137,7 +137,7 @@ def test_equal_integers_are_right():
 
 def test_random_keys_must_be_equal():
     check(jax.random.key(1), jax.random.key(1))
-    with pytest.raises(CandidateError, match="differs from the reference in 1 places"):
+    with pytest.raises(CandidateError, match="differs from the reference in 1 elements"):
         check(jax.random.key(1), jax.random.key(2))
 
 

@@ -105,13 +105,13 @@ def test_what_fails_is_a_result_and_the_rest_is_done():
 def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(devices, "device_fingerprint", only_the_first)
-    with pytest.warns(TuningWarning, match="1 of 2 devices could not be used: it is common, not rare"):
+    with pytest.warns(TuningWarning, match="1 of 2 devices are not usable: found common, not rare"):
         found = spread(lambda item: ask(pid_and_gpu), range(3), devices=2, fingerprint="rare")
     assert {gpu for _, gpu in found} == {"0"}
 
 
 def test_without_any_device_nothing_is_done():
-    with pytest.raises(TuningError, match=r"there is no gpu:abacus to measure on: it is cpu:.*, not gpu:abacus"):
+    with pytest.raises(TuningError, match=r"no device gpu:abacus to measure on: found cpu:.*, not gpu:abacus"):
         spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
 
 

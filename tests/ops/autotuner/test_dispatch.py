@@ -15,10 +15,10 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE, plain
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
-from ejkernel.ops.autotuner.fleet.lines import Wish
+from ejkernel.ops.autotuner.fleet.lines import Instruction
 from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
-from ejkernel.ops.autotuner.measure.duels import compare
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import pickled, unpickled
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
@@ -82,7 +82,7 @@ def is_lost_with(*configs, what="running"):
 
 
 def refuse(assignment):
-    return Refused("it has gpu:abacus, and the call is for a gpu:slide_rule")
+    return Refused("it has gpu:abacus, but the call is for a gpu:slide_rule")
 
 
 def tuned_by(*workers, calls=(CALL,), **options):
@@ -142,7 +142,7 @@ def test_a_candidate_that_was_alone_with_two_lost_workers_is_out():
     _, _, executor = tuned_by(is_lost_with(BEST), is_lost_with(BEST), find)
     (out,) = executor.assignments[2].task.known
     assert (out.config, out.status) == (BEST, "crashed")
-    assert "alone under way when 2 workers were lost" in out.reason
+    assert "2 workers were lost while it ran alone" in out.reason
 
 
 def test_candidates_that_were_not_alone_are_not_to_blame():
@@ -167,7 +167,7 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
 
 
 def test_a_task_that_loses_twenty_workers_is_given_up():
-    with pytest.warns(TuningWarning, match="plain: given up after 20 workers were lost"):
+    with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
     assert len(result) == 0
 
@@ -179,7 +179,7 @@ def test_a_task_that_is_refused_is_sent_again():
 
 
 def test_a_task_that_nobody_takes_is_not_tuned_and_the_reason_is_told_once():
-    refusals = r"do not take the task: it has gpu:abacus, and the call is for a gpu:slide_rule\. Give an executor"
+    refusals = r"refuse the task: it has gpu:abacus, but the call is for a gpu:slide_rule\. Pass an executor"
     with pytest.warns(TuningWarning, match=refusals):
         result, chain, _ = tuned_by(*[refuse] * 6)
     assert len(result) == 0
@@ -205,7 +205,7 @@ def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
         pass
 
     call = Invocation(kernel=Inner("inner"), args=CALL.args).abstract()
-    with pytest.warns(TuningWarning, match=r"cannot be sent to a worker process.*at the top of a module.*no executor"):
+    with pytest.warns(TuningWarning, match=r"cannot be sent to a worker process.*top level of a module.*no executor"):
         tuned_by(find, calls=[call])
 
 
@@ -224,7 +224,7 @@ def test_a_task_that_the_executor_cancels_and_does_not_take_again_is_carried_out
     monkeypatch.setattr(dispatch, "carry_out", lambda sent: pickled(Answer(Returned(FOUND))))
     executor = Closing(lambda assignment: None)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
-    text = "the executor takes no more tasks, and the rest is tuned in this process: ValueError: the quota"
+    text = "the executor accepts no more tasks, so this process tunes the rest: ValueError: the quota"
     with pytest.warns(TuningWarning, match=text):
         assert tune_invocations(chain, [CALL]).entries[0].cfg == BEST
 
@@ -261,9 +261,9 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
             say(assignment)
 
             def work():
-                while assignment.end.wish() == Wish.GO_ON:
+                while assignment.end.instruction() == Instruction.GO_ON:
                     pass
-                wishes.append(assignment.end.wish())
+                wishes.append(assignment.end.instruction())
                 return pickled(Answer(Returned(dataclasses.replace(FOUND, interrupted=True))))
 
             self.pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -276,7 +276,7 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=Asked()))
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])
-    assert wishes == [Wish.END]
+    assert wishes == [Instruction.END]
     assert chain.cache.get(CALL.key) == BEST
 
 
@@ -297,7 +297,7 @@ def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_
         for config, program in ((HEURISTIC, here), (BEST, gone))
     ]
     compiled = {CALL.key: BundledCall(description=CALL.description, candidates=tuple(candidates), reference=here)}
-    with pytest.warns(TuningWarning, match=r"compiled anew: its program 0-1\.bin is not there"):
+    with pytest.warns(TuningWarning, match=r"compiled again: its program 0-1\.bin is not there"):
         _, _, executor = tuned_by(find, compiled=compiled)
     task = executor.assignments[0].task
     assert [(config, program.code) for config, program in task.programs] == [(HEURISTIC, b"code")]

@@ -91,7 +91,7 @@ def test_a_worker_that_died_is_an_event_and_nothing_is_told_or_counted_twice():
     with on_event(events.append):
         data = tune(faulty_kernels.crashing, isolate=True, progress=lambda done, total: progress.append((done, total)))
     restarts = [event.reason for event in events if isinstance(event, WorkerRestarted)]
-    assert "the worker was ended by SIGABRT while running" in restarts
+    assert "the worker was killed by SIGABRT while running" in restarts
     assert len(restarts) >= 3
     assert sum(isinstance(event, SearchStarted) for event in events) == 1
     crashed = [outcome.config for outcome in data.outcomes if outcome.status == "crashed"]

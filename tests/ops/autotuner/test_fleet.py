@@ -23,7 +23,7 @@ from tests.ops.faulty_kernels import BEST, SHAPE
 from ejkernel.ops import RayExecutor
 from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
 from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Instruction
 from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
 from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -102,17 +102,17 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
 
 
 def test_a_wish_holds_until_a_stronger_one_comes(line):
-    assert line.end.wish() == Wish.GO_ON
-    line.tell(Wish.END)
-    assert line.end.wish() == Wish.END
-    line.tell(Wish.END_AT_ONCE)
-    assert line.end.wish() == Wish.END_AT_ONCE
+    assert line.end.instruction() == Instruction.GO_ON
+    line.tell(Instruction.END)
+    assert line.end.instruction() == Instruction.END
+    line.tell(Instruction.END_AT_ONCE)
+    assert line.end.instruction() == Instruction.END_AT_ONCE
 
 
 def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
     line.close()
     line.end.say(b"anybody?")
-    assert line.end.wish() == Wish.END_AT_ONCE
+    assert line.end.instruction() == Instruction.END_AT_ONCE
 
 
 def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
@@ -168,19 +168,19 @@ def assignment_of(call, line, **changes):
 def test_a_worker_with_another_jax_refuses(line):
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
     assert isinstance(answer.outcome, Refused)
-    assert answer.outcome.reason.endswith("and the caller JAX 0.1 and jaxlib 0.2")
+    assert answer.outcome.reason.endswith(", the caller JAX 0.1 and jaxlib 0.2")
 
 
 def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
-    assert answer.outcome.reason.endswith("sees no GPU, and the call is for gpu:abacus")
+    assert answer.outcome.reason.endswith("sees no GPU, but the call is for gpu:abacus")
 
 
 @pytest.mark.slow
 def test_a_worker_with_another_device_refuses(line):
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
-    assert answer.outcome.reason.endswith("and the call is for cpu:abacus_x7")
+    assert answer.outcome.reason.endswith("but the call is for cpu:abacus_x7")
 
 
 def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
@@ -243,7 +243,7 @@ def test_what_a_broken_pool_leaves_is_tuned_here():
                 process.kill()
 
     executor = spawned(1)
-    text = "the executor takes no more tasks, and the rest is tuned in this process: BrokenProcessPool"
+    text = "the executor accepts no more tasks, so this process tunes the rest: BrokenProcessPool"
     with on_event(end), pytest.warns(TuningWarning, match=text):
         result = tuned_by(executor, CALLS)
     executor.shutdown()

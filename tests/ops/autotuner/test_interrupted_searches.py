@@ -99,7 +99,7 @@ class Scenario:
                 raise Died(KeyboardInterrupt())
             self.cancellation.request()
         elif event == "death":
-            raise Died(WorkerDiedError("the worker was ended by SIGKILL"))
+            raise Died(WorkerDiedError("the worker was killed by SIGKILL"))
         elif event == "silence":
             self.journal.silence("running", self.accused, 1e9)
             raise Died(WorkerSilentError("no sign of life"))

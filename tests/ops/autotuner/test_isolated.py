@@ -58,7 +58,7 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone():
         data = tune(faulty_kernels.crashing)
     assert data.config == BEST
     found = fates(data)
-    assert found["abort"] == ("crashed", "the worker was ended by SIGABRT while running")
+    assert found["abort"] == ("crashed", "the worker was killed by SIGABRT while running")
     assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
     assert found["abort while tracing"][0] == "crashed"
     assert sum(isinstance(event, SearchStarted) for event in events) == 1
@@ -118,7 +118,7 @@ def test_what_candidates_close_is_there_for_the_others():
 
 
 def test_a_worker_that_ends_without_any_candidate_is_an_error():
-    with pytest.raises(TuningError, match="ends without any candidate: the worker was ended by SIGABRT"):
+    with pytest.raises(TuningError, match="ends without any candidate: the worker was killed by SIGABRT"):
         tune(faulty_kernels.broken_reference)
 
 
@@ -297,7 +297,7 @@ def test_a_worker_that_is_killed_says_so():
     worker = Worker()
     assert worker.call(os.getpid) == worker.pid
     worker.kill()
-    with pytest.raises(WorkerDiedError, match="the worker was ended by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match="the worker was killed by SIGKILL"):
         worker.call(os.getpid)
 
 

@@ -199,7 +199,7 @@ def test_a_candidate_that_had_too_little_time_because_of_the_budget_is_skipped(a
 def test_a_candidate_that_ends_its_process_under_a_small_budget_has_crashed():
     search = Search(budget=20.0)
     search.journal.silence("running", [A], 120.0)
-    search.journal.attribute_crash("the worker was ended by SIGABRT", "running", [A])
+    search.journal.attribute_crash("the worker was killed by SIGABRT", "running", [A])
     assert search.crashed() == [A]
 
 

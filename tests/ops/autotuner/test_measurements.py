@@ -26,8 +26,8 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
-from ejkernel.ops.autotuner.measure.duels import compare
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
 from ejkernel.ops.autotuner.store import measurements as store_module
 from ejkernel.ops.autotuner.store.log import SCHEMA, dump, lines_of, load

@@ -271,7 +271,7 @@ def test_a_kernel_that_is_differentiated_in_the_open_has_an_agreed_configuration
 
 def test_nothing_is_tuned_while_others_would_wait(ranks, kernel, x):
     ranks[0] = {"autotune": True}
-    with pytest.warns(TuningWarning, match=r"times: nothing is tuned on a miss while several processes run"):
+    with pytest.warns(TuningWarning, match=r"times: not tuned on a miss, because several processes run"):
         assert ranks[0].run(kernel, x) == 1
 
 
@@ -434,7 +434,7 @@ def test_a_call_without_a_key_runs_with_its_heuristic_in_every_process(ranks, x)
             return f(cfg * x)
 
     called = Called("called")
-    with ranks[0], pytest.warns(UserWarning, match="cannot be remembered"):
+    with ranks[0], pytest.warns(UserWarning, match="cannot be cached"):
         jax.jit(lambda x: ranks[0].executor(called, x, lambda y: y))(x)
     assert ranks.values == {}
 

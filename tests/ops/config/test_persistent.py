@@ -704,7 +704,7 @@ def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwar
         assert len(cache.keys()) == 1
     told = [str(warning.message) for warning in recwarn]
     assert len(told) == 3
-    assert all(any(f"there is no folder {name}, which was to be read after" in text for text in told) for name in names)
+    assert all(any(f"there is no folder {name}, a layer read after" in text for text in told) for name in names)
 
 
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):

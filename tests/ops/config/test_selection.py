@@ -326,7 +326,7 @@ def test_consulting_says_that_a_heuristic_is_remembered(inv, kernel):
     chain = ConfigSelectorChain()
     chain.resolve(inv, kernel)
     notes = {consulted.tier: consulted.note for consulted in chain.consult(inv, kernel)}
-    assert notes["memory"] == "remembered only what the heuristic tier said"
+    assert notes["memory"] == "only a provisional answer of the heuristic tier"
 
 
 def test_consulting_says_how_many_overlays_were_asked(inv, kernel):
@@ -345,7 +345,7 @@ def unstable(kernel):
 
 def test_a_call_without_a_key_runs_with_the_heuristic_and_one_warning(unstable, tuner):
     chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
-    with pytest.warns(UnstableKeyWarning, match="Double: the call cannot be remembered or tuned") as caught:
+    with pytest.warns(UnstableKeyWarning, match="Double: the call cannot be cached or tuned") as caught:
         found = [chain.resolve(unstable, unstable.kernel) for _ in range(3)]
     assert [(f.config, f.source, f.key) for f in found] == [(ANSWERS["heuristic"], "heuristic", None)] * 3
     said = [warning for warning in caught if issubclass(warning.category, UnstableKeyWarning)]

@@ -120,7 +120,7 @@ def test_a_chain_asks_only_if_its_cache_says_so(chain_with, inv, options):
     chain = chain_with(inv.key.device, 8, **(options or {}))
     if options is None:
         chain = ConfigSelectorChain()
-    assert said(chain, inv)["shipped"].note == "the chain does not ask for it"
+    assert said(chain, inv)["shipped"].note == "the chain does not use shipped configurations"
 
 
 def test_the_folder_of_the_user_does_not_list_it(chain_with, inv):

@@ -270,7 +270,7 @@ def test_a_value_without_a_description_makes_the_call_uncacheable_with_one_warni
             return x * cfg
 
     ignores = Ignores("ignores")
-    with pytest.warns(UnstableKeyWarning, match="ignores: the call cannot be remembered or tuned"):
+    with pytest.warns(UnstableKeyWarning, match="ignores: the call cannot be cached or tuned"):
         np.testing.assert_array_equal(ignores(X, function), X)
     # any further warning would be an error
     np.testing.assert_array_equal(jax.jit(lambda x: ignores(x, function))(X), X)

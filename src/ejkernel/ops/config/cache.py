@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ConfigCache`: configurations in memory; `overlay_cache`: configurations that win for a while."""
+"""`ConfigCache` holds configurations in memory; `overlay_cache` puts some in force for a `with` block."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ejkernel.ops.utils.weak_caches import MOST_RECORDS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remembered:
-    """A configuration in memory, and which tier it came from."""
+    """A configuration in memory and the tier that found it."""
 
     config: Any
     source: str
 
     @property
     def tier(self) -> Tier:
-        """That tier."""
+        """The tier of `source`."""
         return tier_named(self.source)
 
 
@@ -52,20 +52,20 @@ def join_key(arguments: tuple[Any, ...]) -> Hashable:
 
 
 class ConfigCache:
-    """Configurations in this process's memory, under any hashable key. Safe to use from several threads."""
+    """Configurations in the memory of this process, under any hashable key. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Remembered] = {}
-        self._provisional: dict[Hashable, None] = {}  # keys with such an answer, in their order
-        self._answered_provisionally: set[Hashable] = set()  # operations, without what gradients add to their names
+        self._provisional: dict[Hashable, None] = {}  # keys with a provisional answer, oldest first
+        self._answered_provisionally: set[Hashable] = set()  # operations, see `_family`
         self._lock = threading.Lock()
-        # Weakly: a cache may outlive the executors that listen to it.
+        # Weak references: a cache may outlive the executors that listen to it.
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def put(self, *arguments: object) -> None:
         """Store a configuration: `put(key, cfg)` or `put(device, op, call, cfg)`.
 
-        Eager calls see it at once. A function that was compiled keeps its configuration; see `overlay_cache`.
+        Eager calls use it at once. A compiled function keeps its configuration; see `overlay_cache`.
         """
         key, config = split_put(arguments)
         self.remember(key, config, "memory")
@@ -76,24 +76,24 @@ class ConfigCache:
         return None if found is None else found.config
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
-        """Store a configuration and which tier it came from."""
+        """Store a configuration and the tier that found it."""
         with self._lock:
             before = self._entries.get(key)
             self._entries[key] = Remembered(config, source)
             self._bound_provisional(key)
         if tier_named(source).is_provisional:
-            # It takes nothing back that was answered before: a measured one does.
+            # Only measured configurations invalidate earlier answers.
             self._answered_provisionally.add(_family(key))
             return
-        # What was answered without measuring, here or for a call that asks this one, is answered by this entry now.
+        # This entry replaces provisional answers, also those of calls that look up this entry.
         provisional = before.tier.is_provisional if before else _family(key) in self._answered_provisionally
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
     def _bound_provisional(self, key: Hashable) -> None:
-        """Drop the oldest provisional answers of very many: a program with ever new static values makes more of them.
+        """Evict the oldest provisional answers beyond a limit: new static values keep adding answers.
 
-        They are there to be reported; the next call is answered anew. What was put or measured stays.
+        Provisional answers exist for reports; the next call repeats its lookup. Other entries stay.
         """
         self._provisional.pop(key, None)
         if self._entries[key].tier.is_provisional:
@@ -109,7 +109,7 @@ class ConfigCache:
             return self._entries.get(key)
 
     def remove(self, *arguments: object) -> bool:
-        """Forget a configuration; return whether there was one."""
+        """Remove a configuration; return whether the key had one."""
         with self._lock:
             key = join_key(arguments)
             found = self._entries.pop(key, None)
@@ -119,7 +119,7 @@ class ConfigCache:
         return found is not None
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all configurations."""
         with self._lock:
             self._entries.clear()
             self._provisional.clear()
@@ -138,7 +138,7 @@ class ConfigCache:
         return len(self._entries)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call the bound method `listener` whenever an answer that was given before no longer holds."""
+        """Call the bound method `listener` whenever an earlier answer becomes invalid."""
         with self._lock:
             self._listeners.append(weakref.WeakMethod(listener))
 
@@ -146,35 +146,35 @@ class ConfigCache:
         with self._lock:
             alive = [(reference, reference()) for reference in self._listeners]
             self._listeners = [reference for reference, listener in alive if listener is not None]
-        # Without the lock, for a listener may ask the cache.
+        # Outside the lock: a listener may use the cache.
         for _, listener in alive:
             if listener is not None:
                 listener()
 
 
 def _family(key: Hashable) -> Hashable:
-    """Return the operation that a key is of, the same for a forward and for all that is derived from it."""
-    # A backward is answered from its forward, so that an entry of one is news for the other.
+    """Return the operation of a key, the same for a forward call and all its derived calls."""
+    # A backward call falls back to the entry of its forward call, so a new entry may change both.
     return key.op.partition("@")[0].partition(".")[0] if isinstance(key, ConfigKey) else key
 
 
 def same_config(left: object, right: object) -> bool:
     """Return whether two configurations are of one type and equal as JSON."""
-    # As JSON, for `==` takes 1, 1.0 and True for one, and a user's class may have none.
+    # As JSON: 1, 1.0 and True are equal under `==`, and a user's class may not define it.
     return left is right or (type(left) is type(right) and config_token(left) == config_token(right))
 
 
 def config_token(config: object) -> tuple[str, str]:
-    """Return type name and stable JSON of a configuration: what makes two of them the same.
+    """Return the type name and stable JSON of a configuration; equal configurations have equal tokens.
 
     Raises:
-        SerializationError: the configuration holds something that is not data.
+        SerializationError: The configuration holds a value without a JSON form.
     """
     return f"{type(config).__module__}.{type(config).__qualname__}", stable_json(config)
 
 
 class Overlay:
-    """Configurations by `ConfigKey`, equal by content, so that the same overlay compiles a program once.
+    """Configurations by `ConfigKey`. Overlays compare by content, so equal overlays share compiled programs.
 
     Args:
         entries: A mapping from `ConfigKey` (or triples of strings) to configurations.
@@ -184,7 +184,7 @@ class Overlay:
 
     def __init__(self, entries: Mapping[Any, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
-        # Its digest is a part of JAX's keys: equal content must be equal, whatever order it was put together in.
+        # JAX's cache keys contain the digest, so it must not depend on the order of the entries.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
         self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
 
@@ -194,11 +194,11 @@ class Overlay:
 
     @property
     def digest(self) -> str:
-        """A name for the content."""
+        """SHA-256 of the content."""
         return self._digest
 
     def __eq__(self, other: object) -> bool:
-        # Of a class that was defined again, the configurations look alike, and are not what the kernel takes.
+        # Configurations of a redefined class have equal content, but the kernel rejects them.
         return isinstance(other, Overlay) and other._digest == self._digest and other._types == self._types
 
     @property
@@ -217,16 +217,15 @@ def _overlay_key(key: object) -> ConfigKey:
 
 @contextlib.contextmanager
 def overlay_cache(cache: ConfigCache | Mapping[Any, object]) -> Iterator[None]:
-    """Let the configurations of `cache` win over every tier but an explicit `cfg=`, inside the `with` block.
+    """Put the configurations of `cache` in force inside the `with` block, above every tier but an explicit `cfg=`.
 
-    Functions that `jit` has compiled are traced again inside, and return to their old executables outside. The
-    overlay holds in this thread; what `cache` holds is read once, on entry. Executables compiled ahead of time
-    (`.compile()`) never change.
+    Inside the block, `jit` traces compiled functions again; outside it uses their old executables. The overlay holds
+    in this thread. `cache` is read once, on entry. Executables compiled ahead of time (`.compile()`) never change.
 
     Args:
-        cache: A `ConfigCache` or a mapping, from `ConfigKey(device, op, call)` to configurations.
+        cache: A `ConfigCache` or a mapping from `ConfigKey(device, op, call)` to configurations.
     """
-    # What is in force is a value, which must not change while programs are traced under it.
+    # A snapshot: configurations in force must not change while programs are traced under them.
     entries = dict(cache.items()) if isinstance(cache, ConfigCache) else cache
     if not isinstance(entries, Mapping):
         raise ConfigError(f"cache must be a ConfigCache or a mapping, got {type(cache).__name__}.")

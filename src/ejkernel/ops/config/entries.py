@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An entry of a persistent cache: its layout, its file, and what it holds."""
+"""Entries of a persistent cache: their layout, their files and their content."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 
-SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
+SCHEMA: Final = 2  # raise when the layout of an entry changes; an entry of another schema is a miss with a warning
 WHAT: Final = "an entry of this cache"
-LARGEST: Final = 4 << 20  # bytes of an entry; real ones have a few thousand
+LARGEST: Final = 4 << 20  # bytes of an entry; a typical entry has a few thousand
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntry:
-    """One entry as it is in its file.
+    """One entry as stored in its file.
 
     Attributes:
-        key: What it was stored under; a `ConfigKey` for the usual keys.
+        key: The key of the entry, usually a `ConfigKey`.
         config: The configuration as plain JSON data.
         config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
-        call: The abstract call as plain data, if it was given.
-        measured: What was measured, if it was given.
+        call: The abstract call as plain data, if given.
+        measured: The measured figures, if given.
         provenance: Device, versions and time of writing.
-        path: The file; `None` for an entry of a shared cache, and for one that could not be written, in memory.
+        path: The file; `None` for an entry of a shared cache and for an unwritable entry held in memory.
     """
 
     key: Any
@@ -54,17 +54,17 @@ class StoredEntry:
     provenance: Mapping[str, Any]
     path: Path | None = None
 
-    # An entry says whatever its file says.
+    # The file may contain any JSON, so the properties check its types.
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the heuristic's its configuration was, if the entry tells."""
+        """The speedup of its configuration over the heuristic; `None` if the entry has no such figure."""
         found = (self.measured or {}).get("speedup")
         return found if isinstance(found, float) else None
 
     @property
     def time(self) -> str:
-        """When it was written, to the minute, as `2026-01-31 12:00`; `-` if the entry does not tell."""
+        """The time of writing, e.g. `2026-01-31 12:00`; `-` if the entry has none."""
         return printable(self.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
@@ -87,10 +87,10 @@ _FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
 def new_entry(
     key: object, cfg: object, call: object, measured: Mapping[str, object] | None, time: datetime.datetime
 ) -> StoredEntry:
-    """Return the entry of a configuration that was found here and now.
+    """Return an entry with the provenance of this process.
 
     Raises:
-        SerializationError: something given has no JSON form.
+        SerializationError: An argument has no JSON form.
     """
     return StoredEntry(
         key=key,
@@ -103,16 +103,16 @@ def new_entry(
 
 
 def data_of(entry: StoredEntry) -> dict[str, Any]:
-    """Return all that a file holds of an entry, as plain data; `entry_of` reads it."""
+    """Return an entry as plain data, as stored in its file; `entry_of` is the inverse."""
     data = {name: getattr(entry, name) for name in _FIELDS - {"schema"}}
     return data | {"schema": SCHEMA, "key": to_data(entry.key)}
 
 
 def text_of(entry: StoredEntry) -> str:
-    """Return the text of an entry's file; equal entries have equal ones.
+    """Return the text of an entry's file; equal entries give equal texts.
 
     Raises:
-        SerializationError: it is larger than what is read.
+        SerializationError: The text exceeds `LARGEST` bytes.
     """
     text = sealed_json(data_of(entry))
     if len(text.encode()) > LARGEST:
@@ -121,14 +121,14 @@ def text_of(entry: StoredEntry) -> str:
 
 
 def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
-    """Return the entry that a text's JSON object is, which has the right schema.
+    """Return the entry of a parsed JSON object with the right schema.
 
     Raises:
-        UnusableError: it is none.
+        UnusableError: The object is not an entry.
     """
     if not _is_entry(data):
         try:
-            from_plain(data, _File)  # which says what is wrong
+            from_plain(data, _File)  # raises an error that names the wrong field
         except SerializationError as error:
             raise UnusableError(str(error)) from error
     return StoredEntry(
@@ -143,25 +143,25 @@ def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
 
 
 def read_entry(file: Path) -> StoredEntry | None:
-    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
+    """Return the entry of a file found in a cache folder, or `None` if the file is gone.
 
     Raises:
-        UnusableError: it cannot be used.
+        UnusableError: The entry is not usable.
     """
     found = found_entry(file.name, file)
     return None if found is None else found[1]
 
 
 def entry_in(folder: Traversable, key: ConfigKey, *, follow_links: bool = False) -> StoredEntry | None:
-    """Return the entry of a key in a folder that is laid out as a cache's, or `None` if it has none.
+    """Return the entry of a key in a folder with the layout of a cache, or `None` if it has none.
 
     Args:
         folder: The folder.
         key: The key.
-        follow_links: Whether links in the folder are followed, as in an installed package.
+        follow_links: Whether to follow links in the folder, as in an installed package.
 
     Raises:
-        UnusableError: it cannot be used.
+        UnusableError: The entry is not usable.
     """
     file = folder.joinpath(*location(key))
     root = folder if isinstance(folder, Path) and not follow_links else None
@@ -172,21 +172,21 @@ def entry_in(folder: Traversable, key: ConfigKey, *, follow_links: bool = False)
 
 
 def check_key(entry: StoredEntry, canonical: str) -> None:
-    """Raise unless an entry is that of the key with this `identity`.
+    """Check that an entry belongs to the key with this `identity`.
 
     Raises:
-        UnusableError: it is not.
+        UnusableError: The entry belongs to another key.
     """
-    # A file's name has eight digits of its key's digest, and somebody may have renamed it.
+    # A file name holds only eight digits of the key's digest, and a user may have renamed the file.
     if identity(entry.key) != canonical:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 
 
 def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
-    """Return the entry that lies in a folder under that name, behind its key's `identity`; `None` if it is gone.
+    """Return `(identity of its key, entry)` for a file of that name; `None` if the file is gone.
 
     Raises:
-        UnusableError: it cannot be used.
+        UnusableError: The entry is not usable, or its key belongs to another file name.
     """
     entry = read_at(place)
     if entry is None:
@@ -200,15 +200,15 @@ def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] 
 def read_at(
     file: Traversable | str, *, root: str | Path | None = None, follow_links: bool = False
 ) -> StoredEntry | None:
-    """Return the entry of a file, or `None` if there is no file.
+    """Return the entry of a file, or `None` if the file does not exist.
 
     Args:
         file: The file.
-        root: The cache folder, if it is not known that no folder between the two is a link.
+        root: The cache folder, to check that no folder between root and file is a link.
         follow_links: Whether the file may be a link.
 
     Raises:
-        UnusableError: it cannot be used.
+        UnusableError: The entry is not usable.
     """
     try:
         if root is not None and isinstance(file, (str, Path)):
@@ -225,7 +225,7 @@ def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
 
     Raises:
-        UnusableError: it is none.
+        UnusableError: The content is not an entry.
     """
     try:
         data = read_object(raw, SCHEMA, WHAT)
@@ -235,7 +235,7 @@ def parsed(raw: bytes, path: Path | None) -> StoredEntry:
 
 
 def _is_entry(data: Mapping[str, object]) -> bool:
-    """Return whether an object has the fields of an entry; to decode it takes longer than all the rest of reading."""
+    """Return whether an object has the fields of an entry. Cheap; a full decode would dominate reading."""
     return (
         data.keys() == _FIELDS
         and type(data["config_type"]) is str
@@ -245,14 +245,14 @@ def _is_entry(data: Mapping[str, object]) -> bool:
 
 
 def decoded(entry: StoredEntry, cfg_type: object) -> Any:
-    """Return the configuration of an entry; for the type see `PersistentCache.get`.
+    """Return the configuration of an entry; `PersistentCache.get` describes `cfg_type`.
 
     Raises:
-        UnusableError: it is no such configuration.
+        UnusableError: The configuration does not decode as that type.
     """
     try:
         if cfg_type is None:
             return decode_config(entry.config, entry.config_type)
-        return from_plain(entry.config, cfg_type)  # it was parsed
+        return from_plain(entry.config, cfg_type)  # parsed JSON, so plain data
     except ConfigError as error:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error

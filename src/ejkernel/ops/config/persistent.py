@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place.
+"""Configurations on disk: one small, readable JSON file per key.
 
-A file a key, so there is no lock and no lost update; renamed, so there is no half of a file; and names are derived, so
-that no input names a file.
+One file per key needs no lock and loses no update. Files are renamed into place, so readers see only complete files.
+File names derive from keys, so no input can choose a path.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ if TYPE_CHECKING:
 
 
 class PersistentCache:
-    """A folder of configurations over read-only layers, folders of the same form or URLs; the first with a key answers.
+    """A folder of configurations above read-only layers: folders of the same layout, or URLs.
 
-    Of a URL the copy on this machine is read, and never the place itself: `look_again` brings the copy up to date, as a
-    chain does when nothing was measured for a call.
+    A lookup returns the entry of the first layer that has the key. Lookups in a URL read its local copy only;
+    `look_again` updates the copy. A chain does so for calls without a measured configuration.
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
-    JSON are equal. An entry that cannot be used is a miss with one `CacheWarning` a file; a folder that cannot be
-    written is one `CacheWarning`, after which this object keeps in memory what it was given. A layer that is not there
-    is one, too.
+    JSON are equal. An unusable entry is a miss with one `CacheWarning` per file. If the folder is not writable, the
+    cache warns once and keeps new entries in memory. It also warns once of a missing layer.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class PersistentCache:
         shipped: bool = True,
         clock: Callable[[], datetime.datetime] | None = None,
     ) -> None:
-        """Open the cache; nothing is read or made before it is needed.
+        """Open the cache. Folders are read and created on first use.
 
         Args:
-            path: The only folder that is written; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
-            layers: Folders, and URLs of shared caches, that are read after it, in this order; `None` means those of
-                `EJKERNEL_CACHE_LAYERS`, if `path` is that of the environment, too.
-            shipped: Whether a chain that finds nothing here goes on to what the package brings along.
-            clock: Source of the entries' time.
+            path: The writable folder; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
+            layers: Folders and URLs of shared caches, read after `path` in this order; `None` means those of
+                `EJKERNEL_CACHE_LAYERS` if `path` is `None`, too, and otherwise none.
+            shipped: Whether a chain continues with the shipped configurations after a miss.
+            clock: Returns the time of new entries.
         """
         if isinstance(layers, (str, Path)):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
@@ -93,49 +92,49 @@ class PersistentCache:
         self._has_looked_for_layers = False
         self._shipped = shipped
         self._clock = clock if clock is not None else now
-        self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
+        self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
 
     @property
     def path(self) -> Path | None:
-        """The folder that is written; `None` if this process has no home folder to expand `~` with."""
+        """The writable folder; `None` if `~` cannot be expanded because the user has no home folder."""
         return self._path
 
     @property
     def layers(self) -> tuple[Path | SharedLayer, ...]:
-        """What is read after `path`."""
+        """The read-only layers, read after `path`."""
         return self._layers
 
     @property
     def shared(self) -> tuple[SharedLayer, ...]:
-        """Those of the layers that are named by URLs."""
+        """The layers with URLs."""
         return tuple(layer for layer in self._layers if not isinstance(layer, Path))
 
     def look_again(self) -> None:
-        """Bring the copies of shared layers up to date, unless that was done lately.
+        """Update the copies of shared layers, unless they were updated recently.
 
-        This waits a few seconds at most. A place that cannot be reached is one `CacheWarning`.
+        Waits a few seconds at most. Warns once (`CacheWarning`) of an unreachable shared cache.
         """
         for layer in self.shared:
             layer.look_again()
 
     @property
     def shipped(self) -> bool:
-        """Whether a chain that finds nothing here goes on to what the package brings along."""
+        """Whether a chain continues with the shipped configurations after a miss."""
         return self._shipped
 
     @property
     def clock(self) -> Callable[[], datetime.datetime]:
-        """Source of the entries' time."""
+        """Returns the time of new entries."""
         return self._clock
 
     def why_not_writable(self) -> str | None:
-        """Return why nothing can be stored on disk, found out by trying; `None` if it can."""
+        """Return why the folder is not writable; `None` if a test write succeeds."""
         if self._path is None:
-            return "there is no home folder to put it in"
+            return "the user has no home folder"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
-            # By writing: permissions do not tell of read-only file systems, quotas and users who may do anything.
+            # Permissions say nothing about read-only file systems, quotas or root, so write a file.
             write_file(probe, "", durable=False)
             probe.unlink()
         except OSError as error:
@@ -156,23 +155,23 @@ class PersistentCache:
 
         Args:
             key_and_cfg: The key, whole or in its three parts, and the configuration.
-            call: The abstract call that the key stands for, kept for readers.
-            measured: What was measured, kept for readers.
+            call: The abstract call that the key represents, for readers of the file.
+            measured: The measured figures, for readers of the file.
 
         Raises:
-            SerializationError: Something given has no JSON form, or all of it is larger than what is read.
+            SerializationError: An argument has no JSON form, or the entry is too large.
         """
         if len(key_and_cfg) not in (2, 4):
             raise TypeError(f"put() takes (key, cfg) or (device, op, call, cfg), got {len(key_and_cfg)} arguments.")
         key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
         if cfg is None:
-            raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
-        # Made before anything is touched, so that what has no JSON form leaves what was there.
+            raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
+        # Serialize first: a value without a JSON form must not touch the old entry.
         text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
         reason = why_not_decoded(cfg)
         if reason:
-            warn(f"get() will not find what was put for {value_text(key)}: {reason}", CacheWarning)
+            warn(f"get() will not find the entry stored for {value_text(key)}: {reason}", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...
@@ -187,15 +186,15 @@ class PersistentCache:
 
         Args:
             key_and_type: The key, whole or in its three parts; `cfg_type` may follow.
-            cfg_type: The type to decode as. `None` takes the type that the entry names, if a kernel class of this
-                process names it too, if it is marked `nameable`, or if this process has stored one.
+            cfg_type: The type to decode as. `None` uses the type named by the entry, if a kernel class of this process
+                names it, if it is marked `nameable`, or if this process has stored a value of it.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
 
     def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
-        """Yield the configurations of a key that can be used, with their entries: that which `get` returns first."""
+        """Yield the usable configurations of a key with their entries; `get` returns the first."""
         return self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
@@ -206,7 +205,7 @@ class PersistentCache:
         return self.load(key) is not None
 
     def remove(self, *key: object) -> bool:
-        """Remove the entry of a key from the written folder, and say whether one was there; layers are not touched."""
+        """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
         wanted = _key(key)
         found = self._memory.pop(identity(wanted), None) is not None
         if self._path is None:
@@ -223,11 +222,11 @@ class PersistentCache:
         return True
 
     def keys(self) -> list[Any]:
-        """Return the keys of all readable entries, each once: the written folder's first, each folder's sorted."""
+        """Return the keys of all readable entries, each once: the writable folder's first, each folder's sorted."""
         return [key for key, _ in self.entries()]
 
     def problem(self, key: object, cfg_type: object = None) -> str | None:
-        """Return why the entries of a key cannot be used; `None` if there is none, or one that can be used."""
+        """Return why the entries of a key are unusable; `None` if it has no entry or a usable one."""
         problems: list[str] = []
         found = next(self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
         return "; ".join(problems) or None if found is None else None
@@ -235,7 +234,8 @@ class PersistentCache:
     def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
         """Yield `(key, entry)` for each key, as `load` would find it.
 
-        With `operation`, the name of one without its version, other operations' files are not read.
+        Args:
+            operation: Read only entries of this operation, named without its version.
         """
         seen = set()
         for canonical, entry in self._all(operation):
@@ -244,13 +244,13 @@ class PersistentCache:
                 yield entry.key, entry
 
     def _look_for_layers(self) -> None:
-        """Warn, once, of folders that were named and are not there; URLs are asked when a call has no answer."""
+        """Warn once of missing folders. Shared caches at URLs are contacted on a miss."""
         if self._has_looked_for_layers:
             return
         self._has_looked_for_layers = True
         folders = [str(layer) for layer in self._layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
-            text = f"there is no folder {name}, which was to be read after {self._path}; is its name right?"
+            text = f"there is no folder {name}, a layer read after {self._path}; check its name."
             warn_once(name, text)
 
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
@@ -267,7 +267,7 @@ class PersistentCache:
     def _answers(
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
     ) -> Iterator[Any]:
-        """Yield what `use` makes of the entry of each place that has a usable one; `problem` is told of the others."""
+        """Yield `use(entry)` for each usable entry of a key; report the others to `problem`, or warn of them."""
         canonical = identity(key)
         for place, read in self._places(key, canonical):
             try:
@@ -292,13 +292,13 @@ class PersistentCache:
         parts = location(key)
         for layer in (self._path, *self._layers):
             if isinstance(layer, Path):
-                file = os.path.join(layer, *parts)  # in text: to make a path takes as long as to open the file
+                file = os.path.join(layer, *parts)  # a string: building a `Path` takes as long as opening the file
                 yield file, functools.partial(read_at, file, root=layer)
             elif layer is not None:
                 yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 
     def folders(self) -> Iterator[Path]:
-        """Yield the folders that are read, in their order."""
+        """Yield the folders, in lookup order."""
         yield from (layer for layer in (self._path, *self._layers) if isinstance(layer, Path))
 
     def _store(self, key: object, text: str) -> None:
@@ -312,12 +312,12 @@ class PersistentCache:
             self._memory[canonical] = text
             self.warn_not_writable(error)
         else:
-            # Newer than what stayed in memory when the folder could not be written.
+            # The file replaces an older entry in memory, from when the folder was not writable.
             self._memory.pop(canonical, None)
             forget_warning(file)
 
     def warn_not_writable(self, error: OSError) -> None:
-        """Warn, once for this object, that what it is given stays in memory."""
+        """Warn, once for this object, that new entries stay in memory."""
         if not self._write_failed:
             self._write_failed = True
             where = "the persistent cache" if self._path is None else f"the persistent cache {self._path}"
@@ -327,7 +327,7 @@ class PersistentCache:
             warn(message, CacheWarning)
 
 
-# --- keys and where they are kept ---
+# --- keys and their places ---
 
 
 def _key(parts: tuple[Any, ...]) -> Any:
@@ -352,7 +352,7 @@ def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any,
 
 
 def _shared(url: str, folder: Path | None) -> SharedLayer:
-    from ejkernel.ops.config.shared.layer import SharedLayer  # which most programs have none of
+    from ejkernel.ops.config.shared.layer import SharedLayer  # few programs use one
 
     return SharedLayer(url, folder)
 
@@ -366,7 +366,7 @@ def _usual_layers() -> tuple[str, ...]:
 
 def _text(layer: str | Path) -> str | Path:
     if not isinstance(layer, (str, Path)):
-        raise ConfigError(f"layers must be folders and URLs, got {layer!r} among them.")
+        raise ConfigError(f"layers must contain only folders and URLs, got {layer!r}.")
     return layer
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutotunePolicy`: what may happen when a call has no configuration yet."""
+"""`AutotunePolicy`: permitted actions for a call without a configuration."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from ejkernel.ops.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutotunePolicy:
-    """What may happen when a call has no configuration yet.
+    """Permitted actions for a call without a configuration.
 
     Attributes:
-        autotune: Measure the candidates there and then. Off by default: nothing is tuned at a bad moment.
-        heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
-        validate: While tuning, reject candidates whose results differ from the reference; a winner's gradients, and the
-            kernel's rule, are held against JAX's. `"outputs"`: results alone, where to compile and run JAX's derivative
-            of a large call's reference would take long.
-        budget_s: Seconds after which a search ends with the best so far, also when a candidate never returns, within a
-            grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case,
-            and stands for a reference that takes more than a third of what is left to compile.
-        cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
-        isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
-        devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where
-            there are several calls to tune.
-        executor: Who carries out searches elsewhere, one call's on one device: a `concurrent.futures.Executor`, such as
-            a `RayExecutor`. It is not shut down. Every search has a worker process, as with `isolate`; `devices` is not
-            heeded.
-        compile_processes: Compile in so many processes of their own, where they can compile for the device; 0: in
-            threads. Worth it for kernels that take long in Python before the compiler has them.
-        max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
-        note_misses: Note each call that nothing was measured for in a file beside the persistent cache, so that
-            `ejkernel tune --missed` can tune it.
-        agree: In a program that several processes run, or may run, have them agree on each call's configuration; the
-            first that lowers a call decides, and nothing is tuned there. Off only for a program of one process.
-        stale: What becomes of saved configurations that were measured with other versions than those here.
+        autotune: Search at once, on the miss. Off by default: tuning never starts unasked.
+        heuristic: Use the kernel's heuristic. If off, a miss raises `NoConfigError`.
+        validate: While tuning, reject candidates whose results differ from the reference; check the winner's gradients
+            and the kernel's derivative rule against JAX. `"outputs"` checks only results, for large calls where
+            compiling and running JAX's derivative of the reference takes long.
+        budget_s: Seconds for one search, which then ends with the best candidate so far; `None`: no limit. A candidate
+            that never returns is ended after a grace period of a quarter of the budget, at least five seconds. The
+            heuristic is always measured. It also replaces a reference that needs more than a third of the remaining
+            budget to compile.
+        cold_cache: Measure with inputs outside the device's caches, for calls with such inputs in the program.
+        isolate: Tune in a worker process; a candidate that crashes or never returns costs only the worker.
+        devices: Number of GPUs that tune in parallel, each with its own worker process; only with `isolate` and for
+            several calls.
+        executor: Runs each search elsewhere, on one device: a `concurrent.futures.Executor`, e.g. a `RayExecutor`. The
+            caller shuts it down. Every search runs in a worker process, as with `isolate`; `devices` has no effect.
+        compile_processes: Number of processes that compile, where they can compile for the device; 0: threads compile.
+            Helps kernels that spend long in Python before the compiler starts.
+        max_candidates: Candidates of a `ConfigSpace` that a search measures; a list is measured completely.
+        note_misses: Record each untuned call in a file beside the persistent cache, for `ejkernel tune --missed`.
+        agree: In a program of several processes, make them agree on each call's configuration: the first process that
+            lowers a call decides, and none tunes. Switch it off only for a program of one process.
+        stale: Treatment of saved configurations that were measured with other versions.
     """
 
     autotune: bool = False
@@ -66,7 +65,7 @@ class AutotunePolicy:
             raise ConfigError(f"stale must be a StalePolicy, got {self.stale!r}; write StalePolicy(jax='retune').")
         if self.executor is not None and (isinstance(self.executor, type) or not hasattr(self.executor, "submit")):
             raise ConfigError(
-                f"executor must be a concurrent.futures.Executor, or have its submit(), got {self.executor!r}."
+                f"executor must be a concurrent.futures.Executor or have its submit(), got {self.executor!r}."
             )
         is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
         if self.budget_s is not None and not (is_number and self.budget_s > 0):
@@ -81,14 +80,14 @@ class AutotunePolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Some fields of a policy, for one chain or for all."""
+    """Changed fields of a policy, for one chain or for all chains."""
 
     selector: Any
     changes: tuple[tuple[str, Any], ...]
 
 
 def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
-    """Return `base` with the overrides in force for `selector`, the innermost last."""
+    """Return `base` with the overrides in force for `selector`; the innermost wins."""
     for change in current_scope().policies:
         if change.selector is None or change.selector is selector:
             base = dataclasses.replace(base, **dict(change.changes))
@@ -99,23 +98,23 @@ def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
 def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None]:
     """Change fields of the policy inside the `with` block, for `selector` (a chain) or for every chain.
 
-    Functions that `jit` has compiled are traced again inside.
+    Inside the block, `jit` traces compiled functions again.
 
     Args:
-        selector: The `ConfigSelectorChain` to limit it to; everyone's policy if left out.
+        selector: The `ConfigSelectorChain` to change; by default all chains.
         **changes: Fields of `AutotunePolicy`.
 
     Raises:
-        ConfigError: a field that there is not, or a bad value for it.
+        ConfigError: A field does not exist or has a bad value.
     """
     known = [field.name for field in dataclasses.fields(AutotunePolicy)]
     for name in changes:
         if name not in known:
             raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}.")
-    # Checked here, where the mistake is, and not at the first call inside.
+    # Check here, at the mistake, and not at the first call inside the block.
     AutotunePolicy(**changes)
     scope = current_scope()
-    # A value, sorted: it is a part of JAX's keys, and equal changes compile nothing anew.
+    # Hashable and sorted: JAX's cache keys contain it, so equal changes share compiled programs.
     change = PolicyChange(selector, tuple(sorted(changes.items())))
     with entered(dataclasses.replace(scope, policies=(*scope.policies, change))):
         yield
@@ -123,9 +122,9 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def looking_only() -> Iterator[None]:
-    """Let the calls inside take what configurations there are.
+    """Let calls inside the block use existing configurations only.
 
-    Nothing is tuned, or decided for other processes, and no miss is noted or an error.
+    A miss neither tunes, nor decides for other processes, nor is recorded, nor raises.
     """
     with policy_override(autotune=False, heuristic=True, note_misses=False, agree=False):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ConfigSelectorChain`: the one place that answers "which configuration, and who says so"."""
+"""`ConfigSelectorChain`: selects the configuration of a call and reports the tier that found it."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ class _Request:
 
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
-    """Finds configurations, by the tiers that the README lists, in their order.
+    """Finds configurations by asking the tiers in the order listed in the README.
 
     Args:
-        cache: Memory; a new `ConfigCache` by default.
-        persistent: Disk; none by default, and then nothing that the package ships either.
+        cache: The memory tier; a new `ConfigCache` by default.
+        persistent: The persistent tier; none by default, which also disables shipped configurations.
         autotune: Short for `policy=AutotunePolicy(autotune=...)`.
-        policy: What may happen on a miss.
-        tuner: Who measures; an `Autotuner` by default.
-        persist_autotune: Whether what was tuned, and all that was measured, is written to `persistent`.
+        policy: Permitted actions on a miss.
+        tuner: Measures candidates; an `Autotuner` by default.
+        persist_autotune: Whether to write tuned configurations and all measurements to `persistent`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @property
     def tuner(self) -> Any:
-        """Who measures."""
+        """The tuner that measures candidates."""
         return self._autotune.default_tuner if self._given_tuner is None else self._given_tuner
 
     @tuner.setter
@@ -131,7 +131,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @property
     def _autotune(self) -> Any:
-        # Made when it is first asked for: it brings the whole tuner, which a program that only runs does not need.
+        # Created on first use: it imports the whole tuner, which most programs do not need.
         with self._making_tier:
             if self._autotune_tier is None:
                 self._autotune_tier = services.autotune_tier()
@@ -139,11 +139,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     @property
     def store(self) -> Any:
-        """The `MeasurementStore` beside `persistent`, which searches start from; `None` without a `PersistentCache`."""
+        """The `MeasurementStore` beside `persistent`, read by searches; `None` without a `PersistentCache`."""
         return self._autotune.store_beside(self.persistent)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call the bound method `listener` whenever an answer that was given before no longer holds."""
+        """Call the bound method `listener` whenever an earlier answer becomes invalid."""
         self.cache.subscribe(listener)
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
@@ -151,10 +151,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return self.resolve(inv, kernel).config
 
     def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
-        """Return the configuration for `inv`, and which tier it came from.
+        """Return the configuration for `inv` and the tier that found it.
 
         Raises:
-            NoConfigError: no tier had an answer.
+            NoConfigError: No tier has a configuration.
         """
         tried: list[Consulted] = []
         request = self._request(inv, kernel, dry=False)
@@ -172,35 +172,34 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
-        # What to do depends on whether the heuristic has no answer, or was not to give one.
+        # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != HEURISTIC.name]
         raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
-        """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
+        """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""
         return list(self._consult(self._request(inv, kernel, dry=True)))
 
     def search(
         self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out] | None, *, tuner: object = None, **options: object
     ) -> Any:
-        """Have the tuner search for the configuration of a call; remember it, and store all that was measured.
+        """Search for the configuration of a call; store the winner and all measurements.
 
-        The search starts from what the store has measured for the call and for others like it, if the tuner takes
-        `records`.
+        If the tuner accepts `records`, the search starts from stored measurements of this and similar calls.
 
         Args:
             inv: The call.
             kernel: Its kernel.
-            tuner: Who measures; the chain's by default.
+            tuner: Measures candidates; the chain's tuner by default.
             **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`, `weight`; and `others`,
-                calls that are to have the same configuration, which is remembered for each of them.
+                calls that share the configuration, which is stored for each of them.
 
         Returns:
-            What the tuner returned.
+            The tuner's result.
 
         Raises:
-            TuningError: nothing could be measured.
-            KeyboardInterrupt: the search was interrupted; the best so far is remembered.
+            TuningError: No candidate could be measured.
+            KeyboardInterrupt: The search was interrupted; the best configuration so far is stored.
         """
         return self._autotune.search(self, inv, kernel, tuner, **options)
 
@@ -214,7 +213,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._notes.withdraw(key)
 
     def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
-        """Remember an answer; of the heuristic's for several calls that share a key, the first, for each holds."""
+        """Store an answer in memory. If calls share a key, keep the first heuristic configuration; any of them fits."""
         key, source = resolution.key, resolution.source
         if key is None or resolution.tier.is_passing:
             return
@@ -227,7 +226,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _note_miss(self, request: _Request, source: str) -> None:
         key, persistent = request.key, self.persistent
-        # What a candidate calls while it is measured is not missed by the program.
+        # Calls inside a candidate under measurement are no misses of the program.
         if key is None or is_measuring():
             return
         note_missed(request.kernel, request.inv, key)
@@ -242,7 +241,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         try:
             return _Request(inv, kernel, inv.key, "", policy, dry)
         except UnstableKeyError as error:
-            # Who passes `cfg=` has no need of a key.
+            # A call with `cfg=` needs no key.
             if not dry and inv.override_cfg is None:
                 self._warn_unstable(inv, error)
             return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry)
@@ -252,7 +251,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return
         self._warned.add(inv.op_id_v)
         why = str(error).removeprefix(f"{inv.op_id}: ")
-        text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {why}"
+        text = f"{inv.op_id}: the call cannot be cached or tuned and runs with its heuristic: {why}"
         warn(text, UnstableKeyWarning)
 
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
@@ -263,14 +262,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if others and kernel.op_id_v not in self._namesakes:
             self._namesakes.add(kernel.op_id_v)
             text = (
-                f"{kernel.op_id_v}: two kernels of this name and version compute by different code, "
-                f"{type(kernel).__qualname__} and {type(others[0]).__qualname__}; what is tuned for one is used for "
-                "the other; give one another name, or raise its version."
+                f"{kernel.op_id_v}: two kernels of this name and version have different code, "
+                f"{type(kernel).__qualname__} and {type(others[0]).__qualname__}; they share tuned configurations. "
+                "Rename one of them or raise its version."
             )
             warn(text, KernelWarning)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        tiers: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (  # the order is the contract
+        tiers: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (  # documented order
             (OVERRIDE, self._from_override),
             (OVERLAY, self._from_overlay),
             (MEMORY, self._from_memory),
@@ -287,7 +286,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if (tier is SHARED and not getattr(self.persistent, "shared", ())) or (
                 tier is STALE and request.policy.stale == StalePolicy()
             ):
-                continue  # where it cannot have an answer, it is not worth a line
+                continue  # cannot have an answer, so `explain` need not list it
             consulted = Consulted.of(tier, ask(request))
             yield consulted
             if consulted.resolution is not None:
@@ -318,18 +317,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         found = self.cache.remembered(request.key)
         if found is None:
             return "nothing remembered"
-        # Remembered so that it can be reported; a better tier may have an answer by now.
+        # Provisional answers are stored for reports; a later tier may have a measured configuration by now.
         if found.tier.is_provisional:
-            return f"remembered only what the {found.source} tier said"
+            return f"only a provisional answer of the {found.source} tier"
         misfit = self._misfit(request, found.config, "the configuration in memory")
         return misfit or request.answer(found.config, found.tier)
 
     def _misfit(self, request: _Request, config: object, what: str) -> str:
-        """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
+        """Return why the kernel rejects a configuration, and warn; empty if the kernel accepts it."""
         try:
             check_config(request.kernel, config, what)
             check_kind(request.inv, request.kernel, config, what)
-        except ConfigError as error:  # such as of a class that was defined again since, or of an older version
+        except ConfigError as error:  # e.g. its class was redefined, or an older version saved it
             if not request.dry:
                 warn(f"ignoring a configuration: {error}", CacheWarning)
             return f"it does not fit: {error}"
@@ -339,15 +338,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return self._saved(request, PERSISTENT, "use")
 
     def _saved(self, request: _Request, tier: Tier, wanted: Action) -> Answer:
-        """Return the first that is saved of which the policy says what is wanted."""
+        """Return the first saved configuration whose action under the stale policy is `wanted`."""
         if self.persistent is None:
             return "the chain has no persistent cache"
         if request.key is None:
             return request.no_key
         note_config_types(request.inv, request.kernel)
         notes = []
-        # Each layer is asked, for the policy may refuse the first entry, and a later layer have one that was measured
-        # with what is here.
+        # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
         for config, entry in saved_in(self.persistent, request.key, request.kernel.config_type):
             misfit = self._misfit(request, config, "its entry in the persistent cache")
             if misfit:
@@ -368,27 +366,27 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return self._shipped(request, SISTER, ShippedConfigs.find_of_sister)
 
     def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
-        """Return what `find` finds among what the package ships, where the call runs with it."""
+        """Return the shipped configuration that `find` selects, if the call can run with it here."""
         if request.key is None:
             return request.no_key
         if not getattr(self.persistent, "shipped", False):
-            return "the chain does not ask for it"
+            return "the chain does not use shipped configurations"
         note_config_types(request.inv, request.kernel)
         found = find(shipped_configs(), request.key, request.kernel.config_type)
         if found is None:
             return "no entry"
-        misfit = self._misfit(request, found.config, "what is shipped")
-        # It was measured elsewhere, with other versions. Whether it runs here the kernel must say, for that depends on
-        # this JAX, this device and this program; where it does not, that is a silent miss, which `explain` tells.
+        misfit = self._misfit(request, found.config, "the shipped configuration")
+        # Measured elsewhere, with other versions. Only the kernel knows whether it runs with this JAX, device and
+        # program. A rejection is a silent miss, listed by `explain`.
         if not misfit:
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
 
     def _from_shared(self, request: _Request) -> Answer:
-        """Ask the persistent cache again once the copies of what machines share are up to date."""
+        """Update the copies of shared layers, then ask the persistent cache again."""
         if request.key is None:
             return request.no_key
-        assert self.persistent is not None  # who has shared layers is one
+        assert self.persistent is not None  # `_consult` asks this tier only if it has shared layers
         self.persistent.look_again()
         return self._saved(request, SHARED, "use")
 
@@ -410,27 +408,27 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return found
 
     def _refuse_to_tune(self, request: _Request) -> str:
-        """Return why a call is not tuned that several processes run; those that know it already would wait for this."""
-        note = "several processes run the program, and would wait"
+        """Return why a program of several processes tunes nothing: the others would wait for this process."""
+        note = "several processes run the program and would wait"
         if not request.dry and not self._refused_to_tune:
             self._refused_to_tune = True
-            text = f"{request.inv.op_id}: nothing is tuned on a miss while {note}; tune beforehand (`ejkernel tune`)"
+            text = f"{request.inv.op_id}: not tuned on a miss, because {note}; tune beforehand (`ejkernel tune`)."
             warn(text, TuningWarning)
         return note
 
     def _from_forward(self, request: _Request) -> Resolution[Any] | str:
         forward = request.inv.forward
         if forward is None:
-            return "the call is a forward"
+            return "the call is a forward call"
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
-            return "the kernel has a heuristic of its own for the backward"
-        # Dry, since a forward that is not called is neither tuned nor missed.
+            return "the kernel has a heuristic for the backward call"
+        # Dry: a forward call that does not run is neither tuned nor recorded as a miss.
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
-                # an overlay's answer stays one, for it holds only as long as the overlay
+                # an overlay's configuration holds only inside its block
                 return request.answer(found.config, OVERLAY if found.tier is OVERLAY else FORWARD)
-        return "its forward has no measured configuration either"
+        return "its forward call has no measured configuration either"
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.heuristic:
@@ -443,17 +441,17 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
 
 class BareChooser(Generic[Cfg, Out]):
-    """A chooser of the user's, which has `choose` alone, asked as a chain is.
+    """Adapts a user's chooser, which has only `choose`, to the interface of a chain.
 
     Args:
-        chooser: Who chooses.
+        chooser: The chooser.
     """
 
     def __init__(self, chooser: Any) -> None:
         self._chooser = chooser
 
     def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
-        """Return the configuration for `inv`: the override, or what is chosen."""
+        """Return the configuration for `inv`: the override, or the chooser's choice."""
         try:
             key = inv.key
         except UnstableKeyError:
@@ -463,6 +461,6 @@ class BareChooser(Generic[Cfg, Out]):
         return Resolution(self._chooser.choose(inv, kernel), CHOOSER.name, key)
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
-        """Return what it says."""
+        """Return its only answer."""
         found = self.resolve(inv, kernel)
         return [Consulted(found.source, found)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates made into programs: here, in processes of their own, for devices elsewhere."""
+"""Compilation of candidates: in threads, in processes, and in bundles for devices of other machines."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates compiled on one machine and measured on another, which has the device.
+"""Bundles: candidates compiled on one machine and measured on another.
 
-A bundle is a folder: `manifest.json` with the calls and the fate of each candidate, and one file of machine code for
-each program. The manifest is data: configurations decode strictly, into types that the user's modules made; it ends
-with its own digest, and has that of each program. The code runs as it is when the bundle is measured: a bundle is a
-program, not data, and no check of ours would make it otherwise. Measure your own.
+A bundle is a folder with `manifest.json` (the calls and the status of each candidate) and one file of machine code per
+program. The manifest is data: configurations decode strictly, into types defined by the user's modules. It contains
+the digest of each program and ends with its own digest. Measuring a bundle runs its machine code unchecked, so measure
+only bundles that you trust.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _FILE = re.compile(r"\d+-\d+\.bin")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BundledCandidate:
-    """What became of one candidate of a bundle.
+    """One candidate of a bundle.
 
     Attributes:
-        outcome: `ready`, `failed`, `same`, or `left`: to be compiled where it runs.
-        program: Its machine code, if it is `ready`.
+        outcome: `ready`, `failed`, `same`, or `left` (compiled by the measuring machine).
+        program: Its machine code, if `ready`.
     """
 
     outcome: Outcome
@@ -86,12 +86,12 @@ class BundledCall:
 
     @property
     def programs(self) -> tuple[tuple[Any, Program], ...]:
-        """The configurations that come with a program."""
+        """The configurations with a compiled program, and the programs."""
         return tuple((c.outcome.config, c.program) for c in self.candidates if c.program is not None)
 
     @property
     def rejected(self) -> tuple[Outcome, ...]:
-        """The candidates that need no measuring, with the reason."""
+        """The candidates that need no measurement, with the reason."""
         return tuple(c.outcome for c in self.candidates if c.outcome.status in (Status.FAILED, Status.SAME))
 
 
@@ -128,7 +128,7 @@ class _Manifest:
     calls: list[_Call]
 
 
-# --- making one ---
+# --- compiling a bundle ---
 
 
 def compile_bundle(
@@ -142,24 +142,24 @@ def compile_bundle(
     executor: concurrent.futures.Executor | None = None,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
 ) -> list[BundledCall]:
-    """Compile the candidates of calls for a target, without measuring anything, and write them to a folder.
+    """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
 
-    A call that has no candidates is a `TuningWarning`, and is left out.
+    Calls without candidates are skipped with a `TuningWarning`.
 
     Args:
-        calls: The calls, abstract, with their kernels.
-        target: What to compile for.
-        folder: Where to write; made if it is not there, and must be empty.
-        candidates: Returns what to compile for a call beside its heuristic; the kernel's `config_space` by default.
-        max_candidates: How many candidates of a `ConfigSpace` are compiled, chosen at random.
-        processes: How many processes compile; 0: threads of this process do, and spills of registers stay unknown.
-        executor: Who compiles instead, such as a cluster's.
-        progress: Called with the call, how many of its candidates are done, and how many there are.
+        calls: The abstract calls, with their kernels.
+        target: The device to compile for.
+        folder: The output folder; created if missing, and must be empty.
+        candidates: Returns the candidates of a call beside its heuristic; the kernel's `config_space` by default.
+        max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
+        processes: Number of processes that compile; 0: threads of this process, which cannot report register spills.
+        executor: Compiles instead of this machine, e.g. on a cluster.
+        progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written, or this machine cannot compile for the target.
+        ConfigError: The folder is not empty or not writable, or this machine cannot compile for the target.
     """
-    target.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))  # the error, if any, once and not for each candidate
+    target.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))  # raises once here instead of for each candidate
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -175,7 +175,7 @@ def compile_bundle(
                 aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
                 configs = _configs(aimed, candidates, max_candidates)
                 if not configs:
-                    text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
+                    text = f"{inv.op_id}: nothing to compile; config_space(inv) returned no configuration."
                     warn(text, TuningWarning)
                     continue
                 ended = _compile_call(aimed, configs, how, progress)
@@ -186,8 +186,8 @@ def compile_bundle(
         )
         write_file(folder / _MANIFEST, sealed_json(manifest))
     except BaseException as error:
-        for file in folder.iterdir():  # a part of a bundle is none, and in the way of the next attempt
-            if _FILE.fullmatch(file.name) or file.name == _MANIFEST:  # what others have put there stays
+        for file in folder.iterdir():  # remove the incomplete bundle, so that the next attempt finds an empty folder
+            if _FILE.fullmatch(file.name) or file.name == _MANIFEST:  # keep files of other programs
                 file.unlink()
         if isinstance(error, OSError):
             raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
@@ -197,7 +197,7 @@ def compile_bundle(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _How:
-    """Who compiles, and for what."""
+    """The target, and the processes or executor that compile for it."""
 
     target: Target
     processes: int
@@ -206,7 +206,7 @@ class _How:
     def job(
         self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
     ) -> Callable[[], Program]:
-        """Return what compiles a call."""
+        """Return a function that compiles a call."""
         compiler: Callable[..., Program] = compile_for
         if self.executor is None and self.processes:
             compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: timeout.seconds)
@@ -224,15 +224,15 @@ def _compile_call(
     how: _How,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> list[Done[Program]]:
-    """Return what became of each candidate, and last of the reference, if there is one."""
-    assert inv.kernel is not None  # calls that are found in programs have one
+    """Return the compilation result of each candidate and, last, of the reference if the kernel has one."""
+    assert inv.kernel is not None  # calls found in programs have one
     timeout = AdaptiveTimeout(first=600.0, least=60.0)
     jobs = [how.job(timeout, inv, Choice(config=c, platform=inv.platform), False) for c in configs]
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(how.job(timeout, inv, choice, True))
     ended: dict[int, Done[Program]] = {}
-    # A kernel in a kernel is not to be tuned meanwhile.
+    # Kernels called inside these kernels must not be tuned.
     inside = [in_callers_context(job, deeper=True) for job in jobs]
     for done in CompileThreads(inside, width=how.processes or None, timeout=timeout).results():
         ended[done.index] = done
@@ -258,7 +258,7 @@ def _configs(
 def _written(
     inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]], folder: Path, number: int
 ) -> _Call:
-    """Write the programs of a call, each once, and return what the manifest says of it."""
+    """Write the programs of a call, each once, and return its part of the manifest."""
     names = (f"{number:03d}-{index:04d}.bin" for index in itertools.count())
     rows, first = [], dict[str, Any]()
     for config, done, name in zip(configs, ended, names, strict=False):
@@ -272,7 +272,7 @@ def _written(
             first[program.digest] = config
         rows.append(_with_file(row, program, folder / name))
     reference = None
-    if len(ended) > len(configs):  # it may be a candidate's program, and needs its own file all the same
+    if len(ended) > len(configs):  # the reference gets its own file even if it equals a candidate's program
         done = ended[len(configs)]
         row = _with_file(_row(None, done), done.result, folder / next(names))
         reference = row if row.file is not None else None
@@ -280,12 +280,12 @@ def _written(
 
 
 def _row(config: object, done: Done[Program]) -> _Row:
-    """Return what the manifest says of a candidate, or of the reference, but for its file."""
+    """Return the manifest row of a candidate or of the reference, without its file."""
     program, error = done.result, done.error
     if program is None:
         status, reason = _why_not_compiled(error)
     elif program.why_left:
-        status, reason = Status.LEFT, f"{program.why_left}, so it is compiled where it runs"
+        status, reason = Status.LEFT, f"{program.why_left}, so the measuring machine compiles it"
     else:
         status, reason = Status.READY, ""
     return _Row(
@@ -298,13 +298,13 @@ def _row(config: object, done: Done[Program]) -> _Row:
 
 
 def _why_not_compiled(error: BaseException | None) -> tuple[Status, str]:
-    if isinstance(error, concurrent.futures.BrokenExecutor):  # some candidate ended its process: but which one?
-        return Status.LEFT, "the process that was to compile it ended"
+    if isinstance(error, concurrent.futures.BrokenExecutor):  # an unknown candidate ended the process
+        return Status.LEFT, "the compiling process ended"
     return Status.FAILED, str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
 
 
 def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
-    """Write a program, if there is one, and return its row with what is to be known to load it."""
+    """Write the code of a program, if it has any; return the row with the fields needed to load it."""
     if program is None or not isinstance(program.code, bytes):
         return row
     file.write_bytes(program.code)
@@ -319,25 +319,25 @@ def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
     )
 
 
-# --- reading one ---
+# --- reading a bundle ---
 
 
 def read_bundle(folder: Path) -> list[BundledCall]:
-    """Return the calls of a bundle. The modules of their kernels must have been imported.
+    """Return the calls of a bundle. Import the modules of their kernels first.
 
-    A program whose file is damaged is a `TuningWarning`, and is left to be compiled where it runs.
+    A program with a damaged file gets the status `left`, with a `TuningWarning`, and is compiled on this machine.
 
     Raises:
-        ConfigError: it is no bundle, or was made with other versions of JAX or for another device.
+        ConfigError: The folder is not a bundle, or was made with other versions of JAX or for another device.
     """
     try:
         raw = read_file(folder / _MANIFEST, _LARGEST)
         if raw is None:
-            raise UnusableError(f"there is no {_MANIFEST}")
+            raise UnusableError(f"it has no {_MANIFEST}")
         manifest = from_plain(read_object(raw, _SCHEMA, "the manifest of one"), _Manifest)
     except (UnusableError, SerializationError) as error:
-        raise ConfigError(f"{folder} is no bundle that can be measured: {error}; make it anew.") from error
-    # The format of executables is not stable.
+        raise ConfigError(f"{folder} is not a usable bundle: {error}; compile it again.") from error
+    # JAX versions have different formats of executables.
     here = device_and_versions()
     wanted = (manifest.target, manifest.jax, manifest.jaxlib)
     if wanted != here:
@@ -349,7 +349,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
 
 
 def device_and_versions() -> tuple[str, str, str]:
-    """Return what a bundle must have been made for to be measured here."""
+    """Return the device fingerprint and the versions that a bundle needs to run here."""
     return Target.named("here").fingerprint, jax.__version__, str(version("jaxlib"))
 
 
@@ -383,11 +383,11 @@ def _compiled(row: _Row, folder: Path) -> BundledCandidate:
 
 
 def _whole(program: Program | None) -> tuple[Program | None, str]:
-    """Return a program, or `None` and why it cannot be used, of which this warns."""
+    """Return `(program, "")`, or `(None, reason)` with a warning if its file is not usable."""
     if program is None or not isinstance(program.code, CodeFile):
         return None, ""
     try:
-        # The digests tell which file belongs to which row.
+        # Compares the digest of the file with that of the row.
         program.code.read()
     except CandidateError as error:
         warn(f"a candidate is compiled here: {error}", TuningWarning)
@@ -398,13 +398,13 @@ def _whole(program: Program | None) -> tuple[Program | None, str]:
 def _program(row: _Row, folder: Path) -> Program | None:
     if row.file is None or row.sha256 is None:
         if row.status == Status.READY or (row.file, row.sha256) != (None, None):
-            raise ConfigError(f"the bundle {folder} has a program without its file or its digest; make it anew.")
+            raise ConfigError(f"the bundle {folder} has a program without its file or digest; compile it again.")
         return None
     if not _FILE.fullmatch(row.file):
         raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
-        raise ConfigError(f"the bundle {folder} has a program that takes {counts}; make it anew.")
+        raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
     return Program(
         code=CodeFile(folder / row.file, row.sha256),
         inputs=row.inputs,

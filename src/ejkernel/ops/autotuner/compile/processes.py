@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compile: Python's lock does not slow them, and what ends one costs one candidate.
+"""Parallel compilation in processes, without contention for the interpreter lock; a crash costs one candidate.
 
-Threads do where compiling is XLA's work. Some kernels, those of GPUs above all, spend their time in Python, where the
-lock is held. A process needs a description of the device (`targets.py`), and no device.
+Threads suffice if XLA does the work. Some kernels, especially for GPUs, spend their compile time in Python, which
+holds the lock. A compile process needs a description of the device (`targets.py`), but no device.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from ejkernel.ops.utils.printable import printable
 logger = logging.getLogger(__name__)
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
-# Log lines of XLA that report no error, and ptxas's remarks. One of these is harmless although it reads badly:
-# "Potential out of bound access while accessing symbol '__dynamic_shmem__0'". Mosaic GPU declares dynamic shared memory
-# as a symbol of one byte and passes its size at the launch, so that ptxas remarks on every constant address in it.
+# Log lines of XLA without errors, and remarks of ptxas. The remark "Potential out of bound access while accessing
+# symbol '__dynamic_shmem__0'" is harmless: Mosaic GPU declares dynamic shared memory as a symbol of one byte and passes
+# its size at launch, so ptxas remarks on every constant address in it.
 _CHATTER = re.compile(r"[IW]\d{4} |ptxas (\S+, line \d+; )?(info|warning)\b|\s*\d+ bytes stack frame")
 
 
 class CompileProcesses:
-    """Processes that compile one program at a time each; one that dies or takes too long is replaced.
+    """A pool of compile processes. A process that dies or exceeds its deadline is replaced.
 
-    One at a time, so that it is known who ended a process, and one that hangs can be ended alone.
+    Each process compiles one program at a time, so a crash identifies its candidate and a hanging one is killed alone.
 
     Args:
-        count: How many there are at most; each is started when it is needed.
+        count: Maximum number of processes; each starts on demand.
     """
 
     def __init__(self, count: int) -> None:
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # one that is warm first
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # last in, first out: prefers warm processes
         for _ in range(count):
             self._idle.put(None)
         self._lock = threading.Lock()
@@ -79,20 +79,20 @@ class CompileProcesses:
         allowed: float | Callable[[], float] = 600.0,
         busy: set[_Process] | None = None,
     ) -> Program:
-        """Return what `compile_for` returns, and how much the program spills; any number of threads may ask.
+        """Return the program of `compile_for` with its register spills. Thread-safe.
 
         Args:
             inv, choice, target, only_once: See `compile_for`.
-            allowed: Seconds after which the process is ended; a function, if they change.
-            busy: Has the process in it as long as it works.
+            allowed: Seconds after which the process is killed; a function if they change.
+            busy: Contains the process while it works.
 
         Raises:
-            CandidateError: it ended its process, or took too long, which is a `GivenUpError`.
-            TuningError: the call cannot be sent to another process, or there are no processes any more.
+            CandidateError: The candidate crashed its process, or exceeded its deadline (`GivenUpError`).
+            TuningError: The call cannot be pickled, or the pool is closed.
         """
         process = self._idle.get()
         try:
-            if process is not None and process.is_lost:  # while it was idle
+            if process is not None and process.is_lost:  # it died while idle
                 self._drop(process)
                 process = None
             if process is None:
@@ -113,18 +113,18 @@ class CompileProcesses:
             self._started.add(process)
         if is_closed:
             self._drop(process)
-            raise TuningError("the processes that compile were closed meanwhile.")
+            raise TuningError("the compile processes were closed.")
         return process
 
     def _drop(self, process: _Process) -> None:
         with self._lock:
-            is_mine = process in self._started  # else another thread was faster
+            is_mine = process in self._started  # false if another thread was faster
             self._started.discard(process)
         if is_mine:
             process.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """Close the pool and its processes."""
         with self._lock:
             self._is_closed = True
             started = list(self._started)
@@ -135,19 +135,19 @@ class CompileProcesses:
 
 
 class _Process:
-    """One process that compiles.
+    """One compile process.
 
-    What it writes goes to a file: compilers tell nowhere else of spills, and of why they end the process.
+    Its output goes to a file: compilers report spills and the reasons of crashes only there.
     """
 
     def __init__(self) -> None:
         self._worker = Worker(is_leaf=True)
         try:
-            self._worker.call(os.getpid)  # it takes seconds to start, and the file is there for no longer than needed
-            # To its output, and nowhere else, the GPU's compilers say how many registers a program spills (Mosaic GPU's
-            # when `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log message), and why they end the process. In a process
-            # of several programs it could not be told whose is meant. It is a file, and no pipe: a compiler that dumps
-            # a module while it holds Python's lock would wait for ever for a thread that reads.
+            self._worker.call(os.getpid)  # wait for the start (seconds), so that the file below exists only briefly
+            # The GPU compilers report register spills (Mosaic GPU's if `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log
+            # message) and the reason of a crash only in their output. One program per process at a time makes the
+            # output attributable. A file and not a pipe: a compiler that dumps a module while it holds the interpreter
+            # lock would wait forever for the reading thread.
             descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
             self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
             try:
@@ -155,19 +155,19 @@ class _Process:
             finally:
                 os.unlink(path)
         except WorkerDiedError as death:
-            raise TuningError(f"a process that compiles does not start: {death}") from None
+            raise TuningError(f"a compile process does not start: {death}") from None
         except BaseException:
             self.end()
             raise
 
     @property
     def is_lost(self) -> bool:
-        """Whether it can be asked no more."""
+        """Whether the process accepts no more requests."""
         return self._worker.is_busy or not self._worker.is_alive
 
     @contextlib.contextmanager
     def noted_in(self, busy: set[_Process]) -> Iterator[None]:
-        """Be among those that are busy, inside the `with` block."""
+        """Add this process to `busy` inside the `with` block."""
         busy.add(self)
         try:
             yield
@@ -175,7 +175,7 @@ class _Process:
             busy.discard(self)
 
     def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
-        """Return what `work` returns in the process, and how much the program spills."""
+        """Run `work` in the process; return its program with the register spills."""
         try:
             doing = WorkerStatus(what="compiling", allowed=allowed)
             program: Program = self._worker.call(_carry_out, work, current_scope(), doing=doing)
@@ -191,14 +191,14 @@ class _Process:
         return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
 
     def _written(self) -> str:
-        """Return what the process wrote since the last time."""
+        """Return the output of the process since the last call."""
         self._output.seek(0)
         text = self._output.read()
         self._output.truncate(0)
         return text
 
     def _pass_on(self, written: str) -> list[str]:
-        """Log the compilers' remarks, write all other lines to this process's standard error, and return those."""
+        """Log the compilers' remarks; write all other lines to this process's standard error and return them."""
         lines = []
         for line in filter(str.strip, written.splitlines()):
             if _CHATTER.match(line):
@@ -209,33 +209,33 @@ class _Process:
         return lines
 
     def end(self) -> None:
-        """End it at once."""
+        """Kill the process without waiting."""
         self._worker.kill(wait=False)
 
     def close(self) -> None:
-        """End it, and let go of what it wrote."""
+        """Kill the process and close its output file."""
         self._worker.kill()
         self._output.close()
 
 
 def _prepare(output: str) -> None:
-    """Have this process write to `output`, and leave the devices to others."""
+    """Redirect this process's output to the file `output`, and keep it from opening devices."""
     write_to(output)
     settings.tell_of_spills()
-    # An accelerator may be open to one process alone, or have most of its memory taken by the first.
+    # Some accelerators admit one process only; on others the first process takes most of the memory.
     compat.leave_devices_alone()
     compat.forget_compilations()
 
 
 def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
     mine = reports()
-    assert mine is not None  # only workers are sent here
+    assert mine is not None  # this runs only in workers
     try:
         with entered(scope):
-            return in_callers_context(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
+            return in_callers_context(work, deeper=True)()  # deeper: kernels inside the kernel are not tuned
     except Exception:
         raise
-    except BaseException as error:  # noqa: BLE001 - as it is it would be taken for the user's Ctrl-C
+    except BaseException as error:  # noqa: BLE001 - a plain KeyboardInterrupt would look like the user's Ctrl-C
         raise CandidateError(error_text(error)) from None
     finally:
         flush()
@@ -247,9 +247,9 @@ _guard = threading.Lock()
 
 
 def compile_processes(count: int) -> CompileProcesses:
-    """Return the session's `count` processes that compile (see `worker_session`)."""
+    """Return the session's pool of `count` compile processes (see `worker_session`)."""
     with _guard:
-        # To start one takes seconds, so they last for a program's searches, or a worker's life.
+        # A process takes seconds to start, so pools last for a session.
         if count not in _pools:
             _pools[count] = CompileProcesses(count)
             at_session_end(functools.partial(_close, count))
@@ -263,7 +263,7 @@ def _close(count: int) -> None:
 
 
 def usual_processes(target: Target | None) -> int:
-    """Return how many processes are worth their start: one a core for GPU kernels, which take long in Python."""
+    """Return the default number of compile processes: one per core for GPU kernels, which spend long in Python."""
     return default_width() if target is not None and target.description else 0
 
 
@@ -271,10 +271,10 @@ class Compiler:
     """Compiles the candidates of one search in processes; see `Preparation.compile_elsewhere`.
 
     Args:
-        target: What for.
-        count: How many processes the session has.
-        timeout: How long one may take.
-        left: The seconds that are left for the search.
+        target: The device to compile for.
+        count: Number of processes in the session's pool.
+        timeout: Deadline of one compilation.
+        left: Returns the remaining seconds of the search.
     """
 
     def __init__(self, target: Target, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> None:
@@ -285,7 +285,7 @@ class Compiler:
         self._busy: set[_Process] = set()
 
     def __call__(self, inv: Invocation[Cfg, Out], choice: Choice) -> Program | None:
-        """Return the program; `None` if it must be compiled where it runs."""
+        """Return the program; `None` if the measuring process must compile it."""
         try:
             program = self._processes.compile(
                 inv, choice, self._target, allowed=lambda: self._timeout.within(self._left()), busy=self._busy
@@ -296,15 +296,15 @@ class Compiler:
         return None if program.why_left else program
 
     def close(self) -> None:
-        """End the processes that are still at work: nobody waits for them any more."""
+        """Kill the processes that still work for this search."""
         for process in list(self._busy):
             process.end()
 
 
 def compiler_for(device: str, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> Compiler | None:
-    """Return what compiles calls for `device` in `count` processes; for the time that each may take, see `Compiler`.
+    """Return a `Compiler` for `device` with `count` processes.
 
-    `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
+    `None` if `count` is 0, the device has no target description, or it is not the first device.
     """
     target = Target.of(device)
     if count < 1 or target is None or not is_first(default_device()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that programs are compiled for where there is no such device."""
+"""Target devices for compilation on machines without such a device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Target:
     """A device to compile for.
 
     Attributes:
-        name: How the command calls it; `here` is this process's default device.
-        fingerprint: How keys call it.
-        description: What XLA must know of it, a `GpuTargetConfigProto` as text; empty for `here`.
+        name: Its name on the command line; `here` is the default device of this process.
+        fingerprint: Its name in keys.
+        description: Its properties for XLA, a `GpuTargetConfigProto` as text; empty for `here`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Target:
         """Return the target of that name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: No target has this name.
         """
         if name == "here":
             return cls(name, device_fingerprint())
@@ -58,7 +58,7 @@ class Target:
 
     @classmethod
     def of(cls, fingerprint: str) -> Target | None:
-        """Return the target that other processes can compile for, given how keys call the device; `None` if none."""
+        """Return the target with this fingerprint, for compilation in another process; `None` if unknown."""
         if fingerprint.startswith("cpu:"):
             return cls("here", fingerprint)
         described = (cls.named(name) for name in target_names())
@@ -66,24 +66,24 @@ class Target:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Let what is traced inside the `with` block see this target as its device."""
+        """Make this target the device of code traced inside the `with` block."""
         if not self.description:
             yield
             return
         cores = int(_field(self.description, "core_count"))
-        # Kernels choose by the device that they are traced for: its name, and how many processors it has.
+        # Kernels choose by the name and the number of multiprocessors of the device.
         with compat.abstract_gpu(_field(self.description, "device_description_str"), cores):
             yield
 
     def placed(self, like: Any) -> jax.ShapeDtypeStruct:
-        """Return the type of an array that is on this target."""
+        """Return the type of an array on this target."""
         if not self.description:
             return jax.ShapeDtypeStruct(like.shape, like.dtype)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=_sharding(self.description))
 
 
 def target_names() -> list[str]:
-    """Return the names of the targets that are described, `here` apart."""
+    """Return the names of the targets in the package, without `here`."""
     return sorted(file.name.removesuffix(_SUFFIX) for file in _FOLDER.iterdir() if file.name.endswith(_SUFFIX))
 
 
@@ -100,8 +100,8 @@ def _sharding(description: str) -> Any:
         return compat.gpu_topology_sharding(description)
     except Exception as error:
         raise ConfigError(
-            "compiling for a GPU without one needs JAX's CUDA plugin and NVIDIA's compiler, best in an environment of "
-            "their own: pip install --no-deps "
+            "compiling for a GPU on a machine without one needs JAX's CUDA plugin and NVIDIA's compiler, best in a "
+            "separate environment: pip install --no-deps "
             f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}; pip install nvidia-cuda-nvcc "
             "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
             f"({type(error).__name__}: {error})"

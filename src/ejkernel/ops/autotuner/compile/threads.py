@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates compiled side by side, in threads, with a deadline that learns from the compile times seen."""
+"""Parallel compilation of candidates in threads, with a deadline that adapts to observed compile times."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from ejkernel.ops.errors import CandidateError
 
 T = TypeVar("T")
 
-_AT_EXIT = 30.0  # seconds that the end of the process waits for compilations
+_AT_EXIT = 30.0  # seconds that the exit of the process waits for compilations
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_POLL = 0.05  # seconds between two looks at the deadlines, and at whether to stop
+_POLL = 0.05  # seconds between checks of the deadlines and of `stop`
 
 
 class GivenUpError(CandidateError):
-    """A compilation takes longer than is allowed, and was left alone.
+    """A compilation exceeded its deadline and was abandoned.
 
     Attributes:
-        for_budget: Whether it would have had more time under a larger budget; then it is skipped, and no failure.
+        for_budget: Whether a larger budget would have allowed more time; then the candidate is skipped, not failed.
     """
 
     for_budget: bool = False
 
 
 class AdaptiveTimeout:
-    """How long something may take before it is given up: long at first, then a multiple of what was usual.
+    """A deadline that adapts to observed durations: long at first, then a multiple of their 90th percentile.
 
-    Any fixed time is too short for one kernel and too long for another.
+    Any fixed deadline is too short for one kernel and too long for another.
 
     Args:
-        first: Seconds that are allowed while nothing is known.
-        least: Seconds that are always allowed.
-        factor: How many times the 90th percentile of what was seen is allowed.
+        first: Seconds allowed before the first observation.
+        least: Minimum of the allowed seconds.
+        factor: Allowed multiple of the 90th percentile.
     """
 
     def __init__(self, *, first: float, least: float, factor: float = 5.0) -> None:
@@ -55,40 +55,40 @@ class AdaptiveTimeout:
         self._seen: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Take note of how long it took once."""
+        """Add an observed duration."""
         self._seen.append(seconds)
 
     @property
     def seconds(self) -> float:
-        """What is allowed now."""
+        """The currently allowed seconds."""
         if not self._seen:
             return self.first
         return max(self.least, self.factor * float(np.quantile(self._seen, 0.9)))
 
     def within(self, left: float) -> float:
-        """Return what is allowed where so many seconds are left for everything.
+        """Return the allowed seconds if `left` seconds remain for all jobs.
 
-        That is half of them, so that others come to something too; but twice what others took always, and where
-        nothing is known of others, nothing says that it is too long.
+        A job gets at most half of them, which leaves time for the others, but always twice the longest observed
+        duration. Before the first observation the remaining time has no effect.
         """
         if not self._seen:
             return self.seconds
         return min(self.seconds, max(left / 2, 2 * max(self._seen)))
 
     def is_short(self, left: float) -> bool:
-        """Return whether the seconds that are left for everything cut down what is allowed."""
+        """Return whether the remaining time reduces the allowed seconds."""
         return self.within(left) < self.seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """A job that ended.
+    """A finished job.
 
     Attributes:
-        index: Its place among the jobs.
-        result: What it returned.
-        error: What it raised, without the traceback, which would keep its arrays alive.
-        seconds: How long it took.
+        index: Its position among the jobs.
+        result: Its result.
+        error: Its exception, without the traceback, which would keep its arrays alive.
+        seconds: Its duration.
     """
 
     index: int
@@ -98,16 +98,16 @@ class Done(Generic[T]):
 
 
 class CompileThreads(Generic[T]):
-    """Runs jobs in daemon threads, and gives up those that take too long; a thread cannot be stopped, so it is left.
+    """Runs jobs in daemon threads and abandons those beyond their deadline, as threads cannot be stopped.
 
     Args:
-        jobs: What to run.
-        width: How many at a time; the number of cores by default.
-        timeout: How long each may take; learns from those that end well.
-        left: The seconds that are left for everything.
-        on_change: Called with the indices of the jobs under way, before one begins and when one ends, by whichever
-            thread; one that was given up is under way until it ends.
-        clock: Source of seconds.
+        jobs: The functions to run.
+        width: Number of parallel jobs; the number of cores by default.
+        timeout: Deadline of each job; learns from successful jobs.
+        left: Returns the seconds that remain for all jobs.
+        on_change: Called from any thread with the indices of the running jobs, before a job starts and after it ends.
+            An abandoned job counts as running until it ends.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class CompileThreads(Generic[T]):
         self._left = left
         self._on_change = on_change
         self._clock = clock
-        self._running: dict[int, float] = {}  # those that are waited for, and since when
+        self._running: dict[int, float] = {}  # start times of the jobs, without abandoned ones
         self._under_way: dict[int, None] = {}
         self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Done[T]] = queue.SimpleQueue()
         self._fill()
 
     def results(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Done[T]]:
-        """Yield jobs as they end; once `stop()` is true no other begins, and those under way are left alone."""
+        """Yield jobs as they end. Once `stop()` is true, start no more jobs and abandon the running ones."""
         while (self._running or self._waiting) and not stop():
             try:
                 done = self._ended.get(timeout=_POLL)
@@ -141,7 +141,7 @@ class CompileThreads(Generic[T]):
                 yield from self._given_up()
                 continue
             if self._running.pop(done.index, None) is None:
-                continue  # it was given up
+                continue  # abandoned earlier
             if done.error is None:
                 self._timeout.note(done.seconds)
             self._fill()
@@ -153,9 +153,9 @@ class CompileThreads(Generic[T]):
             start = self._running[index] = self._clock()
             with self._lock:
                 self._under_way[index] = None
-                self._on_change(list(self._under_way))  # before it begins: it may end the process
-            # Threads do, because XLA lets go of the interpreter's lock. They are daemons, because one that is stuck
-            # cannot be stopped, only left.
+                self._on_change(list(self._under_way))  # before its start: the job may crash the process
+            # Threads suffice, because XLA releases the interpreter lock. Daemons, because a stuck thread can only be
+            # abandoned.
             thread = threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True)
             _threads.add(thread)
             thread.start()
@@ -165,8 +165,8 @@ class CompileThreads(Generic[T]):
         error: BaseException | None = None
         try:
             result = job()
-        # Be it `KeyboardInterrupt`: Ctrl-C comes to the main thread alone, so that a candidate's is its own.
-        except BaseException as raised:  # noqa: BLE001 - whoever asks for the result decides
+        # Including `KeyboardInterrupt`: Ctrl-C reaches only the main thread, so this comes from the candidate.
+        except BaseException as raised:  # noqa: BLE001 - the caller decides
             error = raised.with_traceback(None)
         try:
             with self._lock:
@@ -180,7 +180,7 @@ class CompileThreads(Generic[T]):
         for index in [index for index, start in self._running.items() if now - start > allowed]:
             seconds = now - self._running.pop(index)
             self._fill()
-            error = GivenUpError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
+            error = GivenUpError(f"compilation abandoned after {seconds:.1f} s (allowed: {allowed:.1f} s)")
             error.for_budget = allowed < self._timeout.seconds
             yield Done(index, None, error, seconds)
 
@@ -188,7 +188,7 @@ class CompileThreads(Generic[T]):
 def result_within(
     seconds: float, job: Callable[[], T], stop: Callable[[], bool] = lambda: False
 ) -> tuple[T | None, bool]:
-    """Return what a job returns, and whether it ended in time; if it does not, or is to stop, it is left alone."""
+    """Return `(result, True)` of a job, or abandon it after `seconds` or on `stop` and return `(None, False)`."""
     threads = CompileThreads([job], width=1, timeout=AdaptiveTimeout(first=seconds, least=seconds))
     for done in threads.results(stop):
         if isinstance(done.error, GivenUpError):
@@ -200,7 +200,7 @@ def result_within(
 
 
 def _wait_at_exit() -> None:
-    """Wait for compilations that were left alone: the interpreter's end would meet them in the middle of C++."""
+    """Wait for abandoned compilations: the interpreter must not exit while they are in C++."""
     end = time.monotonic() + _AT_EXIT
     raise_in(thread.ident for thread in list(_threads) if thread.is_alive())
     for thread in list(_threads):
@@ -211,5 +211,5 @@ atexit.register(_wait_at_exit)
 
 
 def default_width() -> int:
-    """Return how many compilations run side by side: one a core that this process may use."""
+    """Return the default number of parallel compilations: the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

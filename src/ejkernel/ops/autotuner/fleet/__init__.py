@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tasks carried out wherever an executor has workers."""
+"""Runs tuning tasks on the workers of an executor."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side: a task sent by an executor, and sent again where its worker did not survive it."""
+"""The caller's side: submits a task to an executor, and again after the loss of its worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
 from ejkernel.ops.autotuner.fleet.place import (
     Answer,
     Arrived,
@@ -41,44 +41,44 @@ from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.messages.warn import warn
 
-_LOOK = 0.2  # seconds between two looks at a line
-_BACK_OFF = 1.0  # seconds before a task that was refused is sent again, and more each time
+_LOOK = 0.2  # seconds between polls of a line
+_BACK_OFF = 1.0  # seconds before a refused task is sent again; grows with each refusal
 _MOST_REFUSALS = 5
-_MOST_DEATHS = 20  # of workers, after which a task is given up: of machines that are lent, many may be taken back
-_OUT_AFTER = 2  # workers that a candidate has ended, after which it is out
-_OUT_AFTER_RUNNING = 3  # of one that was timed by then, and hardly is to blame
+_MOST_LOSSES = 20  # lost workers before a task fails; preemptible machines lose many
+_OUT_AFTER = 2  # lost workers before a candidate is ruled out
+_OUT_AFTER_RUNNING = 3  # the same for a candidate that already ran, an unlikely cause
 
 
 class WorkerLostError(TuningError):
-    """An executor has no answer for a task."""
+    """An executor lost a task."""
 
 
 class _RefusedError(TuningError):
-    """A worker does not take a task."""
+    """A worker refused a task."""
 
 
 def tune_elsewhere(task: TuningTask) -> AutotuneData:
-    """Carry out a task by the executor of its policy, and again as often as the worker is lost.
+    """Run a task on the executor of its policy, and again after each loss of a worker.
 
     Raises:
-        TuningError: no candidate could be measured, no worker takes the task, or too many were lost.
-        KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
+        TuningError: No candidate could be measured, all workers refused the task, or too many workers were lost.
+        KeyboardInterrupt: Ctrl-C came before the first measurement, or twice.
     """
     executor = task.policy.executor
-    assert executor is not None  # who asks for this has seen it
+    assert executor is not None  # checked by the caller
     return _Dispatch(_sendable(task), executor).run()
 
 
 class _Dispatch:
-    """A task on its way through an executor."""
+    """One task, over all attempts."""
 
     def __init__(self, task: TuningTask, executor: concurrent.futures.Executor) -> None:
         self._task = task
         self._executor = executor
-        self._here: concurrent.futures.Executor | None = None  # in place of one that takes nothing any more
+        self._here: concurrent.futures.Executor | None = None  # replaces an executor that accepts no more tasks
         self._journal = Journal(task)
-        self._accusations: collections.Counter[Any] = collections.Counter()
-        self._deaths = 0
+        self._losses_alone: collections.Counter[Any] = collections.Counter()
+        self._losses = 0
         self._refusals: list[str] = []
         self._spent = task.spent
         self._slot = this_slot()
@@ -95,7 +95,7 @@ class _Dispatch:
                 except _RefusedError as refusal:
                     self._send_elsewhere(str(refusal))
                 except WorkerLostError as loss:
-                    self._survive(str(loss), attempt)
+                    self._record_loss(str(loss), attempt)
         finally:
             if self._here is not None:
                 self._here.shutdown(wait=False)
@@ -105,10 +105,10 @@ class _Dispatch:
         if isinstance(outcome, Refused):
             raise _RefusedError(outcome.reason)
         if isinstance(outcome, Raised):
-            if self._cancellation.is_requested:  # the reason why nothing was measured
+            if self._cancellation.is_requested:  # the cancellation caused the error
                 raise KeyboardInterrupt
             raise outcome.error
-        assert isinstance(outcome, Returned)  # nothing else is an outcome
+        assert isinstance(outcome, Returned)  # the only other outcome
         data: AutotuneData = outcome.value
         task = self._task
         return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
@@ -130,8 +130,8 @@ class _Dispatch:
         if self._here is None:
             try:
                 return self._executor.submit(carry_out, sent)
-            except Exception as error:  # noqa: BLE001 - broken, shut down, or whatever else the user's own says
-                text = f"the executor takes no more tasks, and the rest is tuned in this process: {error_text(error)}"
+            except Exception as error:  # noqa: BLE001 - broken, shut down, or an error of the user's executor
+                text = f"the executor accepts no more tasks, so this process tunes the rest: {error_text(error)}"
                 warn(text, TuningWarning)
                 self._here = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ejkernel-here")
         return self._here.submit(carry_out, sent)
@@ -142,11 +142,11 @@ class _Dispatch:
         attempt: _Attempt,
         interrupts: list[Callable[[], object]],
     ) -> Answer:
-        # Asked itself, for who waits is not told of one that is cancelled before anybody has begun.
+        # Poll `done()`: `wait` does not report a future that was cancelled before it started.
         while not future.done():
             concurrent.futures.wait([future], timeout=_LOOK)
             attempt.listen()
-            self._pass_on_wishes(future, attempt, interrupts)
+            self._pass_on_cancellation(future, attempt, interrupts)
         attempt.listen()
         try:
             answer: Answer = unpickled(future.result())
@@ -155,34 +155,34 @@ class _Dispatch:
                 raise KeyboardInterrupt from None
             raise WorkerLostError("its task was cancelled") from None
         except BaseException as error:
-            # Whoever carries out a task returns what is raised there: this is the executor's.
+            # A worker returns its exceptions as `Raised`, so this is an error of the executor.
             if self._cancellation.is_requested:
                 raise KeyboardInterrupt from None
             raise WorkerLostError(error_text(error)) from error
         return answer
 
-    def _pass_on_wishes(
+    def _pass_on_cancellation(
         self, future: concurrent.futures.Future[bytes], attempt: _Attempt, interrupts: list[Callable[[], object]]
     ) -> None:
-        """Have Ctrl-C end the search with the best so far, and a second one end it at once.
+        """Forward Ctrl-C to the worker: the first ends the search with the best so far, the second at once.
 
         Raises:
-            KeyboardInterrupt: nothing is to be waited for.
+            KeyboardInterrupt: The caller need not wait for an answer.
         """
         try:
             while interrupts:
                 interrupts.pop()()
         except KeyboardInterrupt:
             if self._cancellation.is_requested:
-                attempt.line.tell(Wish.END_AT_ONCE)
+                attempt.line.tell(Instruction.END_AT_ONCE)
                 raise
             self._cancellation.request()
         if self._slot.is_closed:
-            attempt.line.tell(Wish.END_AT_ONCE)
+            attempt.line.tell(Instruction.END_AT_ONCE)
             raise KeyboardInterrupt
         if self._cancellation.is_requested:
-            attempt.line.tell(Wish.END)
-            if attempt.where is None:  # nobody has begun, or nobody who can be asked
+            attempt.line.tell(Instruction.END)
+            if attempt.where is None:  # no worker has started, or the worker has no line
                 future.cancel()
                 raise KeyboardInterrupt
 
@@ -192,20 +192,20 @@ class _Dispatch:
         elif isinstance(message, Warned):
             warn(message.warning)
 
-    # --- again ---
+    # --- retries ---
 
     def _send_elsewhere(self, reason: str) -> None:
-        """Wait a little before a task is sent again, so that a worker which is busy may take it.
+        """Wait before the next attempt, so that a busy worker can finish and accept the task.
 
         Raises:
-            TuningError: too many have refused it.
+            TuningError: Too many workers refused the task.
         """
         self._refusals.append(reason)
         if len(self._refusals) > _MOST_REFUSALS:
             listed = "; ".join(dict.fromkeys(self._refusals))
             raise TuningError(
-                f"{self._task.inv.op_id}: the executor's workers do not take the task: {listed}. Give an executor "
-                "whose workers all have the device and the versions that the call is tuned for."
+                f"{self._task.inv.op_id}: the executor's workers refuse the task: {listed}. Pass an executor "
+                "with workers that all have the device and the versions of the call."
             )
         end = time.monotonic() + _BACK_OFF * len(self._refusals)
         with interrupts_held_back() as interrupts:
@@ -214,29 +214,29 @@ class _Dispatch:
         if self._cancellation.is_requested:
             raise KeyboardInterrupt
 
-    def _survive(self, reason: str, attempt: _Attempt) -> None:
-        """Find out what is left to do of a task, and who must not be tried again.
+    def _record_loss(self, reason: str, attempt: _Attempt) -> None:
+        """Record the loss of a worker, and rule out a candidate that caused several losses.
 
-        A worker may be lost for many reasons that are none of a candidate's, so two must have been with it alone.
+        Most losses have other causes, so a candidate is ruled out only after it ran alone in several lost workers.
 
         Raises:
-            TuningError: too many workers were lost.
+            TuningError: Too many workers were lost.
         """
-        self._deaths += 1
+        self._losses += 1
         self._spent += attempt.seconds
         where = f" ({attempt.where})" if attempt.where else ""
         text = f"a worker was lost{where}: {reason}{named(attempt.accused)}"
-        if self._deaths >= _MOST_DEATHS:
-            raise TuningError(f"{self._task.inv.op_id}: given up after {self._deaths} workers were lost: {text}")
+        if self._losses >= _MOST_LOSSES:
+            raise TuningError(f"{self._task.inv.op_id}: gave up after the loss of {self._losses} workers: {text}")
         emit(WorkerRestarted(self._task.inv.key, text))
         self._journal.suspect(attempt.accused)
         if len(attempt.accused) != 1 or attempt.what.startswith(REFERENCE):
             return
         (culprit,) = attempt.accused
-        self._accusations[config_id(culprit)] += 1
+        self._losses_alone[config_id(culprit)] += 1
         most = _OUT_AFTER_RUNNING if self._journal.was_measured(culprit) else _OUT_AFTER
-        if self._accusations[config_id(culprit)] >= most:
-            self._journal.rule_out(culprit, f"it was alone under way when {most} workers were lost, the last: {reason}")
+        if self._losses_alone[config_id(culprit)] >= most:
+            self._journal.rule_out(culprit, f"{most} workers were lost while it ran alone; the last loss: {reason}")
 
     def _new_line(self) -> Line:
         make: Callable[[], Line] = FolderLine if self._here else getattr(self._executor, "line", FolderLine)
@@ -244,13 +244,13 @@ class _Dispatch:
 
 
 class _Attempt:
-    """A task with one worker.
+    """One attempt of a task on one worker.
 
     Attributes:
-        line: To the worker.
-        where: Where it is, once it has begun.
-        what: What it is, or was last, at.
-        accused: The candidates that were under way then.
+        line: The line to the worker.
+        where: The location of the worker, once it has started.
+        what: The last reported step.
+        accused: The candidates of that step.
     """
 
     def __init__(self, line: Line, note: Callable[[Message], None]) -> None:
@@ -263,16 +263,16 @@ class _Attempt:
 
     @property
     def seconds(self) -> float:
-        """For how long it is known to have worked."""
+        """Seconds between the first and the last message."""
         return self._times[-1] - self._times[0] if self._times else 0.0
 
     def listen(self) -> None:
-        """Take note of what was said."""
+        """Process new messages."""
         for said in self.line.heard():
             self.take_note(unpickled(said))
 
     def take_note(self, message: Message) -> None:
-        """Take note of a message."""
+        """Process one message."""
         self._times = [*self._times[:1], time.monotonic()]
         if isinstance(message, Arrived):
             self.where = message.where
@@ -283,7 +283,7 @@ class _Attempt:
 
 
 def _scope() -> Scope:
-    """Return what is in force here, without what belongs to this process."""
+    """Return the current scope without parts that belong to this process."""
     here = current_scope()
     changes = [
         tuple((name, value) for name, value in change.changes if name != "executor")
@@ -295,7 +295,7 @@ def _scope() -> Scope:
 
 
 def _sendable(task: TuningTask) -> TuningTask:
-    """Return a task that another machine can carry out: without an executor, and with its programs."""
+    """Return the task for another machine: without the executor, with the code of its programs."""
     return dataclasses.replace(
         task,
         policy=dataclasses.replace(task.policy, executor=None, devices=1, isolate=True),
@@ -314,11 +314,11 @@ def _in_memory(programs: tuple[tuple[Any, Program], ...]) -> tuple[tuple[Any, Pr
 
 
 def _read(program: Program | None) -> Program | None:
-    """Return a program with its code in memory; `None` if the file is gone, and the program is compiled anew."""
+    """Return a program with its code in memory; `None` if the file is gone, so that the worker compiles it."""
     if program is None or not isinstance(program.code, CodeFile):
         return program
     try:
         return dataclasses.replace(program, code=program.code.read())
     except CandidateError as error:
-        warn(f"a candidate is compiled anew: {error}", TuningWarning)
+        warn(f"a candidate is compiled again: {error}", TuningWarning)
         return None

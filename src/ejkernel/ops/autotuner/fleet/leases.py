@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of a machine that tasks take turns on: times of two searches that share one say nothing."""
+"""Exclusive leases of a machine's devices: two searches on one device would distort each other's times."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ejkernel import settings
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.messages.warn import warn
 
-_LOOK = 0.2  # seconds between two looks at whether a device is free
-_PATIENCE = 60.0  # seconds after which whoever waits says so
+_LOOK = 0.2  # seconds between checks for a free device
+_PATIENCE = 60.0  # seconds of waiting before a warning
 
 
 class Device:
     """A device of this machine, or the processor.
 
     Args:
-        name: What it is called.
-        parts: What nobody else may have meanwhile.
-        environ: Variables with which a process sees it alone.
+        name: Its name.
+        parts: Names of the resources locked while the device is leased.
+        environ: Environment variables that make it the only visible device.
     """
 
     def __init__(self, name: str, parts: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -35,7 +35,7 @@ class Device:
 
 
 def devices_of(platform: str) -> list[Device]:
-    """Return the devices of a platform that this process may use; for a processor, one: all of its cores."""
+    """Return the devices of a platform visible to this process; for `cpu`, one device with all cores."""
     if platform == "cpu":
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return [Device("cpu", [f"core-{core}" for core in cores], {})]
@@ -46,12 +46,13 @@ def devices_of(platform: str) -> list[Device]:
 
 @contextlib.contextmanager
 def leased(devices: Sequence[Device], is_asked_to_end: Callable[[], bool]) -> Iterator[Device]:
-    """Have the first of the devices that is free for the `with` block; wait for one if none is.
+    """Lease the first free device for the `with` block; wait if all are leased.
 
-    It holds among processes and threads of one user on one machine that ask for it, and ends with its process.
+    A lease excludes other processes and threads of the same user on this machine that use `leased`. It ends with its
+    process.
 
     Raises:
-        KeyboardInterrupt: it is asked to end while it waits.
+        KeyboardInterrupt: `is_asked_to_end` returned true during the wait.
     """
     waited = 0.0
     while True:
@@ -66,11 +67,11 @@ def leased(devices: Sequence[Device], is_asked_to_end: Callable[[], bool]) -> It
         waited += _LOOK
         if waited - _LOOK < _PATIENCE <= waited:
             names = ", ".join(device.name for device in devices)
-            warn(f"waiting for {names}, which other searches have", TuningWarning)
+            warn(f"waiting for {names}, leased by other searches", TuningWarning)
 
 
 def _is_locked(part: str, held: contextlib.ExitStack) -> bool:
-    # A lock of its own for each time that the file is opened: threads of one process exclude each other too.
+    # Each `open` gets a separate lock, so threads of one process exclude each other, too.
     lock = os.open(_folder() / f"{part.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     held.callback(os.close, lock)
     try:
@@ -84,5 +85,5 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"ejkernel-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise TuningError(f"{folder} is somebody else's; remove it, or set TMPDIR to a folder of your own.")
+        raise TuningError(f"{folder} belongs to another user; remove it, or set TMPDIR to a private folder.")
     return folder

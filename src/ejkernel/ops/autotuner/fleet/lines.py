@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller and whoever carries out its task say to each other meanwhile, beside the task and its answer.
+"""Lines: messages between a caller and the worker of its task while the task runs.
 
-An executor brings a task to a worker and its answer back, and nothing else. A line lets progress be seen, and a search
-be asked for its end; and what it brought is not lost with the worker. Where the other end cannot be reached, all that
-is said comes with the answer.
+An executor transports only the task and its answer. A line also reports progress, lets the caller end a search, and
+keeps the reported results if the worker is lost. Without a connection, all messages come with the answer.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from typing import Protocol
 
 _LENGTH = struct.Struct("<Q")
 _PREFIX = "ejkernel-lines-"
-_NEW = 60.0  # seconds for which nobody else touches a folder
+_NEW = 60.0  # seconds before other processes may remove an unlocked folder
 
 
-class Wish(enum.IntEnum):
-    """What a caller wants of a search."""
+class Instruction(enum.IntEnum):
+    """The caller's instruction for a search."""
 
     GO_ON = 0
     END = 1  # with the best so far
@@ -38,42 +37,42 @@ class Wish(enum.IntEnum):
 
 
 class LineEnd(Protocol):
-    """The end of a line that is sent with a task; it can be pickled."""
+    """The worker's end of a line. It travels with the task, so it can be pickled."""
 
     def connect(self) -> bool:
-        """Return whether the caller can be reached from this process."""
+        """Return whether this process can reach the caller."""
 
     def say(self, message: bytes) -> None:
-        """Tell the caller something, in order."""
+        """Send a message to the caller. Messages arrive in order."""
 
-    def wish(self) -> Wish:
-        """Return what the caller wants; of one that is gone, that it ends at once."""
+    def instruction(self) -> Instruction:
+        """Return the caller's instruction; `END_AT_ONCE` if the caller is gone."""
 
 
 class Line(Protocol):
-    """The caller's end."""
+    """The caller's end of a line."""
 
     @property
     def end(self) -> LineEnd:
-        """What is sent with the task."""
+        """The worker's end, sent with the task."""
 
     def heard(self) -> Iterator[bytes]:
-        """Yield what was said since the last time."""
+        """Yield the messages since the last call."""
 
-    def tell(self, wish: Wish) -> None:
-        """Say what is wanted from now on."""
+    def tell(self, instruction: Instruction) -> None:
+        """Set the instruction for the worker."""
 
     def close(self) -> None:
-        """Let go of it; whoever is still at the other end is to end at once."""
+        """Close the line; a worker that is still connected ends at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderEnd:
-    """The other end of a `FolderLine`.
+    """The worker's end of a `FolderLine`.
 
     Attributes:
         folder: The folder.
-        secret: What the folder around it holds, so that one of that name on another machine is not taken for it.
+        secret: Content of a file in the parent folder; tells it from a folder of the same name on another machine.
     """
 
     folder: Path
@@ -91,18 +90,18 @@ class FolderEnd:
         try:
             with open(self.folder / "said", "ab", buffering=0) as file:
                 file.write(_LENGTH.pack(len(message)) + message)
-        except FileNotFoundError:  # nobody listens any more, which `wish` says
+        except FileNotFoundError:  # the caller is gone; `instruction` reports it
             return
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """See `LineEnd`."""
-        if not self.folder.exists() or (self.folder / Wish.END_AT_ONCE.name).exists():
-            return Wish.END_AT_ONCE
-        return Wish.END if (self.folder / Wish.END.name).exists() else Wish.GO_ON
+        if not self.folder.exists() or (self.folder / Instruction.END_AT_ONCE.name).exists():
+            return Instruction.END_AT_ONCE
+        return Instruction.END if (self.folder / Instruction.END.name).exists() else Instruction.GO_ON
 
 
 class FolderLine:
-    """A folder that caller and worker both see: of processes of one machine, a temporary one."""
+    """A line through a temporary folder, for a caller and a worker on one machine."""
 
     def __init__(self) -> None:
         around, secret = _folder_of_this_process(os.getpid())
@@ -120,15 +119,15 @@ class FolderLine:
             return
         while len(new) >= _LENGTH.size:
             whole = _LENGTH.size + _LENGTH.unpack_from(new)[0]
-            if len(new) < whole:  # the rest is being written, or never was
+            if len(new) < whole:  # the worker is still writing it, or was lost
                 return
             yield new[_LENGTH.size : whole]
             self._read += whole
             new = new[whole:]
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        (self._folder / wish.name).touch()
+        (self._folder / instruction.name).touch()
 
     def close(self) -> None:
         """See `Line`."""
@@ -137,39 +136,39 @@ class FolderLine:
 
 @functools.cache
 def _folder_of_this_process(pid: int) -> tuple[Path, str]:
-    """Return a folder that is there as long as this process, and its secret.
+    """Return a folder that exists as long as this process, and its secret.
 
-    It tells whoever begins a task after its line was closed from whoever has no such folder.
+    If this folder exists but the folder of a line does not, the caller has closed the line.
     """
     _remove_those_of_lost_processes()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # nobody else may read or write there
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # private to this user
     secret = secrets.token_hex()
     (folder / "secret").write_text(secret)
-    _lock(folder)  # until this process ends, however it does
+    _lock(folder)  # held until this process ends
     atexit.register(_remove, folder, pid)
     return folder, secret
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if pid == os.getpid():  # and not one that was forked from it
+    if pid == os.getpid():  # not in a fork
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_those_of_lost_processes() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or gone meanwhile, or its process is there
+        with contextlib.suppress(OSError):  # another user's, already removed, or locked by a living process
             found = folder.lstat()
-            # One that is being made has no lock yet.
+            # A new folder may not have its lock yet.
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW:
                 os.close(_lock(folder))
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> int:
-    """Take the lock of a folder, and return what it ends with.
+    """Lock a folder; return the descriptor that holds the lock.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: Another process holds the lock.
     """
     lock = os.open(folder / "secret", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's side: a task carried out wherever an executor has brought it.
+"""The worker's side: runs a task in a process of the executor.
 
-The device is that of a worker process which this one starts: a candidate that ends it costs itself, and neither the
-executor's process nor what else that does. The process stays for a while, because to start JAX and a device takes
-seconds. Nothing is written but to the caller.
+This process starts a worker process that uses the device, so a crashing candidate leaves the executor's process
+intact. The worker process stays for later tasks, because JAX and the device take seconds to start. All results go to
+the caller; nothing is saved here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import LineEnd, Wish
+from ejkernel.ops.autotuner.fleet.lines import Instruction, LineEnd
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Returned, Warned
@@ -37,20 +37,20 @@ from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_called, device_fingerprint
 
-_LOOK = 0.5  # seconds between two looks at what the caller wants
-_STAY = 30.0  # seconds that a worker process stays for another task
+_LOOK = 0.5  # seconds between polls of the caller's instruction
+_STAY = 30.0  # seconds for which an idle worker process stays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Location:
-    """A process: its machine's name and its number."""
+    """A process: the name of its machine and its pid."""
 
     machine: str
     pid: int
 
     @classmethod
     def here(cls) -> Location:
-        """Return where this is."""
+        """Return the location of this process."""
         return cls(platform.node(), os.getpid())
 
     def __str__(self) -> str:
@@ -59,14 +59,14 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What an executor brings to a worker.
+    """A task as the executor transports it to a worker.
 
     Attributes:
-        task: What to do.
-        scope: The settings of ours that were in force.
-        versions: The caller's JAX and jaxlib.
-        caller: Who wants it.
-        end: By which the caller is told what happens.
+        task: The task.
+        scope: The caller's settings in force.
+        versions: The caller's versions of JAX and jaxlib.
+        caller: The location of the caller.
+        end: The worker's end of the line to the caller.
     """
 
     task: TuningTask
@@ -78,25 +78,25 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """The task is not for this worker."""
+    """The worker cannot run the task."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrived(Message):
-    """The task has come to a worker."""
+    """The task has reached a worker."""
 
     where: Location
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a task.
+    """The result of a task.
 
     Attributes:
         outcome: `Returned` with an `AutotuneData`, `Raised` or `Refused`.
-        said: What could not be said before.
+        said: Messages that could not be sent over the line.
     """
 
     outcome: Message
@@ -104,12 +104,12 @@ class Answer:
 
 
 def versions() -> tuple[str, str]:
-    """Return the versions that measurements depend on: of JAX and jaxlib."""
+    """Return the versions of JAX and jaxlib, which measurements depend on."""
     return jax.__version__, str(version("jaxlib"))
 
 
 def carry_out(sent: bytes) -> bytes:
-    """Carry out an assignment, and return its `Answer`; both are pickled. This raises nothing."""
+    """Run a pickled assignment; return its pickled `Answer`. Errors go into the answer."""
     came_out = carried_out(sent)
     answer = Answer(came_out) if isinstance(came_out, Raised) else came_out.value
     try:
@@ -119,93 +119,93 @@ def carry_out(sent: bytes) -> bytes:
 
 
 def tune_at_place(assignment: Assignment) -> Answer:
-    """Carry out an assignment in this thread."""
-    voice = _Voice(assignment)
+    """Run an assignment in this thread."""
+    reporter = _Reporter(assignment)
     is_local = assignment.caller == Location.here()
     if not is_local:
         _leave_interrupts_to(assignment.caller)
-    if voice.wish() != Wish.GO_ON:
+    if reporter.instruction() != Instruction.GO_ON:
         return Answer(Raised(sendable(KeyboardInterrupt())))
     outcome: Message
-    with contextlib.nullcontext() if is_local else voice.overheard():
+    with contextlib.nullcontext() if is_local else reporter.forwarding_events():
         try:
             with worker_session() if is_local else _stay():
-                outcome = _outcome(assignment, voice)
-        except BaseException as error:  # noqa: BLE001 - the caller's to raise
+                outcome = _outcome(assignment, reporter)
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             outcome = Raised(sendable(error))
-    return Answer(outcome, tuple(voice.kept))
+    return Answer(outcome, tuple(reporter.kept))
 
 
-def _outcome(assignment: Assignment, voice: _Voice) -> Message:
+def _outcome(assignment: Assignment, reporter: _Reporter) -> Message:
     task = assignment.task
     if versions() != assignment.versions:
         here, there = (f"JAX {jax_version} and jaxlib {lib}" for jax_version, lib in (versions(), assignment.versions))
-        return Refused(f"{Location.here()} has {here}, and the caller {there}")
+        return Refused(f"{Location.here()} has {here}, the caller {there}")
     wanted = task.inv.device_fingerprint
     devices = devices_of(wanted.partition(":")[0])
     if not devices:
-        return Refused(f"{Location.here()} sees no GPU, and the call is for {wanted}")
-    # Where there is a worker already, none has to be started.
+        return Refused(f"{Location.here()} sees no GPU, but the call is for {wanted}")
+    # Prefer devices with a running worker process.
     devices.sort(key=lambda device: _slot_of(device).worker is None)
-    with leased(devices, lambda: voice.wish() != Wish.GO_ON) as device, in_slot(_slot_of(device)):
+    with leased(devices, lambda: reporter.instruction() != Instruction.GO_ON) as device, in_slot(_slot_of(device)):
         worker = _slot_of(device).worker
-        if worker is not None and not worker.is_alive:  # it has ended while it waited for another task
+        if worker is not None and not worker.is_alive:  # it ended while idle
             _slot_of(device).clear()
         with shared_worker() as worker:
-            has_it, there = worker.call(_what_is_here, wanted)
+            has_it, there = worker.call(_device_here, wanted)
         if not has_it:
-            return Refused(f"{Location.here()} has {there}, and the call is for {wanted}")
-        with _heeded(voice, _slot_of(device)), entered(assignment.scope):
-            return Returned(tune_isolated(task, watch=voice.note_under_way))
+            return Refused(f"{Location.here()} has {there}, but the call is for {wanted}")
+        with _following_instructions(reporter, _slot_of(device)), entered(assignment.scope):
+            return Returned(tune_isolated(task, watch=reporter.note_under_way))
 
 
-def _what_is_here(wanted: str) -> tuple[bool, str]:
+def _device_here(wanted: str) -> tuple[bool, str]:
     return device_called(wanted) is not None, device_fingerprint()
 
 
-_slots: dict[str, WorkerSlot] = {}  # by the name of the device; who has that leased has the slot
+_slots: dict[str, WorkerSlot] = {}  # by device name; the lease of the device also covers its slot
 
 
 def _slot_of(device: Device) -> WorkerSlot:
     return _slots.setdefault(device.name, WorkerSlot(device.environ))
 
 
-class _Voice:
-    """What is said to the caller, at once where that can be.
+class _Reporter:
+    """Sends messages to the caller, at once if connected.
 
     Attributes:
-        kept: What cannot be, and goes with the answer.
+        kept: Messages that could not be sent and go with the answer.
     """
 
     def __init__(self, assignment: Assignment) -> None:
         self._end = assignment.end
-        self._is_heard = self._end.connect()
+        self._is_connected = self._end.connect()
         self._under_way: tuple[str, list[Any]] | None = None
         self._thread = threading.get_ident()
         self.kept: list[Message] = []
-        if self._is_heard:
+        if self._is_connected:
             self.say(Arrived(Location.here()))
 
     def say(self, message: Message) -> None:
-        """Say something."""
-        if self._is_heard:
+        """Send a message, or keep it for the answer."""
+        if self._is_connected:
             self._end.say(pickled(message))
         else:
             self.kept.append(message)
 
-    def wish(self) -> Wish:
-        """Return what the caller wants."""
-        return self._end.wish() if self._is_heard else Wish.GO_ON
+    def instruction(self) -> Instruction:
+        """Return the caller's instruction."""
+        return self._end.instruction() if self._is_connected else Instruction.GO_ON
 
     def note_under_way(self, what: str, configs: Sequence[Any]) -> None:
-        """Say what a worker is at, if nobody has by now: who is not heard again may have been ended by it."""
-        if self._is_heard and (what, list(configs)) != self._under_way:
+        """Report the current step if it is new. If the worker is lost, the last report names the possible cause."""
+        if self._is_connected and (what, list(configs)) != self._under_way:
             self._under_way = (what, list(configs))
             self.say(Began(what, list(configs), 0.0))
 
     @contextlib.contextmanager
-    def overheard(self) -> Iterator[None]:
-        """Say all that this thread tells its listeners, and warns of, inside the `with` block."""
+    def forwarding_events(self) -> Iterator[None]:
+        """Send this thread's events and warnings to the caller inside the `with` block."""
 
         def happened(event: Event) -> None:
             if threading.get_ident() == self._thread:
@@ -218,14 +218,14 @@ class _Voice:
                 shown(message, *rest, **more)
 
         with warnings.catch_warnings(), on_event(happened):
-            warnings.simplefilter("always")  # which to show is the caller's to say
+            warnings.simplefilter("always")  # the caller filters
             shown: Callable[..., Any] = warnings.showwarning
             warnings.showwarning = warn
             yield
 
 
 def _warned(message: Warning | str) -> Warned:
-    """Return a warning as it is said: one of the user's own that cannot be pickled, as its text."""
+    """Return the message for a warning; a user's warning that cannot be pickled becomes its text."""
     try:
         pickled(message)
     except TuningError:
@@ -234,20 +234,20 @@ def _warned(message: Warning | str) -> Warned:
 
 
 @contextlib.contextmanager
-def _heeded(voice: _Voice, slot: WorkerSlot) -> Iterator[None]:
-    """Do with the slot's worker what the caller wants, inside the `with` block."""
+def _following_instructions(reporter: _Reporter, slot: WorkerSlot) -> Iterator[None]:
+    """Apply the caller's instructions to the slot's worker inside the `with` block."""
     slot.cancellation, slot.is_closed = Cancellation(), False
     is_done = threading.Event()
 
-    def heed() -> None:
+    def follow() -> None:
         while not is_done.wait(_LOOK):
-            wish = voice.wish()
-            if wish != Wish.GO_ON:
+            instruction = reporter.instruction()
+            if instruction != Instruction.GO_ON:
                 slot.cancellation.request()
-            if wish == Wish.END_AT_ONCE:
+            if instruction == Instruction.END_AT_ONCE:
                 slot.abandon()
 
-    thread = threading.Thread(target=heed, name="ejkernel-heed", daemon=True)
+    thread = threading.Thread(target=follow, name="ejkernel-follow", daemon=True)
     thread.start()
     try:
         yield
@@ -258,9 +258,9 @@ def _heeded(voice: _Voice, slot: WorkerSlot) -> Iterator[None]:
 
 
 def _leave_interrupts_to(caller: Location) -> None:
-    """Leave Ctrl-C to the caller, if it has started this process: a terminal sends it to both.
+    """Ignore Ctrl-C if the caller started this process: a terminal sends it to both.
 
-    A process pool whose idle processes end by it is broken, and its busy ones are ended with it.
+    An idle pool process that dies of Ctrl-C breaks the pool, which then kills the busy ones.
     """
     parent = parent_process()
     is_mine = parent is not None and Location(platform.node(), parent.pid or 0) == caller
@@ -269,7 +269,7 @@ def _leave_interrupts_to(caller: Location) -> None:
 
 
 class _Stay:
-    """A session of workers that goes on for a while after a task, for another one."""
+    """A session of workers that outlives its task for a while, for the next task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -287,7 +287,7 @@ class _Stay:
             if self._session is None:
                 self._session = contextlib.ExitStack()
                 self._session.enter_context(worker_session())
-                util.Finalize(None, self.end, exitpriority=100)  # or the process would wait for its workers to end
+                util.Finalize(None, self.end, exitpriority=100)  # or the exit of this process waits for its workers
         try:
             yield
         finally:
@@ -299,7 +299,7 @@ class _Stay:
                     self._timer.start()
 
     def end(self) -> None:
-        """Close the workers, if nobody uses them."""
+        """Close the workers if they are idle."""
         with self._lock:
             session, self._session = (self._session, None) if self._users == 0 else (None, self._session)
             if session is not None:
@@ -316,4 +316,4 @@ def _begin_anew() -> object:
     return left
 
 
-begin_anew_in_forks(_begin_anew)  # such as the processes of a pool that forks
+begin_anew_in_forks(_begin_anew)  # e.g. in a process pool that forks

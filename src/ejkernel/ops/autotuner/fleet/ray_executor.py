@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster as an executor; all that is scheduled is scheduled by Ray."""
+"""A Ray cluster as an executor; Ray does all scheduling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text
 
@@ -21,31 +21,32 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LOCAL = "local"  # a cluster of this machine alone, which ends with this process
-_PATIENCE = 10.0  # seconds in which a caller answers
+LOCAL = "local"  # a cluster of only this machine that ends with this process
+_PATIENCE = 10.0  # seconds to wait for an answer of the mailbox
 
 
 class RayExecutor(concurrent.futures.Executor):
-    """Submits what it is given as tasks of Ray, which are not tried again: whoever submits them decides that.
+    """Runs functions as Ray tasks. Ray does not retry them; the caller decides on retries.
 
     >>> with RayExecutor("auto") as ray:  # doctest: +SKIP
     ...     with policy_override(executor=ray):
     ...         result = autotune(step, *args)
 
-    Workers must have this package, the same JAX, and the modules of the kernels; `runtime_env` brings those. Folders
-    of this machine are brought by whoever connects, so a connection that there is by now must have been given them.
+    Workers must have this package, the same JAX, and the modules of the kernels, which `runtime_env` can transport.
+    Ray uploads local folders when it connects, so pass `runtime_env` with local folders to the earlier `ray.init` if
+    this process is already connected.
 
     Args:
-        address: Of the cluster, as `ray.init` takes it; `"local"` starts one here. A connection that there is by now
-            is used, and left as it is; one that is made here ends with `shutdown`.
-        num_cpus: Cores that a task has. By default, 1 with a GPU, and else all that the smallest node has: what is
-            measured on a processor must not share it.
-        num_gpus: GPUs that a task has; by default 1, if the cluster has any.
-        runtime_env: What Ray brings to the workers, such as `{"working_dir": "."}`.
-        **options: Others of `ray.remote`, such as `resources` or `accelerator_type`.
+        address: Address of the cluster as for `ray.init`; `"local"` starts one here. An existing connection is reused
+            and left open; a connection made here ends with `shutdown`.
+        num_cpus: Cores per task. By default 1 with a GPU, else all cores of the smallest node: measurements on a
+            processor must not share it.
+        num_gpus: GPUs per task; by default 1 if the cluster has any.
+        runtime_env: Files and packages for the workers, e.g. `{"working_dir": "."}`.
+        **options: Other options of `ray.remote`, e.g. `resources` or `accelerator_type`.
 
     Raises:
-        ConfigError: Ray is not installed, or the cluster cannot be reached.
+        ConfigError: Ray is not installed, or the cluster is not reachable.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RayExecutor(concurrent.futures.Executor):
         self._mailbox: Any = None
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
-        """See `concurrent.futures.Executor`. A future that is cancelled cancels its task, which may have begun."""
+        """See `concurrent.futures.Executor`. Cancelling a future also cancels its running task."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             if self._is_shut_down:
@@ -109,9 +110,9 @@ class RayExecutor(concurrent.futures.Executor):
             self._ray.shutdown()
 
     def line(self) -> Line:
-        """Return what a task's worker and its caller talk by, wherever they are.
+        """Return a line between a task's worker and its caller.
 
-        A client of Ray (`ray://`) has handles that only Ray can send on; it hears what happened with the answer.
+        A Ray client (`ray://`) cannot pickle actor handles itself, so its messages come with the answer.
         """
         if self._is_client:
             return FolderLine()
@@ -133,18 +134,18 @@ def _connect(ray: Any, address: str, environment: Mapping[str, Any]) -> None:
     how: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     try:
         with warnings.catch_warnings():
-            # A process that is forked to become another program does not use JAX before.
+            # The forked process starts another program at once, without using JAX.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(address, log_to_driver=False, configure_logging=False, **how, **environment)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"there is no Ray cluster at {address!r}: {error_text(error)}. Give the address that `ray start` printed, "
-            f"auto for the one that this machine is part of, or {LOCAL} to start one here."
+            f"no Ray cluster answers at {address!r}: {error_text(error)}. Pass the address printed by `ray start`, "
+            f"auto for the cluster of this machine, or {LOCAL} to start one here."
         ) from error
 
 
 def _cores_of_a_node(ray: Any) -> float:
-    """Return how many cores the smallest node has that has any."""
+    """Return the number of cores of the smallest node with cores."""
     cores = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     return float(min((count for count in cores if count), default=1.0))
 
@@ -154,7 +155,7 @@ def _called(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _pass_on(done: concurrent.futures.Future[T], future: concurrent.futures.Future[T]) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled meanwhile
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
         error = done.exception()
         if error is not None:
             future.set_exception(error)
@@ -162,41 +163,41 @@ def _pass_on(done: concurrent.futures.Future[T], future: concurrent.futures.Futu
             future.set_result(done.result())
 
 
-# --- what is said meanwhile ---
+# --- messages while a task runs ---
 
 
 class _Mailbox:
-    """An actor that keeps what was said on each line until it is fetched, and what the callers want."""
+    """An actor that stores the messages of each line until the caller fetches them, and the callers' instructions."""
 
     def __init__(self) -> None:
         self._said: dict[str, list[bytes]] = {}
-        self._wishes: dict[str, int] = {}
+        self._instructions: dict[str, int] = {}
 
     def say(self, line: str, message: bytes) -> None:
-        if self.wish(line) != Wish.END_AT_ONCE:
+        if self.instruction(line) != Instruction.END_AT_ONCE:
             self._said.setdefault(line, []).append(message)
 
     def fetch(self, line: str) -> list[bytes]:
         return self._said.pop(line, [])
 
-    def tell(self, line: str, wish: int) -> None:
-        self._wishes[line] = wish
+    def tell(self, line: str, instruction: int) -> None:
+        self._instructions[line] = instruction
 
-    def wish(self, line: str) -> int:
-        return self._wishes.get(line, Wish.GO_ON.value)  # this may be another one, in place of one that was lost
+    def instruction(self, line: str) -> int:
+        return self._instructions.get(line, Instruction.GO_ON.value)  # a restarted actor does not know older lines
 
     def close(self, line: str) -> None:
         self._said.pop(line, None)
-        self._wishes[line] = Wish.END_AT_ONCE.value
+        self._instructions[line] = Instruction.END_AT_ONCE.value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayEnd:
-    """The other end of a `RayLine`.
+    """The worker's end of a `RayLine`.
 
     Attributes:
-        mailbox: Who keeps what is said.
-        name: What the line is called there.
+        mailbox: The actor that stores the messages.
+        name: The name of the line in the mailbox.
     """
 
     mailbox: Any
@@ -210,14 +211,14 @@ class RayEnd:
         """See `LineEnd`."""
         self.mailbox.say.remote(self.name, message)
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """See `LineEnd`."""
-        said = _asked(self.mailbox.wish.remote(self.name))
-        return Wish.GO_ON if said is None else Wish(said)
+        said = _asked(self.mailbox.instruction.remote(self.name))
+        return Instruction.GO_ON if said is None else Instruction(said)
 
 
 class RayLine:
-    """A line by way of an actor of Ray, which caller and worker both reach.
+    """A line through a Ray actor, reachable for caller and worker.
 
     Args:
         mailbox: The actor.
@@ -232,9 +233,9 @@ class RayLine:
         """See `Line`."""
         yield from _asked(self._mailbox.fetch.remote(self._name)) or ()
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        self._mailbox.tell.remote(self._name, wish.value)
+        self._mailbox.tell.remote(self._name, instruction.value)
 
     def close(self) -> None:
         """See `Line`."""
@@ -242,10 +243,10 @@ class RayLine:
 
 
 def _asked(answer: Any) -> Any:
-    """Return what the mailbox answers; `None` if it does not, as while another is started in its place."""
+    """Return the answer of the mailbox; `None` without an answer, e.g. while Ray restarts the actor."""
     try:
-        # Not by `ray.get`: a task that waits there lends its cores to the next.
+        # Not with `ray.get`: Ray lends the cores of a task blocked there to the next task.
         return answer.future().result(timeout=_PATIENCE)
     except (_ray().exceptions.RayError, TimeoutError) as error:
-        logger.debug("a mailbox does not answer: %s", error_text(error))
+        logger.debug("the mailbox does not answer: %s", error_text(error))
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a candidate's results may be believed."""
+"""Checks of a candidate's results against the reference result."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ejkernel.ops.errors import CandidateError
 
 
 class Tolerance(NamedTuple):
-    """How far results may be from the reference.
+    """The largest accepted difference from the reference result.
 
     Configurations sum in different orders and round in between, so every element differs by a few units in the last
-    place, and the worst of millions by many more. A wrong scale moves all of them; a wrong index or mask moves few,
-    but far.
+    place, and the worst of millions by many more. A wrong scale changes all elements; a wrong index or mask changes
+    few, but by a lot.
 
     Attributes:
         overall: Root mean square of the difference, relative to that of the reference.
@@ -38,17 +38,17 @@ _TOLERANCE = {
     "float16": Tolerance(3e-3, 5e-2),
     "bfloat16": Tolerance(2e-2, 0.25),
 }
-# An accelerator multiplies float32 matrices in fewer bits unless told otherwise.
+# By default, accelerators multiply float32 matrices with fewer bits.
 _LOOSE_FLOAT32 = Tolerance(5e-3, 5e-2)
 _DEFAULT = Tolerance(0.1, 0.5)  # 8-bit floats
-_SMALL = 1 << 16  # elements up to which results are compared on the host
+_SMALL = 1 << 16  # results up to this number of elements are compared on the host
 _REFERENCE: Final = "the reference"
 NOT_FINITE: Final = "has NaN or infinity"
-_TINY = 1e-300  # no division by zero
+_TINY = 1e-300  # avoids division by zero
 
 
 def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
-    """Return how far results of `dtype` may be from the reference."""
+    """Return the tolerance for results of `dtype`."""
     name = str(compat.finfo(dtype).dtype) if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
     if name == "float32" and platform != "cpu" and precision not in ("highest", "float32"):
         return _LOOSE_FLOAT32
@@ -56,12 +56,12 @@ def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
 
 
 class Deviation(NamedTuple):
-    """How far one array is from the reference's.
+    """The difference of one array from the reference result.
 
     Attributes:
-        error: The largest difference; of integers, how many places differ.
-        allowed: How large it may be.
-        reason: What is wrong; empty if nothing is.
+        error: The largest difference; for integers the number of differing elements.
+        allowed: The tolerance.
+        reason: Description of the error; empty if within the tolerance.
     """
 
     error: float
@@ -70,12 +70,12 @@ class Deviation(NamedTuple):
 
 
 def is_nowhere_finite(result: Any) -> bool:
-    """Return whether no number of an array of floats is finite."""
+    """Return whether an array of floats has elements, but no finite one."""
     return bool(result.size) and _finite_count(result) == 0
 
 
 def is_all_finite(result: Any) -> bool:
-    """Return whether each number of an array is finite."""
+    """Return whether all elements of an array are finite."""
     return _finite_count(result) == int(result.size)
 
 
@@ -84,7 +84,7 @@ def _finite_count(result: Any) -> int:
         return int(result.size)
     if result.size > _SMALL:
         return int(_count_finite(result))
-    wide = np.asarray(result)  # 8-bit floats are not what NumPy looks at
+    wide = np.asarray(result)  # NumPy's `isfinite` rejects 8-bit floats
     return int(np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).sum())
 
 
@@ -103,19 +103,19 @@ def check_results(
     inputs: Sequence[Any] = (),
     of: str = _REFERENCE,
 ) -> None:
-    """Compare results with the reference's.
+    """Compare results with the reference result.
 
     Args:
-        results: What a candidate computed.
-        truth: What it should have.
+        results: The candidate's results.
+        truth: The reference result.
         platform: Kind of the device.
         precision: The default matmul precision in force.
-        names: What the message calls each result; by its number where they are left out.
-        inputs: Dtypes whose rounding counts beside that of the results: those of the inputs.
-        of: What the message calls the reference.
+        names: Names of the results for the message; their numbers by default.
+        inputs: Dtypes of the inputs, whose rounding also counts.
+        of: Name of the reference for the message.
 
     Raises:
-        CandidateError: they differ; the message says where and by how much.
+        CandidateError: They differ; the message says where and by how much.
     """
     options: dict[str, Any] = {"platform": platform, "precision": precision, "names": names}
     for found in deviations(results, truth, **options, inputs=inputs, of=of):
@@ -133,14 +133,14 @@ def deviations(
     inputs: Sequence[Any] = (),
     of: str = _REFERENCE,
 ) -> Iterator[Deviation]:
-    """Yield how far each result is from the reference's; see `check_results`.
+    """Yield the deviation of each result from the reference result; see `check_results`.
 
     Raises:
-        CandidateError: there is another number of them.
+        CandidateError: The number of results differs from the reference.
     """
     if len(results) != len(truth):
         raise CandidateError(f"returns {len(results)} arrays, {of} {len(truth)}")
-    # Rounding of the inputs counts as well, and a reference may be the less precise of the two.
+    # Rounding of the inputs counts, too, and the reference may be less precise than the candidate.
     allowed = functools.partial(tolerance, platform=platform, precision=precision)
     called = names or [f"result {index}" for index in range(len(results))]
     for name, result, true in zip(called, results, truth, strict=True):
@@ -154,7 +154,7 @@ def _deviation(name: str, result: Any, true: Any, allowance: Callable[..., Toler
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         differing = _count_differing(result, true)
-        return Deviation(differing, 0.0, f"{name} differs from {of} in {differing} places" * bool(differing))
+        return Deviation(differing, 0.0, f"{name} differs from {of} in {differing} elements" * bool(differing))
     allowed = allowance(result.dtype, true.dtype)
     if not result.size:
         return Deviation(0.0, allowed.worst)
@@ -173,14 +173,14 @@ def _count_on_device(got: object, want: object) -> Any:
 
 
 class _Comparison(NamedTuple):
-    """How two arrays of floats differ.
+    """The differences of two arrays of floats.
 
     Attributes:
-        same_kinds: Whether NaN and infinities are in the same places, and the same.
-        size: Root mean square of the wanted finite values.
+        same_kinds: Whether both have the same NaN and infinities in the same places.
+        size: Root mean square of the finite expected values.
         overall: Root mean square of the differences.
-        got, want, error: The element that exceeds the tolerance most, and how far it is off.
-        scale: What `error` is relative to.
+        got, want, error: The element that exceeds the tolerance most, its expected value and their difference.
+        scale: The divisor for the relative error.
     """
 
     same_kinds: Any
@@ -193,7 +193,7 @@ class _Comparison(NamedTuple):
 
 
 def _compare(got: Any, want: object, worst: float) -> _Comparison:
-    """Compare large results on the device, for they take seconds to be fetched, and small ones without compiling."""
+    """Compare large results on the device, as they take seconds to transfer, and small ones without compiling."""
     if got.size > _SMALL:
         found: _Comparison = jax.device_get(_compare_on_device(got, want, worst))
         return found
@@ -207,7 +207,7 @@ def _compare_on_device(got: object, want: object, worst: float) -> _Comparison:
 
 
 def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
-    wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats are not promoted by themselves
+    wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats have no implicit promotion
     got, want = got.astype(wide).ravel(), want.astype(wide).ravel()
     finite = xp.isfinite(want)
     same = (got == want) | (xp.isnan(got) & xp.isnan(want))
@@ -229,7 +229,7 @@ def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
 
 
 def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
-    largest = xp.max(values)  # squares of large values would overflow, those of small ones vanish
+    largest = xp.max(values)  # scale first: squares of large values overflow, squares of small values underflow
     unit = xp.where(largest > 0, largest, 1)
     return largest * xp.sqrt(xp.sum((values / unit) ** 2) / count)
 
@@ -238,7 +238,7 @@ def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str) -> Deviat
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
     if not found.same_kinds:
-        reason = f"{name} {NOT_FINITE} where {of} has not, or the other way round"
+        reason = f"{name} {NOT_FINITE} where {of} has none, or vice versa"
         return Deviation(math.inf, allowed.worst, reason)
     if found.error > allowed.worst * found.scale:
         differs = f"{name} differs from {of}: {found.got:.6g} instead of {found.want:.6g}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidates deserve another sample: pure logic, without a clock. `duels.py` says whether a winner is one.
+"""Which candidates deserve another sample: pure logic, without a clock. `paired.py` says whether a winner is one.
 
 `benchmarks/noise.py` replays it on recorded samples of real GPUs; the defaults of `RacePlan` come from there.
 """
@@ -203,10 +203,10 @@ class Race:
 
         It is the clock, unless other processes disturb it.
         """
-        return self.told_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
+        return self.seconds_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
 
-    def told_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
-        """Return the name of a witness, `clock` or `processor`, and the seconds of each candidate that it tells."""
+    def seconds_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
+        """Return `witness` (`clock` or `processor`) and the seconds of each candidate by that clock."""
         if witness == CLOCK:
             return witness, self.samples
         return witness, [tuple(work_of(samples)) for samples in self.noted]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes and threads that work for a search, and what passes between them."""
+"""Worker processes and threads of a search, and their messages."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a search is asked for its end."""
+"""Cancellation of searches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 
 
 class Cancellation:
-    """Asks a search to end as soon as it can, with the best so far; any thread may, and a handler of signals.
+    """Asks a search to end soon with the best so far. Any thread and any signal handler may request it.
 
-    A search looks at it where it can stop. What must not go on at all is left or ended instead (see `Watch`, `Worker`).
+    A search checks it wherever it can stop. Steps that cannot stop are abandoned or killed (see `Watch`, `Worker`).
 
     Args:
-        within: What asks for the end of this search among others, such as of all on one device.
+        within: An enclosing cancellation, e.g. of all searches on one device.
     """
 
     def __init__(self, within: Cancellation | None = None) -> None:
@@ -20,10 +20,10 @@ class Cancellation:
         self._requested = threading.Event()
 
     def request(self) -> None:
-        """Ask for the end."""
+        """Request the end of the search."""
         self._requested.set()
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody has asked for it."""
+        """Whether this cancellation or `within` is requested."""
         return self._requested.is_set() or (self._within is not None and self._within.is_requested)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work done side by side: over several devices of a machine, each with a worker process of its own, or by others."""
+"""Parallel searches: on several devices of one machine, each with its own worker process, or on an executor."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from ejkernel.ops.utils.messages.warn import warn
 T = TypeVar("T")
 R = TypeVar("R")
 
-_LOOK = 0.2  # seconds between two looks at whether Ctrl-C came: a signal may wake another thread
+_LOOK = 0.2  # seconds between checks for Ctrl-C: a signal may wake another thread
 
 
 def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerprint: str) -> list[R | BaseException]:
-    """Return what `work` returns or raises for each item, in threads whose `shared_worker` has a device each.
+    """Return the result or exception of `work` for each item; each thread has its own device and `shared_worker`.
 
-    Ctrl-C asks the workers for the end of their searches, no other item is begun, and then it is raised; a second one
-    ends the workers at once.
+    Ctrl-C ends the running searches early, starts no other item, and is raised afterwards. A second Ctrl-C ends the
+    workers at once.
 
     Args:
-        work: What to do with an item.
-        items: What there is to do.
-        devices: How many devices to use: the first of those that this process may see.
-        fingerprint: What the devices must be. Fewer of them than asked for are a `TuningWarning`.
+        work: Processes one item.
+        items: The items.
+        devices: Number of devices, taken from the start of this process's visible devices.
+        fingerprint: The required device fingerprint. Fewer matching devices than requested cause a `TuningWarning`.
 
     Raises:
-        TuningError: there is none.
+        TuningError: No device matches.
         KeyboardInterrupt: Ctrl-C.
     """
     team = _Team(work, items, fingerprint)
     slots = [WorkerSlot(settings.only_gpu(number)) for number in range(min(devices, len(items)))]
     with worker_session():
-        close_first()  # whoever found the calls has a device, or all of them
+        close_first()  # the worker that traced the calls holds one device or all
         _have_done(team, [_DeviceMember(team, slot) for slot in slots], slots)
     if team.waiting:
-        raise TuningError(f"there is no {fingerprint} to measure on: {'; '.join(team.absent)}")
+        raise TuningError(f"no device {fingerprint} to measure on: {'; '.join(team.absent)}")
     if team.absent:
-        text = f"{len(team.absent)} of {len(slots)} devices could not be used: {'; '.join(team.absent)}"
+        text = f"{len(team.absent)} of {len(slots)} devices are not usable: {'; '.join(team.absent)}"
         warn(text, TuningWarning)
     return [team.results[index] for index in range(len(items))]
 
 
 def side_by_side(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
-    """Return what `work` returns or raises for each item, in threads that wait for others to do it.
+    """Return the result or exception of `work` for each item, from threads that only wait, e.g. for an executor.
 
-    Ctrl-C requests the end of what `this_slot().cancellation` says in each thread, no other item is begun, and then it
-    is raised; a second one closes the slots.
+    Ctrl-C requests `this_slot().cancellation` of each thread, starts no other item, and is raised afterwards. A second
+    Ctrl-C closes the slots.
 
     Args:
-        work: What to do with an item.
-        items: What there is to do.
-        most: How many threads there are at most.
+        work: Processes one item.
+        items: The items.
+        most: Maximum number of threads.
     """
     team = _Team(work, items, "")
     slots = [WorkerSlot() for _ in range(min(most, len(items)))]
@@ -70,19 +70,19 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T], *, most: int) -> li
 def _have_done(team: _Team[T, R], members: Sequence[_Member[T, R]], slots: Sequence[WorkerSlot]) -> None:
     pool = concurrent.futures.ThreadPoolExecutor(len(members), thread_name_prefix="ejkernel-device")
     at_work = [pool.submit(in_callers_context(member)) for member in members]
-    pool.shutdown(wait=False)  # it takes nothing else
+    pool.shutdown(wait=False)  # accepts no more work
     _wait_for(at_work, team, slots)
 
 
 class _Team(Generic[T, R]):
-    """Who shares the work.
+    """Work shared by several threads.
 
     Attributes:
-        work: What to do with an item.
-        fingerprint: What its devices must be.
-        waiting: Items that nobody has taken, with their positions.
-        results: What came out, by position.
-        absent: Why members do not take part.
+        work: Processes one item.
+        fingerprint: The required device fingerprint.
+        waiting: Items not yet taken, with their positions.
+        results: Results and exceptions by position.
+        absent: Reasons why members do not take part.
     """
 
     def __init__(self, work: Callable[[T], R], items: Sequence[T], fingerprint: str) -> None:
@@ -94,7 +94,7 @@ class _Team(Generic[T, R]):
 
 
 class _Member(Generic[T, R]):
-    """Takes items, one after the other, in a thread that has a slot."""
+    """Processes items one after the other in a thread with its own slot."""
 
     def __init__(self, team: _Team[T, R], slot: WorkerSlot) -> None:
         self._team = team
@@ -111,18 +111,18 @@ class _Member(Generic[T, R]):
         team = self._team
         while True:
             try:
-                # A call is one device's, because times of two are not comparable.
+                # One device measures the whole item: times of two devices are not comparable.
                 index, item = team.waiting.popleft()
             except IndexError:
                 return
             try:
                 team.results[index] = team.work(item)
-            except BaseException as error:  # noqa: BLE001 - whoever asked for the results decides
+            except BaseException as error:  # noqa: BLE001 - the caller decides
                 team.results[index] = error
 
 
 class _DeviceMember(_Member[T, R]):
-    """Takes items to the worker of its slot, if that has the right device."""
+    """Processes items on the worker of its slot, if the worker has the required device."""
 
     def _begin(self) -> None:
         try:
@@ -134,7 +134,7 @@ class _DeviceMember(_Member[T, R]):
         if there == self._team.fingerprint:
             self._take()
         else:
-            self._team.absent.append(f"it is {there}, not {self._team.fingerprint}")
+            self._team.absent.append(f"found {there}, not {self._team.fingerprint}")
 
 
 def _wait_for(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that end with the one that started them, whatever they are at, and where they look for modules."""
+"""Processes that end together with their parent, and their module search path."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from multiprocessing import resource_tracker, spawn, util
 from pathlib import Path
 from typing import Any
 
-_LOOK = 1.0  # seconds between two looks at whether the parent is there
+_LOOK = 1.0  # seconds between checks for the parent
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have this process end when its parent does.
+    """End this process when its parent ends.
 
-    Linux sees to it. Elsewhere a thread does, which cannot where another one keeps the interpreter's lock.
+    On Linux the system kernel does this. Elsewhere a thread does, unless other code holds the interpreter lock.
 
     Args:
-        parent: Who started this process, which may be gone by now.
+        parent: The pid of the parent, which may have ended already.
     """
-    # A thread of ours cannot run while a kernel keeps the interpreter's lock.
+    # The thread alone is not enough: it cannot run while a kernel holds the interpreter lock.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -45,10 +45,10 @@ def _look_after(parent: int) -> None:
 
 
 class _Starter:
-    """A thread that starts processes, and lasts as long as this process: Linux ends them with the *thread*.
+    """A thread that starts processes and lives as long as this process: Linux ends a child with its parent *thread*.
 
-    What it starts has Ctrl-C blocked, so that none comes before the process can see to it: a terminal sends it to all
-    of its group, which a process leaves only when it runs Python of ours. What came meanwhile is dropped.
+    Children start with Ctrl-C blocked. A terminal sends Ctrl-C to its whole process group, and a child leaves the
+    group only once it runs our code. A Ctrl-C before that is dropped.
     """
 
     def __init__(self) -> None:
@@ -65,22 +65,22 @@ class _Starter:
             start, future = self._asked.get()
             try:
                 with _safe_path():
-                    resource_tracker.ensure_running()  # some versions of Python unblock Ctrl-C when they start it
+                    resource_tracker.ensure_running()  # first: some Python versions unblock Ctrl-C when they start it
                     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                     start()
-            except BaseException as error:  # noqa: BLE001 - whoever asked decides
+            except BaseException as error:  # noqa: BLE001 - the caller decides
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del start, future  # or they would live until somebody asks again
+            del start, future  # or they would live until the next start
 
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Start Python processes inside the `with` block so that they import nothing of the user's folders to start.
+    """Keep Python processes started inside the `with` block from importing user modules during their start.
 
-    `multiprocessing` starts them with `python -c`, which looks for modules in the working directory first, until the
-    child has the path of this process: a `threading.py` there would run. With `-P` it does not look there.
+    `multiprocessing` starts them with `python -c`, which searches the working directory first until the child receives
+    the parent's path: a `threading.py` there would run. `-P` skips the working directory.
     """
     flags, prepared = util._args_from_interpreter_flags, spawn.get_preparation_data  # type: ignore[attr-defined]
 
@@ -88,7 +88,7 @@ def _safe_path() -> Iterator[None]:
         data = prepared(name)
         return data | {"sys_path": _with_users_last(data["sys_path"])}
 
-    # Neither has a public way; both are read where a process is started.
+    # Neither has a public setter; `multiprocessing` reads both when it starts a process.
     util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]
     spawn.get_preparation_data = with_users_last
     try:
@@ -103,9 +103,9 @@ _guard = threading.Lock()
 
 
 def start_process(start: Callable[[], Any]) -> None:
-    """Start a process that may call `end_with`, by calling `start`, whichever thread asks."""
+    """Call `start`, which starts a process that may use `end_with`, from a thread that never ends."""
     with _guard:
-        starter = _starters.get(os.getpid())  # after a fork it is another one
+        starter = _starters.get(os.getpid())  # a fork needs a new thread
         if starter is None:
             starter = _starters[os.getpid()] = _Starter()
     starter(start)
@@ -115,29 +115,28 @@ _of_parents: list[object] = []
 
 
 def begin_anew_in_forks(begin_anew: Callable[[], object]) -> None:
-    """Have each fork of this process call `begin_anew`, which leaves what is the parent's, and returns it.
+    """Call `begin_anew` in each fork of this process; it detaches from the parent's objects and returns them.
 
-    It is kept: what is collected is closed, and would be closed for the parent.
+    The fork keeps them alive: garbage collection would close them for the parent, too.
     """
     os.register_at_fork(after_in_child=lambda: _of_parents.append(begin_anew()))
 
 
 def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, for good."""
+    """Ignore Ctrl-C permanently; the parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-# --- where modules are found ---
+# --- module search path ---
 
-# Folders of the user's modules that this process, or the one that started it, has added to `sys.path`. They may have
-# a `threading.py` or a `numpy.py`. So Python's own library is found before them; a worker process that starts finds JAX
-# and NumPy before them, too.
+# Folders of user modules added to `sys.path` by this process or its parent. They may contain a `threading.py` or a
+# `numpy.py`, so they come after Python's own library; while a worker process starts, also after JAX and NumPy.
 _folders: list[str] = []
 
 
 def look_in(folder: Path) -> None:
-    """Let modules of a folder be found, before installed packages of the same name, and after Python's own library."""
+    """Add a folder to `sys.path`, before installed packages and after Python's own library."""
     name = str(folder)
     if name in sys.path:
         return
@@ -148,15 +147,15 @@ def look_in(folder: Path) -> None:
 
 
 def _with_users_last(paths: Sequence[str]) -> list[str]:
-    """Return a list such as `sys.path` with the folders that `look_in` has added behind all others."""
+    """Return `paths` with the folders added by `look_in` at the end."""
     return [*(name for name in paths if name not in _folders), *(name for name in paths if name in _folders)]
 
 
 def module_path() -> tuple[list[str], list[str]]:
-    """Return where this process looks for modules, for `use_module_path` in another one."""
+    """Return the module search path of this process, for `use_module_path` in another process."""
     return list(sys.path), list(_folders)
 
 
 def use_module_path(path: tuple[list[str], list[str]]) -> None:
-    """Look for modules where another process does, by its `module_path`."""
+    """Set the module search path to that of another process, from its `module_path`."""
     sys.path[:], _folders[:] = [name or os.getcwd() for name in path[0]], path[1]

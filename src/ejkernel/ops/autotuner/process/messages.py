@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is asked, and what it says: these objects, pickled, are all that goes through their pipe."""
+"""Requests to a worker and its messages. The pipe between them carries only these objects, pickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """Asks a worker to call a function, which is at the top of a module."""
+    """Asks a worker to call a function defined at the top level of a module."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -18,12 +18,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """Something that a worker says."""
+    """Base class of a worker's messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Began(Message):
-    """Its device works on something else now; see `WorkerStatus`."""
+    """The device starts another step; see `WorkerStatus`."""
 
     what: str
     configs: Sequence[Any]
@@ -32,34 +32,34 @@ class Began(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiling(Message):
-    """These candidates are compiled now, and no others."""
+    """Exactly these candidates are being compiled."""
 
     configs: Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Happened(Message):
-    """An event of the search that it carries out."""
+    """An event of the worker's search."""
 
     event: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warned(Message):
-    """A warning, which the parent gives in its place; its text, if it cannot be pickled."""
+    """A warning for the parent to issue; its text if it cannot be pickled."""
 
     warning: Warning | str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Returned(Message):
-    """The function has returned."""
+    """The function returned."""
 
     value: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Raised(Message):
-    """The function has raised, or could not be called."""
+    """The function raised, or could not be called."""
 
     error: BaseException

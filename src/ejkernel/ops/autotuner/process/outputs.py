@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process writes to, kept in order whatever a candidate does with it."""
+"""Standard output and standard error of a process, restored if a candidate closes or replaces them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import threading
 from typing import TextIO
 
 _STDOUT, _STDERR = 1, 2
-_HIGH = 100  # descriptors from here on are for copies, out of the way of whoever closes the usual ones
+_HIGH = 100  # smallest descriptor for copies, beyond those that code closes by number
 
 
 class Outputs:
-    """Standard output and standard error as they are now, to be brought back later.
+    """A snapshot of standard output and standard error, to restore later.
 
     Args:
-        is_ours: Whether nobody but candidates may change them for good; else only what cannot be used any more is
-            brought back, because what is other than before may be so on purpose.
+        is_ours: Whether only candidates change them, as in a worker. If false, only closed streams are restored,
+            because the user may have redirected the others on purpose.
     """
 
     def __init__(self, *, is_ours: bool) -> None:
@@ -29,10 +29,10 @@ class Outputs:
         self._streams: dict[str, TextIO | None] = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def mend(self, *, is_idle: bool = False) -> int:
-        """Bring back what is lost, and return how often that was needed by now.
+        """Restore lost streams; return the number of calls so far that had to.
 
         Args:
-            is_idle: Whether nobody is at work who may have put something else in its place on purpose.
+            is_idle: Whether no code is running that may have redirected the streams on purpose.
         """
         with self._lock:
             lost = 0
@@ -44,15 +44,15 @@ class Outputs:
             return self._damage
 
     def _mend_descriptor(self, number: int, copy: int, *, is_ours: bool) -> bool:
-        """Return whether it was closed."""
+        """Return whether the descriptor was closed."""
         is_lost = _is_closed(number)
-        with contextlib.suppress(OSError):  # the copy may be lost too; then nothing can be done
+        with contextlib.suppress(OSError):  # if the copy is lost, too, it cannot be restored
             if is_lost or (is_ours and not os.path.sameopenfile(number, copy)):
                 os.dup2(copy, number)
         return is_lost
 
     def _mend_stream(self, name: str, stream: TextIO | None, *, is_ours: bool) -> bool:
-        """Return whether there was one, and it could not be written to."""
+        """Return whether the stream existed and had become unwritable."""
         is_lost = stream is not None and not _can_be_written(getattr(sys, name))
         if stream is not None and not _can_be_written(stream):
             number = _STDOUT if name == "stdout" else _STDERR
@@ -64,7 +64,7 @@ class Outputs:
         return is_lost
 
     def close(self) -> None:
-        """Let go of what is kept."""
+        """Close the copies."""
         with self._lock:
             for copy in self._copies.values():
                 with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Outputs:
 
 
 def to_standard_error() -> None:
-    """Send standard output where standard error goes; where there is none, both go nowhere."""
+    """Redirect standard output to standard error; if that is closed, both to the null device."""
     if _is_closed(_STDERR):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, _STDERR)
@@ -81,7 +81,7 @@ def to_standard_error() -> None:
 
 
 def send_to(path: str) -> None:
-    """Send standard output and standard error to the end of a file."""
+    """Append standard output and standard error to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, _STDOUT)
     os.dup2(descriptor, _STDERR)
@@ -89,15 +89,15 @@ def send_to(path: str) -> None:
 
 
 def flush() -> None:
-    """Write what is held back; a stream that does not work any more has nothing to say."""
+    """Flush both streams; ignore broken ones."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def _copied(number: int) -> int | None:
-    """Return a copy of a descriptor, `None` if it is closed."""
-    import fcntl  # POSIX alone has it, as it has worker processes
+    """Return a copy of a descriptor; `None` if it is closed."""
+    import fcntl  # POSIX only, like worker processes
 
     try:
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH)

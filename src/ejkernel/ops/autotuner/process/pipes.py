@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a process and its worker, of which neither may keep the other waiting.
+"""Messages between a process and its worker.
 
-A worker may stop anywhere, also in the middle of a message, and so may one that does not read what it is sent: the
-parent's end only ever takes and gives what is there at once.
+A worker may hang anywhere, even in the middle of a message or before reading its request. The parent's end therefore
+never blocks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _CHUNK = 1 << 20
 
 
 def write_message(pipe: Connection, data: bytes) -> None:
-    """Write a message, and wait until it is written."""
+    """Write a message; block until it is written."""
     rest = memoryview(_HEADER.pack(len(data)) + data)
     while rest:
         rest = rest[os.write(pipe.fileno(), rest) :]
 
 
 def read_message(pipe: Connection) -> bytes:
-    """Wait for a message, and return it.
+    """Wait for a message and return it.
 
     Raises:
-        EOFError: the other end is closed.
+        EOFError: The other end is closed.
     """
     (length,) = _HEADER.unpack(_read_exactly(pipe, _HEADER.size))
     return _read_exactly(pipe, length)
@@ -48,10 +48,10 @@ def _read_exactly(pipe: Connection, length: int) -> bytes:
 
 
 class Exchange:
-    """The end of a pipe that waits for nobody.
+    """The non-blocking end of a pipe.
 
     Args:
-        pipe: A connection; it is closed with this.
+        pipe: A connection; `close` closes it.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -62,12 +62,12 @@ class Exchange:
         os.set_blocking(pipe.fileno(), False)
 
     def post(self, data: bytes) -> None:
-        """Begin to send a message; `wait` goes on with it."""
+        """Start sending a message; `wait` continues."""
         self._outgoing = memoryview(bytes(self._outgoing) + _HEADER.pack(len(data)) + data)
         self._write()
 
     def wait(self, also: int, seconds: float) -> None:
-        """Send and receive what can be; wait until there is something to receive, or at the descriptor `also`."""
+        """Wait until the pipe or the descriptor `also` is readable, then receive and send without blocking."""
         poll = select.poll()
         poll.register(self._pipe.fileno(), select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll.register(also, select.POLLIN)
@@ -76,12 +76,12 @@ class Exchange:
         self._write()
 
     def take(self) -> bytes | None:
-        """Return the next message; `None` if it is not there yet.
+        """Return the next complete message, or `None`.
 
         Raises:
-            EOFError: none comes any more.
+            EOFError: The other end is closed and all messages are taken.
         """
-        # What came before the end is taken before the end is told of.
+        # Return messages received before the end first.
         if len(self._incoming) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._incoming)
             end = _HEADER.size + length
@@ -113,5 +113,5 @@ class Exchange:
                 self._outgoing = self._outgoing[os.write(self._pipe.fileno(), self._outgoing) :]
         except BlockingIOError:
             return
-        except (BrokenPipeError, ConnectionResetError):  # `take` says so, after what came before
+        except (BrokenPipeError, ConnectionResetError):  # `take` reports it, after the last message
             self._outgoing = memoryview(b"")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's own side: it carries out what it is sent, and tells its parent what it is at."""
+"""The worker's side: runs the parent's requests and reports each step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
-# runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
-# and whether to end the search. Messages would not do: one for every call would be measured too.
+# Memory shared by parent and worker: the index of the running candidate, a counter of signs of life, a counter that
+# advances while the interpreter lock is available, and a flag to end the search. It has no lock, which a killed worker
+# would keep. Messages are too slow: sending one per call would distort the measured times.
 RUNNING, BEATS, WAKES, STOP = range(4)
 SHARED = 4
-_ORPHANED = 79  # status of a worker that nobody listens to
-WAKE_UP = 0.5  # seconds between two changes of `WAKES`
+_ORPHANED = 79  # exit status of a worker whose parent is gone
+WAKE_UP = 0.5  # seconds between increments of `WAKES`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reports:
-    """A `Watch` that tells the parent, and sees to it that what one candidate closes is there for the next."""
+    """A `Watch` that reports to the parent and restores output streams closed by a candidate."""
 
     pipe: Connection
     pulse: MutableSequence[int]
@@ -47,7 +47,7 @@ class Reports:
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, message: Message) -> None:
-        """Send a message; where the parent is gone, or waits no longer, this process ends quietly."""
+        """Send a message; if the parent is gone or no longer waits, end this process quietly."""
         data = pickle.dumps(message)
         with self.lock:
             try:
@@ -63,7 +63,7 @@ class Reports:
     def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""
         self.outputs.mend()
-        self.pulse[RUNNING] = 0  # here and not in the parent, which hears of it when another may be running
+        self.pulse[RUNNING] = 0  # not in the parent, which may read the message after the next candidate has started
         self.send(Began(doing, list(configs), allowed))
 
     def running(self, index: int) -> None:
@@ -76,7 +76,7 @@ class Reports:
         return self.outputs.mend()
 
     def is_abandoned(self) -> bool:
-        """See `Watch`; a parent that waits no longer ends the worker."""
+        """See `Watch`; always false, because a parent that gives up kills the worker."""
         self._beat()
         return False
 
@@ -84,22 +84,22 @@ class Reports:
         self.pulse[BEATS] += 1
 
     def warn(self, message: Warning | str, *_: object, **__: object) -> None:
-        """Have the parent warn, in place of `warnings.showwarning`."""
+        """Send a warning to the parent; replaces `warnings.showwarning`."""
         try:
             self.send(Warned(message))
-        except Exception as error:  # noqa: BLE001 - one of the user's own that cannot be pickled: its text has to do
+        except Exception as error:  # noqa: BLE001 - a user's warning that cannot be pickled is sent as text
             logger.debug("a warning is sent as its text: %s", error_text(error))
             text = error_text(message) if isinstance(message, Warning) else message
             self.send(Warned(text))
 
     @property
     def cancellation(self) -> Cancellation:
-        """By which the parent asks for the search's end."""
+        """The parent's request to end the search."""
         return _ByParent(self.pulse)
 
 
 class _ByParent(Cancellation):
-    """The parent's, as its worker sees it."""
+    """The parent's cancellation, read from shared memory."""
 
     def __init__(self, pulse: MutableSequence[int]) -> None:
         super().__init__()
@@ -111,33 +111,33 @@ class _ByParent(Cancellation):
         return bool(self._pulse[STOP])
 
 
-_reports: list[Reports] = []  # of this process, if it is a worker
+_reports: list[Reports] = []  # one element if this process is a worker
 
 
 def reports() -> Reports | None:
-    """Return how this process tells its parent what it is at; `None` if it is no worker."""
+    """Return the reports to the parent; `None` if this process is not a worker."""
     return _reports[0] if _reports else None
 
 
 def begin_serving(
     pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int
 ) -> None:
-    """Make a worker of this process.
+    """Turn this process into a worker.
 
     Args:
-        pipe: To the parent.
-        pulse: What is shared with it.
-        environ: Variables to set.
-        leads: Whether the parent is no worker itself.
-        parent: The parent's process.
+        pipe: The connection to the parent.
+        pulse: The memory shared with the parent.
+        environ: Environment variables to set.
+        leads: Whether to lead a new session; false if the parent is itself a worker.
+        parent: The pid of the parent.
     """
     if leads:
-        os.setsid()  # Ctrl-C is the parent's to handle, and what it starts ends with its group
+        os.setsid()  # the parent handles Ctrl-C, and can kill this process and its children as a group
     else:
-        os.setpgid(0, 0)  # a worker's own worker is ended with it, as part of its session, or alone, with its children
+        os.setpgid(0, 0)  # a worker of a worker can be killed with its session, or alone with its children
     end_with(parent)
     ignore_interrupts()
-    outputs.to_standard_error()  # results on stdout are the parent's to print
+    outputs.to_standard_error()  # only the parent prints to stdout
     settings.share_device(environ)
     settings.unknown_variables_are_told()
     _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
@@ -152,7 +152,7 @@ def _wake_up(pulse: MutableSequence[int]) -> None:
 
 
 def write_to(path: str) -> None:
-    """Have this worker write all that it prints to a file, from now on."""
+    """Redirect all output of this worker to a file."""
     outputs.send_to(path)
     mine = _reports[0]
     mine.outputs.close()
@@ -160,12 +160,12 @@ def write_to(path: str) -> None:
 
 
 def serve() -> None:
-    """Carry out what the parent sends, until it closes the pipe."""
+    """Run the parent's requests until the parent closes the pipe."""
     mine = _reports[0]
     while True:
         try:
             request = read_message(mine.pipe)
-        except (EOFError, OSError):  # or a candidate has closed it; the parent knows by now
+        except (EOFError, OSError):  # closed by the parent or by a candidate, which the parent notices
             return
         answer = carried_out(request)
         try:
@@ -175,22 +175,22 @@ def serve() -> None:
 
 
 def carried_out(sent: bytes) -> Returned | Raised:
-    """Return what comes of a pickled `Request`."""
+    """Run a pickled `Request`; return its result or its error."""
     try:
         request: Request = unpickled(sent)
-    except BaseException as error:  # noqa: BLE001 - such as of a class that is not where its name says
+    except BaseException as error:  # noqa: BLE001 - e.g. a class is missing in its module
         return Raised(_unsendable(error))
     try:
         return Returned(request.function(*request.args))
-    except BaseException as error:  # noqa: BLE001 - it is raised in the parent
+    except BaseException as error:  # noqa: BLE001 - raised in the parent
         return Raised(sendable(error))
 
 
 def pickled(value: object) -> bytes:
-    """Return what a worker is told of `value`.
+    """Return the pickled value.
 
     Raises:
-        TuningError: it cannot be pickled.
+        TuningError: The value cannot be pickled.
     """
     try:
         return pickle.dumps(value)
@@ -199,22 +199,22 @@ def pickled(value: object) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Return what our own parent or child has pickled, or the other end of a task that an executor has brought."""
-    return pickle.loads(data)  # noqa: S301 - nobody else writes to what is between them
+    """Return the value pickled by the parent, a child, or the other end of an executor's task."""
+    return pickle.loads(data)  # noqa: S301 - only these processes write to the connection
 
 
 def _unsendable(error: BaseException) -> TuningError:
     return TuningError(
-        f"this cannot be sent to a worker process, or back: {error_text(error)}. Kernels and their "
-        "configurations must be defined at the top of a module; or tune in this process (isolate=False, "
+        f"this cannot be sent to a worker process or back: {error_text(error)}. Define kernels and "
+        "configurations at the top level of a module, or tune in this process (isolate=False, "
         "compile_processes=0, and no executor)."
     )
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Return the error, or its text if it cannot be pickled.
+    """Return the error, or a `TuningError` with its text if it cannot be pickled.
 
-    `KeyboardInterrupt` is a text too: raised by what was carried out, it is not the user's, who is the parent's.
+    `KeyboardInterrupt` becomes text, too: the user's Ctrl-C goes to the parent, so a worker's comes from a candidate.
     """
     if not isinstance(error, Exception | SystemExit):
         return TuningError(error_text(error))
@@ -222,7 +222,7 @@ def sendable(error: BaseException) -> BaseException:
     bare = error.with_traceback(None)
     try:
         unpickled(pickle.dumps(bare))
-    except BaseException as refused:  # noqa: BLE001 - then its text has to do
+    except BaseException as refused:  # noqa: BLE001 - send its text instead
         logger.debug("an error is sent as its text: %s", error_text(refused))
         return TuningError(error_text(error))
     return bare

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, where it must not come at any moment; and threads that are asked to end with the process.
+"""Deferred Ctrl-C, and ending threads before the process exits.
 
-At its end the interpreter stops every other thread that asks for its lock. A thread that is then in a callback of XLA
-is unwound through C++, which aborts the process with "terminate called". So it is asked to end before that.
+At exit the interpreter stops each thread that requests its lock. If that thread is in a callback of XLA, it unwinds
+through C++ and aborts the process with "terminate called". Such threads must therefore end earlier.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def interrupts_held_back() -> Iterator[list[Callable[[], object]]]:
-    """Collect Ctrl-C inside the `with` block, for whoever looks: raised anywhere, it would lose half a message."""
+    """Collect Ctrl-C inside the `with` block for the caller to handle: raised anywhere, it could split a message."""
     held: list[Callable[[], object]] = []
     before: Any = None
     if threading.current_thread() is threading.main_thread():
         before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # nor is it, where Ctrl-C is ignored
+    if not callable(before):  # another thread, or Ctrl-C is ignored
         yield held
         return
     signal.signal(signal.SIGINT, lambda number, frame: held.append(lambda: before(number, frame)))
@@ -36,13 +36,13 @@ def interrupts_held_back() -> Iterator[list[Callable[[], object]]]:
 
 
 def raise_in(threads: Iterable[int | None]) -> None:
-    """Raise `SystemExit` in threads, by their identifiers, as soon as they run Python."""
+    """Raise `SystemExit` in the threads with these identifiers as soon as they run Python."""
     for ident in threads:
         if ident is not None and ident != threading.get_ident():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
 
 
 def of_callbacks() -> list[int]:
-    """Return the threads that run Python and that no Python code has started: those of XLA that call back."""
+    """Return the threads that run Python but were started by XLA, for callbacks."""
     ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     return [ident for ident in sys._current_frames() if ident not in ours]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of our own for measuring and compiling, where no trace, mesh or transformation of the caller is open."""
+"""Threads for measuring and compiling, free of the caller's open traces, meshes and transformations."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ejkernel.ops.utils.fingerprint import default_device, device_called, device
 
 T = TypeVar("T")
 
-_LOOK = 0.2  # seconds between two looks at what is done there
-_AT_EXIT = 30.0  # seconds that the end of the process waits for what is under way
-_AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
+_LOOK = 0.2  # seconds between calls of `look`
+_AT_EXIT = 30.0  # seconds that the exit of the process waits for running work
+_AT_EXIT_LEFT = 1.0  # seconds that it waits for abandoned work
 
 
 class AbandonedError(TuningError):
-    """What was done on a measuring thread was left, because it does not end."""
+    """Work on a measuring thread was abandoned because it does not end."""
 
 
 class _MeasuringThread:
-    """A thread that works off what it is given; a daemon, because it may have to be left at what it is at."""
+    """A thread with a queue of work; a daemon, because stuck work can only be abandoned."""
 
     def __init__(self, name: str) -> None:
         self._given: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any], threading.Event]]
@@ -51,14 +51,14 @@ class _MeasuringThread:
         return self._thread.ident
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Have `work` done after what was given before."""
+        """Queue `work` after earlier work."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._last_done = done = threading.Event()
         self._given.put((work, future, done))
         return future
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is nothing to do."""
+        """Wait until the queue is empty."""
         self._last_done.wait(seconds)
 
     def _serve(self) -> None:
@@ -66,9 +66,9 @@ class _MeasuringThread:
             work, future, done = self._given.get()
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - whoever asked decides
+            except BaseException as error:  # noqa: BLE001 - the caller decides
                 future.set_exception(error)
-            del work, future  # or they would live until there is more to do
+            del work, future  # or they would live until the next work
             done.set()
 
 
@@ -85,7 +85,7 @@ def _thread_of(device: jax.Device, depth: int) -> _MeasuringThread:
 
 
 def _abandon(thread: _MeasuringThread) -> None:
-    """Have others take another thread from now on."""
+    """Remove a thread, so that later work gets a new one."""
     with _guard:
         _abandoned.append(thread)
         for place in [place for place, there in _threads.items() if there is thread]:
@@ -93,7 +93,7 @@ def _abandon(thread: _MeasuringThread) -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait for what is measured still: the interpreter's end would meet it in the middle of C++."""
+    """Wait for running measurements: the interpreter must not exit while they are in C++."""
     end = time.monotonic() + _AT_EXIT
     for thread in list(_threads.values()):
         thread.wait(max(0.0, end - time.monotonic()))
@@ -110,7 +110,11 @@ atexit.register(_wait_at_exit)
 def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     """Return `work` for another thread, with this thread's matmul precision, 64-bit mode, device and overlays.
 
-    Recording does not carry over. With `deeper`, the other thread is one level of searches further down.
+    Recording does not carry over.
+
+    Args:
+        work: The function.
+        deeper: Whether `work` belongs to a search one level deeper.
     """
     depth = search_depth() + deeper
     device = default_device()
@@ -132,27 +136,27 @@ def on_measuring_thread(
 ) -> T:
     """Run `work` on the default device's measuring thread, with the caller's settings; see `in_callers_context`.
 
-    Called on a measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's
-    trace is open on the first, which waits.
+    If a candidate on a measuring thread runs a kernel itself, `work` runs on a second thread: the candidate's trace is
+    open on the first, which waits.
 
     Args:
-        work: What to run.
-        on_interrupt: Called on Ctrl-C, after which `work` is waited for; a second one is raised.
-        look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
+        work: The function to run.
+        on_interrupt: Called on the first Ctrl-C, before waiting for `work` again. The second Ctrl-C is raised.
+        look: Called repeatedly during the wait. If it raises, the error is raised here and `work` continues alone.
     """
-    # Under an open trace, mesh or transformation, a thread of its own is the only place where JAX behaves as usual.
+    # Under the caller's open trace, mesh or transformation, JAX behaves as usual only on another thread.
     thread = _thread_of(default_device(), search_depth())
     future = thread.submit(in_callers_context(work, deeper=True))
     try:
         try:
             _wait_for(future, look)
-        except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
+        except KeyboardInterrupt:  # from the user: `_wait_for` does not raise errors of `work`
             if on_interrupt is None:
                 raise
-            on_interrupt()  # even if the work has just been done: it is not lost
+            on_interrupt()  # also if `work` has just finished; its result is kept
             _wait_for(future, look)
     except (AbandonedError, KeyboardInterrupt):
-        if not future.done():  # what is measured next must not wait for it
+        if not future.done():  # later measurements must not wait for it
             _abandon(thread)
         raise
     return future.result()
@@ -166,17 +170,17 @@ def _wait_for(future: concurrent.futures.Future[Any], look: Callable[[], None] |
 
 @contextlib.contextmanager
 def on_device_of(inv: Invocation[Cfg, Out]) -> Iterator[None]:
-    """Make the device that a call is for the default device inside the `with` block.
+    """Make the device of a call the default device inside the `with` block.
 
     Raises:
-        TuningError: this process has no such device.
+        TuningError: This process has no such device.
     """
-    # JAX answers a GPU that cannot be had with the CPU, and its times would be remembered as the GPU's.
+    # JAX replaces an unavailable GPU with the CPU, and the CPU's times would be stored as the GPU's.
     device = device_called(inv.device_fingerprint)
     if device is None:
         raise TuningError(
-            f"{inv.op_id}: the call is for {inv.device_fingerprint}, and this process, whose default device is "
-            f"{device_fingerprint()}, has none; tune it where there is one."
+            f"{inv.op_id}: the call is for {inv.device_fingerprint}, but the default device of this process is "
+            f"{device_fingerprint()}; tune it on a machine with the right device."
         )
     with contextlib.nullcontext() if device is default_device() else jax.default_device(device):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who must know what a search is at, in case its process or its thread does not survive it."""
+"""Observers of the current step of a search, for failure attribution."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, Protocol
 
 
 class Watch(Protocol):
-    """Whoever must know what is under way, in case this process does not survive it."""
+    """Receives the current step of a search, in case the step ends this process."""
 
     def compiling(self, configs: Sequence[Any]) -> None:
-        """Say which candidates are being compiled now, in threads."""
+        """Report the candidates being compiled in threads."""
 
     def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """Say what the device works on, and for how many seconds at most without a sign of life."""
+        """Report a step of the device, and the seconds allowed without a sign of life."""
 
     def running(self, index: int) -> None:
-        """Say that the candidate at `index` of those that `begin` named last is called now; a sign of life."""
+        """Report the call of the candidate at `index` of the last `begin`; a sign of life."""
 
     def damage(self) -> int:
-        """Return how often something was found damaged, and mended, that others need too."""
+        """Return how often shared state of the process was found damaged and repaired."""
 
     def is_abandoned(self) -> bool:
-        """Return whether nobody waits for the search any more.
+        """Return whether the caller has given up the search.
 
-        Whoever waits for compilations asks again and again; that is a sign of life, for threads that compile show none.
+        A search that waits for compilations polls this. Each poll is a sign of life, as compiling threads show none.
         """
 
 
 class Unwatched:
-    """Nobody watches."""
+    """Ignores all reports."""
 
     def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own for what a process may not survive: a crash, a kernel that never returns.
+"""Worker processes, which contain crashes and kernels that never return.
 
-The worker holds the device, carries out tuning tasks, and says what it is at, before it does it. The parent keeps what
-was found out so far, ends a worker that shows no sign of life, and lets a new one go on without the candidate that was
-to blame. It is not a process pool's worker, because a pool does not say what its worker was at; and one serves a whole
-session, because to start JAX and a device takes seconds.
+The worker holds the device, runs tuning tasks and reports each step before it starts. The parent keeps the results so
+far, kills a worker without a sign of life, and continues with a new one without the guilty candidate. A process pool
+does not report the current step of a lost worker. One worker serves a whole session, because JAX and a device take
+seconds to start.
 
-Tasks and answers are pickled: here they go between a process and its own child, and nowhere else (but see `fleet`).
+Tasks and answers are pickled. They pass only between a process and its own child (and in `fleet`).
 """
 
 from __future__ import annotations
@@ -63,51 +63,50 @@ from ejkernel.ops.utils.messages.warn import warn
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-_LOOK = 0.2  # seconds between two looks at whether a worker is alive
-_START = 120.0  # seconds in which a worker must have started
-_STUCK = 5 * WAKE_UP  # seconds without waking up after which somebody keeps a worker's interpreter from it
-_GOODBYE = 5.0  # seconds that a worker has to end by itself
+_LOOK = 0.2  # seconds between checks whether a worker is alive
+_START = 120.0  # seconds allowed for the start of a worker
+_STUCK = 5 * WAKE_UP  # seconds without a wake-up after which other code holds the worker's interpreter lock
+_GOODBYE = 5.0  # seconds allowed for a worker to exit
 
 
 _UNGUARDED = 78
 GUARD = (
-    "a worker process imports the program that started it: put what the program does below "
-    '`if __name__ == "__main__":`.'
+    'a worker process imports the program that started it: put the program\'s code below `if __name__ == "__main__":`.'
 )
 
 
 class WorkerDiedError(TuningError):
-    """A worker process ended, or had to be ended, before it had an answer."""
+    """A worker process ended or was killed before it answered."""
 
 
 class WorkerSilentError(WorkerDiedError):
-    """A worker process was ended because it showed no sign of life, or because its time was over."""
+    """A worker process was killed because it showed no sign of life or exceeded its deadline."""
 
 
 class Deadline(Protocol):
-    """How long a worker may be waited for, beside what it says itself."""
+    """Limits on the wait for a worker, beside those that it reports."""
 
     def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
-        """Return the seconds without a sign of life after which it is ended.
+        """Return the seconds without a sign of life after which the worker is killed.
 
         Args:
-            doing: What it is at.
-            is_stuck: Whether its interpreter's lock is not to be had.
+            doing: Its current step.
+            is_stuck: Whether its interpreter lock is blocked.
         """
 
     def left(self) -> float:
-        """Return the seconds after which it is ended whatever it does."""
+        """Return the seconds after which the worker is killed in any case."""
 
 
 @dataclasses.dataclass(slots=True)
 class WorkerStatus:
-    """What a worker is at.
+    """The current step of a worker.
 
     Attributes:
-        what: In words.
-        configs: The candidates that the device works on, in turns.
-        compiling: The candidates that are compiled meanwhile.
-        allowed: Seconds without a sign of life after which the worker is ended; a function, if they change.
+        what: The step in words, e.g. "compiling".
+        configs: The candidates running on the device, interleaved.
+        compiling: The candidates being compiled at the same time.
+        allowed: Seconds without a sign of life after which the worker is killed; a function if they change.
     """
 
     what: str = "starting"
@@ -117,16 +116,16 @@ class WorkerStatus:
 
     @property
     def limit(self) -> float:
-        """The seconds that are allowed now."""
+        """The currently allowed seconds."""
         return self.allowed() if callable(self.allowed) else self.allowed
 
 
 class Worker:
-    """One worker process; it ends with this process, or with `close`.
+    """One worker process; it ends with `close`, or with this process.
 
     Args:
-        environ: Variables to set in the worker's environment, such as `CUDA_VISIBLE_DEVICES`.
-        is_leaf: Whether it starts no workers itself.
+        environ: Variables to set in the worker's environment, e.g. `CUDA_VISIBLE_DEVICES`.
+        is_leaf: Whether the worker itself starts no workers.
     """
 
     def __init__(
@@ -146,23 +145,23 @@ class Worker:
         self._pipe = Exchange(pipe)
         self._cancellation: Cancellation | None = None
         self._is_leaf = is_leaf
-        self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
+        self.is_busy = False  # stays true if the worker dies at work or its caller stops waiting
         self.doing = WorkerStatus()
-        atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
+        atexit.register(self.kill)  # not a daemon, because it may start processes
 
     @property
     def pid(self) -> int | None:
-        """The worker's process."""
+        """The pid of the worker."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process is running."""
         return self._process.is_alive()
 
     @property
     def culprit(self) -> Any:
-        """The candidate that the device worked on last; `None` if it did not work on one."""
+        """The last candidate that ran on the device, or `None`."""
         configs = self.doing.configs
         return configs[min(self._pulse[RUNNING], len(configs) - 1)] if configs else None
 
@@ -175,21 +174,21 @@ class Worker:
         doing: WorkerStatus | None = None,
         deadline: Deadline | None = None,
     ) -> Any:
-        """Return `function(*args)`, computed in the worker; what it raises is raised here.
+        """Return `function(*args)`, computed in the worker; its exceptions are raised here.
 
         Args:
-            function: Something at the top of a module.
-            *args: What it is called with.
-            on_event: Called with what the worker tells meanwhile.
-            cancellation: Asks it for the end of its search; the first Ctrl-C requests that, and a second one is raised.
-                If left out it cannot be asked, and the first is raised.
-            doing: What it is at, until it says so itself.
-            deadline: For how long it is waited for; without one, for as long as it says itself.
+            function: A function at the top level of a module.
+            *args: Its arguments.
+            on_event: Called with each event that the worker reports.
+            cancellation: Asks the worker to end its search. The first Ctrl-C requests it; the second is raised. Without
+                it, the first Ctrl-C is raised.
+            doing: The step until the worker's first report.
+            deadline: Limits on the wait; by default those that the worker reports.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, as above; the worker is gone.
-            WorkerDiedError: the worker ended, or showed no sign of life for as long as is allowed; it is gone.
-            TuningError: the function or its arguments cannot be sent to another process.
+            KeyboardInterrupt: Ctrl-C, as above; the worker is killed.
+            WorkerDiedError: The worker ended, or was killed after showing no sign of life for too long.
+            TuningError: The function or its arguments cannot be pickled.
         """
         request = pickled(Request(function, args))
         self.doing = doing or WorkerStatus(what="receiving its task")
@@ -225,20 +224,20 @@ class Worker:
             elif is_dead:
                 raise WorkerDiedError(self._last_words())
             else:
-                is_dead = not self._process.is_alive()  # what it said last may be there by now, so look once more
+                is_dead = not self._process.is_alive()  # check once more for its last message
             self._check_time(now - alive, deadline, is_stuck=now - awake > _STUCK)
 
     def _pass_on_cancellation(self) -> None:
         self._pulse[STOP] = self._cancellation is not None and self._cancellation.is_requested
 
     def _next_message(self, interrupts: list[Callable[[], object]]) -> bytes | None:
-        """Return the next message, `None` if none comes soon.
+        """Return the next message; `None` if none comes soon.
 
-        Ctrl-C asks the worker to stop, if it can be asked and was not before.
+        The first Ctrl-C requests the cancellation, if the caller passed one.
 
         Raises:
-            KeyboardInterrupt: it cannot be asked, or was.
-            WorkerDiedError: none comes any more.
+            KeyboardInterrupt: Ctrl-C without a cancellation, or a second Ctrl-C.
+            WorkerDiedError: The worker closed the connection.
         """
         try:
             while interrupts:
@@ -260,16 +259,16 @@ class Worker:
         return message
 
     def _check_time(self, silent: float, deadline: Deadline, *, is_stuck: bool) -> None:
-        """End the worker if it has been silent for too long, or its time is over.
+        """Kill the worker if it was silent for too long or exceeded its deadline.
 
         Raises:
-            WorkerSilentError: it was.
+            WorkerSilentError: The worker was killed.
         """
         allowed = deadline.silence(self.doing, is_stuck=is_stuck)
         if silent > allowed:
             text = f"no sign of life for {silent:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
         elif deadline.left() <= 0:
-            text = f"its time was over while {self.doing.what}"
+            text = f"deadline exceeded while {self.doing.what}"
         else:
             return
         self.kill()
@@ -290,21 +289,21 @@ class Worker:
     def _last_words(self) -> str:
         code = self._process.exitcode
         if code == _UNGUARDED:
-            return f"the worker ended itself: {GUARD}"
+            return f"the worker exited: {GUARD}"
         if code is None:
             return f"the worker closed its connection while {self.doing.what}"
         if code < 0:
-            return f"the worker was ended by {signal.Signals(-code).name} while {self.doing.what}"
+            return f"the worker was killed by {signal.Signals(-code).name} while {self.doing.what}"
         return f"the worker exited with status {code} while {self.doing.what}"
 
     def kill(self, *, wait: bool = True) -> None:
-        """End the worker and whatever it started, now; without `wait` it may be there a moment longer."""
+        """Kill the worker and its children; without `wait`, return before they have ended."""
         pid = self._process.pid
         if pid is not None:
             for other in [] if self._is_leaf else _session_of(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # its group may not exist yet
                 os.killpg(pid, signal.SIGKILL)
         self._process.kill()
         if wait:
@@ -312,16 +311,16 @@ class Worker:
             self._process.join(_GOODBYE)
 
     def close(self) -> None:
-        """Let the worker end by itself, if it does so soon."""
+        """Ask the worker to exit, and kill it after a few seconds."""
         self._pipe.close()
         self._process.join(_GOODBYE)
-        self.kill()  # what it started may be left
+        self.kill()  # its children may remain
 
 
 def _check_that_main_is_there() -> None:
-    """End this process if it is a worker that is only importing the program, which should not start any.
+    """Exit if this process is a starting worker that imports the user's program, which then starts a worker.
 
-    Going on, it would do all that the program does, beside the process that the user started.
+    Otherwise each worker would run the whole program again.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.stderr.write(f"ejkernel: {GUARD}\n")
@@ -329,18 +328,18 @@ def _check_that_main_is_there() -> None:
 
 
 def _session_of(leader: int) -> list[int]:
-    """Return the processes of the session that a worker leads: its own workers have groups of their own in it."""
+    """Return the processes of a worker's session, including its own workers, which have separate groups."""
     found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):  # nothing is there but on Linux
+    for file in Path("/proc").glob("[0-9]*/stat"):  # empty except on Linux
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = file.read_text().rpartition(")")[2].split()  # the name before may hold anything
+            fields = file.read_text().rpartition(")")[2].split()  # the process name may contain any character
             if int(fields[3]) == leader:
                 found.append(int(file.parent.name))
     return found
 
 
 class _OwnDeadline:
-    """A deadline that leaves it to the worker."""
+    """Applies only the limits that the worker reports."""
 
     def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
         """See `Deadline`."""
@@ -360,15 +359,15 @@ def _serve(
     parent: int,
     modules: tuple[list[str], list[str]],
 ) -> None:
-    """Be a worker."""
+    """Run as a worker."""
     use_module_path(modules)
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():
         serve()
-    os._exit(0)  # at once: threads that still compile would end in the middle of C++, and not quietly
+    os._exit(0)  # skip the interpreter's shutdown, which would abort threads that still compile in C++
 
 
-# --- workers that are shared ---
+# --- shared workers ---
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -377,10 +376,10 @@ class WorkerSlot:
 
     Attributes:
         environ: Variables to set in the worker's environment.
-        cancellation: By which the worker is asked for the end of its search, whichever that is.
-        is_closed: Whether no other worker is to come.
-        worker: Who is there.
-        lock: Held by the thread that the worker works for.
+        cancellation: Asks the worker to end its current search.
+        is_closed: Whether the slot accepts no more workers.
+        worker: The current worker.
+        lock: Held by the thread that uses the worker.
     """
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -397,7 +396,7 @@ class WorkerSlot:
             self.worker = None
 
     def abandon(self) -> None:
-        """End the worker, whoever waits for it; whoever asks for another is interrupted."""
+        """Kill the worker, even if a thread waits for it; later requests for a worker raise `KeyboardInterrupt`."""
         self.is_closed = True
         worker = self.worker
         if worker is not None:
@@ -406,8 +405,8 @@ class WorkerSlot:
 
 _first = WorkerSlot()
 _taken = [_first]  # the slots of this session
-_here = threading.local()  # the slot of a thread, if it is not the first
-_closing: list[Callable[[], object]] = []  # what else the session's end closes
+_here = threading.local()  # the slot of a thread other than the default one
+_closing: list[Callable[[], object]] = []  # other functions to call at the end of the session
 _users = [0]
 _guard = threading.Lock()
 
@@ -425,7 +424,7 @@ begin_anew_in_forks(_begin_anew)
 
 @contextlib.contextmanager
 def worker_session() -> Iterator[None]:
-    """Keep the workers for all that is done inside the `with` block; the outermost block closes them."""
+    """Reuse the workers inside the `with` block; the outermost block closes them."""
     with _guard:
         _users[0] += 1
     try:
@@ -442,14 +441,14 @@ def worker_session() -> Iterator[None]:
 
 
 def at_session_end(close: Callable[[], object]) -> None:
-    """Have `close` called when the session that this is part of ends; a worker is one as long as it lives."""
+    """Call `close` at the end of the current session. A worker process is one session."""
     with _guard:
         _closing.append(close)
 
 
 @contextlib.contextmanager
 def in_slot(slot: WorkerSlot) -> Iterator[None]:
-    """Give this thread another slot, for a worker of its own, inside the `with` block; the session closes it."""
+    """Use `slot` for this thread's worker inside the `with` block; the session closes it."""
     with _guard:
         if slot not in _taken:
             _taken.append(slot)
@@ -468,7 +467,7 @@ def this_slot() -> WorkerSlot:
 
 @contextlib.contextmanager
 def shared_worker() -> Iterator[Worker]:
-    """Give the worker of this thread's slot, to one thread at a time; one that has died is replaced the next time."""
+    """Lend the worker of this thread's slot, to one thread at a time. A dead worker is replaced on the next use."""
     slot = this_slot()
     with worker_session(), slot.lock:
         if slot.is_closed:
@@ -479,7 +478,7 @@ def shared_worker() -> Iterator[Worker]:
         try:
             yield worker
         except BaseException as error:
-            # Of one that is busy nobody has waited for the answer: the next to ask would be given that.
+            # Kill a busy worker: its pending answer would go to the next caller.
             if worker.is_busy or isinstance(error, DeviceLostError):
                 worker.kill()
                 slot.worker = None
@@ -487,5 +486,5 @@ def shared_worker() -> Iterator[Worker]:
 
 
 def close_first() -> None:
-    """Close the worker that a session has where nobody asked for several, so that its devices are free."""
+    """Close the session's default worker, so that its devices are free for several workers."""
     _first.clear()

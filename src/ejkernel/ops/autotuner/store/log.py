@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.measure.cases import Case
-from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
@@ -142,7 +142,7 @@ class _Standing:
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
-        verdict = Verdict(
+        verdict = PairedComparison(
             wins=self.verdict == CameOut.WINS,
             settled=self.verdict != CameOut.UNDECIDED,
             speedup=math.inf if self.speedup is None else self.speedup,

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from ejkernel.ops.autotuner.measure.duels import MARGIN, Verdict, compare
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, compare
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Standing
@@ -49,7 +49,7 @@ def are_measured(*candidates: Candidate) -> bool:
     return all(candidate.compiled is not None and candidate.measurement is not None for candidate in candidates)
 
 
-def at_first_look(rival: Candidate, heuristic: Candidate) -> Verdict:
+def at_first_look(rival: Candidate, heuristic: Candidate) -> PairedComparison:
     """Compare two by a race of many, where a rival wins that is faster by more than a tie in the median.
 
     One that was dropped on the way because it is hopeless has few samples, and is settled all the same.

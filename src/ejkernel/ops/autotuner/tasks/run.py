@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.measure.duels import Duel
+from ejkernel.ops.autotuner.measure.paired import PairedRace
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
@@ -477,7 +477,7 @@ class TuningRun:
         heuristic = self._tried[0]
         if not are_measured(rival, heuristic):
             return None
-        duel = Duel(self._rounds, may_go_on=for_so_long(_DUEL_SECONDS, self._clock))
+        duel = PairedRace(self._rounds, may_go_on=for_so_long(_DUEL_SECONDS, self._clock))
         # These samples are the figures that are kept.
         self._timing.race([heuristic, rival], duel, stop=self._must_end_now())
         if not are_measured(rival, heuristic):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
-from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
 from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
@@ -82,7 +82,7 @@ class Standing:
     """
 
     rival: Any
-    verdict: Verdict
+    verdict: PairedComparison
     alone: bool = False
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a challenger beats the incumbent: pure logic, without a clock."""
+"""The paired comparison of a challenger with the incumbent: pure logic, without a clock."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from collections.abc import Callable, Sequence
 
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR, Race, RacePlan, Sample, is_disturbed
 
-# A configuration beats itself in at most one of 10,000 comparisons of fifteen rounds; by the medians alone, in a third
-# to half.
-MARGIN = 0.02  # nearer than that is a tie
+# A configuration beats itself in at most one of 10,000 comparisons of fifteen rounds; by medians alone, in a third to
+# half of them.
+MARGIN = 0.02  # a smaller difference is a tie
 CONFIDENCE = 0.95
-_MARGIN_OF_WORK = 0.1  # as MARGIN, of processor time: preempted work finds its caches cold, now more and now less
-_SURE = 0.999  # where times are unsteady, or were looked at before: who looks often enough sees everything
-_NEGLIGIBLE = 0.05  # what a challenger would gain at most, where it certainly does not win
-_UNSTEADY = 1.25  # ratio of the quartiles of the shares from which on nine rounds of ten prove little
-_MOST = 8  # times its first rounds that a duel lasts at most
+_MARGIN_OF_WORK = 0.1  # MARGIN for processor time, which varies more: preempted work finds cold caches
+_SURE = 0.999  # confidence for unsteady times and repeated looks at the samples (multiple comparisons)
+_NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not to win
+_UNSTEADY = 1.25  # ratio of the quartiles of the shares above which nine rounds of ten prove little
+_MOST = 8  # maximum length of a paired race, as a multiple of its first rounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether a challenger replaces the incumbent.
+class PairedComparison:
+    """The result of a comparison of a challenger with the incumbent.
 
     Attributes:
-        wins: Whether it does: it is faster by more than a tie, and that is no accident.
-        speedup: How many times faster it is: the median over rounds of the incumbent's time over its own.
-        confidence: One minus the probability that a challenger that is no faster is ahead in so many rounds.
-        pairs: Rounds that both ran in.
-        ahead: Rounds in which the challenger was faster.
-        behind: Rounds in which the incumbent was.
+        wins: Whether the challenger replaces the incumbent: it is faster by more than a tie, with enough confidence.
+        speedup: The median over rounds of the incumbent's time divided by the challenger's.
+        confidence: One minus the probability that an equally fast challenger is ahead in as many rounds.
+        pairs: Rounds with a sample of both.
+        ahead: Rounds with a faster challenger.
+        behind: Rounds with a faster incumbent.
         challenger: The challenger's median, seconds.
-        incumbent: The incumbent's.
-        settled: Whether the evidence is enough: that it wins or, as certainly, that it has little to gain. If not, the
-            incumbent stays for want of evidence.
-        judged_by: `clock`; or `processor`, where other processes disturbed the clock: then all these figures are of
-            processor time.
+        incumbent: The incumbent's median, seconds.
+        settled: Whether the evidence suffices: the challenger wins or, with the same confidence, has little to gain. If
+            not settled, the incumbent stays.
+        judged_by: `clock`, or `processor` if other processes disturbed the clock; then all figures are processor time.
     """
 
     wins: bool
@@ -58,31 +57,31 @@ def compare(
     *,
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,
-) -> Verdict:
-    """Compare samples that were taken in the same rounds, from the first on; ties go to the incumbent.
+) -> PairedComparison:
+    """Compare samples of the same rounds; ties go to the incumbent.
 
-    The confidence is that of the exact one-sided sign test: rounds are counted in which the challenger was strictly
-    faster. It assumes nothing of how times are distributed, and they have spikes, steps and drift, where a test of
-    means, or of ranks, which needs symmetry, is wrong. Fewer than five pairs never reach 0.95. What it does assume is
-    that the challenger was not chosen for these very samples: a winner among many needs a race of the two alone.
+    The confidence is that of the exact one-sided sign test, which counts rounds with a strictly faster challenger. The
+    test assumes no distribution. Times have spikes, steps and drift, which break tests of means and tests of ranks
+    (those need symmetry). Fewer than five pairs never reach 0.95. The samples must not be those that selected the
+    challenger: the winner among many candidates needs another race against the incumbent alone.
 
-    The medians of both, which people see, must not say otherwise, or nothing is settled.
+    The reported medians must agree with the test, or the comparison is not settled.
 
     Args:
-        challenger, incumbent: Seconds; what the longer one has more is left out.
+        challenger, incumbent: Seconds per round; extra samples of the longer one are ignored.
         margin: Share of the incumbent's time by which the challenger must be faster.
-        confidence: The least confidence with which it wins, or is settled not to.
+        confidence: The least confidence that settles the comparison.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
-        return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
+        return PairedComparison(wins=False, speedup=1.0, confidence=0.0, pairs=0)
     shares = _shares(pairs)
     share, mine, theirs = map(statistics.median, (shares, *zip(*pairs, strict=True)))
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
     wins = share < 1 - margin and mine < theirs and sure >= confidence
     stays = min(share, mine / theirs if theirs else 1.0) >= 1 - MARGIN
-    return Verdict(
+    return PairedComparison(
         wins=wins,
         speedup=1 / share if share else math.inf,
         confidence=sure,
@@ -95,21 +94,21 @@ def compare(
     )
 
 
-def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False) -> Verdict:
-    """Compare samples of the same rounds by the witness that can be believed.
+def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False) -> PairedComparison:
+    """Compare samples of the same rounds by clock time or, if other processes disturb the clock, by processor time.
 
-    That is the clock, unless other processes disturb it. Then the time that processors spent says more: that of the
-    busiest thread, if that of all threads together does not say otherwise, as it may where one candidate is parallel
-    and the other is not, and the clock does not either. Where they disagree, the clock must be surer.
+    Processor time means that of the busiest thread. It decides only if neither the clock nor the total of all threads
+    contradicts it; the total may, for example if only one candidate is parallel. Otherwise the clock decides, with a
+    higher confidence.
 
     Args:
-        challenger, incumbent: The samples; those that only one has are left out.
-        again: Whether it is not the first look at these samples; then more is asked of them.
+        challenger, incumbent: The samples; extra samples of the longer one are ignored.
+        again: Whether these samples were compared before; then a higher confidence is required.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
     clock = [sample.seconds for sample in mine], [sample.seconds for sample in theirs]
-    # Where the system does not tell of processor time, a disturbed clock only makes a duel longer.
+    # On systems without processor times, a disturbed clock only prolongs the race.
     disturbed = is_disturbed((mine, theirs))
     sure = _SURE if again or disturbed or _is_unsteady(_shares(list(zip(*clock, strict=True)))) else CONFIDENCE
     by_clock = compare(*clock, confidence=sure)
@@ -132,14 +131,14 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     return dataclasses.replace(by_work, wins=False, settled=False)
 
 
-class Duel(Race):
-    """A race of two, the incumbent and then the challenger, that goes on until it is settled who wins.
+class PairedRace(Race):
+    """A race of the incumbent (index 0) and a challenger (index 1) that runs until the comparison is settled.
 
-    They take turns in being the first of a round: who comes second may find the machine in another state.
+    They alternate in starting a round, because the first may change the state of the machine for the second.
 
     Args:
-        rounds: After so many it is looked at for the first time, and then after as many again, eight times at most.
-        may_go_on: Asked, once those are over, before every further round.
+        rounds: Rounds between two looks at the samples; the race ends after eight times as many.
+        may_go_on: Called before each round after the first `rounds`; false ends the race.
     """
 
     def __init__(self, rounds: int, *, may_go_on: Callable[[], bool] = lambda: True) -> None:
@@ -147,19 +146,19 @@ class Duel(Race):
         self._may_go_on = may_go_on
 
     def next_round(self) -> list[int]:
-        """See `Race.next_round`; every other round is in reverse order."""
+        """See `Race.next_round`; every second round is in reverse order."""
         return super().next_round()[:: -1 if self._round % 2 else 1]
 
     @property
-    def verdict(self) -> Verdict:
-        """What the samples say by now."""
+    def verdict(self) -> PairedComparison:
+        """The comparison of the samples so far."""
         incumbent, challenger = self.noted
         return judge(challenger, incumbent, again=len(challenger) > self.plan.rounds)
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:
-        """By what the verdict was found, and the seconds of each that it tells; see `Race.judged`."""
-        return self.told_by(self.verdict.judged_by)
+        """The clock of the comparison, and the seconds of both candidates by it; see `Race.judged`."""
+        return self.seconds_by(self.verdict.judged_by)
 
     def _is_decided(self) -> bool:
         counted = self._round - self.plan.discard
@@ -173,7 +172,7 @@ class Duel(Race):
 
 
 def _shares(pairs: Sequence[tuple[float, ...]]) -> list[float]:
-    """Return what part of the incumbent's time the challenger took in each round, in order of size."""
+    """Return the challenger's time divided by the incumbent's for each round, in ascending order."""
     return sorted(mine / theirs if theirs else math.inf for mine, theirs in pairs)
 
 
@@ -183,12 +182,12 @@ def _is_unsteady(shares: Sequence[float]) -> bool:
 
 
 def _chance_of_fewer(heads: int, tosses: int) -> float:
-    """Return the probability of fewer heads than that."""
+    """Return the probability of fewer than `heads` heads in `tosses` tosses."""
     return float(sum(math.comb(tosses, k) for k in range(heads)) / 2**tosses)
 
 
 def _at_least(shares: Sequence[float], confidence: float) -> float:
-    """Return what the median share certainly is not below, if the sign test is to be as sure as that; 0 if nothing."""
+    """Return a lower bound of the median share by the sign test with this confidence; 0 if too few rounds."""
     least, tosses, ways = 0.0, 2 ** len(shares), 0
     for below, share in enumerate(shares):
         ways += math.comb(len(shares), below)

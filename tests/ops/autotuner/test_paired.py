@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Duels: whether a challenger wins, by which witness, and how long that is looked for."""
+"""Paired comparisons: the winner, the clock that decides, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.ops.autotuner.measure.duels import Duel, compare, judge
+from ejkernel.ops.autotuner.measure.paired import PairedRace, compare, judge
 from ejkernel.ops.autotuner.measure.race import Sample, Work
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -133,17 +133,17 @@ def test_work_that_is_nearly_the_same_is_no_win():
     assert judge(calls(1.0, NOISE), calls(1.0, NOISE[::-1])).settled
 
 
-# --- duels ---
+# --- paired races ---
 
 
-def held(duel, incumbent, challenger):
-    """Carry out a duel with a function a side that makes its samples; return the rounds' orders."""
+def held(race, incumbent, challenger):
+    """Run a paired race with one sample function per side; return the order of each round."""
     orders = []
-    while indices := duel.next_round():
+    while indices := race.next_round():
         orders.append(indices)
         for index in indices:
             sample = (incumbent, challenger)[index]()
-            duel.note(index, sample.seconds, sample.work)
+            race.note(index, sample.seconds, sample.work)
     return orders
 
 
@@ -153,41 +153,41 @@ def now_one_and_now_the_other():
     return lambda: Sample(next(one)), lambda: Sample(next(other))
 
 
-def test_a_duel_that_is_settled_at_once_takes_its_rounds_and_no_more():
-    duel = Duel(8)
-    orders = held(duel, lambda: Sample(2.0), lambda: Sample(1.0))
+def test_a_paired_race_with_clear_evidence_ends_after_its_first_rounds():
+    race = PairedRace(8)
+    orders = held(race, lambda: Sample(2.0), lambda: Sample(1.0))
     assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # of which the first does not count
-    assert (duel.verdict.wins, duel.verdict.pairs) == (True, 8)
+    assert (race.verdict.wins, race.verdict.pairs) == (True, 8)
 
 
-def test_a_duel_goes_on_while_the_evidence_is_thin():
+def test_a_paired_race_continues_while_the_evidence_is_thin():
     rng = random.Random(0)
-    duel = Duel(8)
-    held(duel, lambda: Sample(1.4 * rng.uniform(1, 3)), lambda: Sample(rng.uniform(1, 3)))
-    assert (duel.verdict.wins, duel.verdict.settled) == (True, True)
-    assert 8 < duel.verdict.pairs < 64
+    race = PairedRace(8)
+    held(race, lambda: Sample(1.4 * rng.uniform(1, 3)), lambda: Sample(rng.uniform(1, 3)))
+    assert (race.verdict.wins, race.verdict.settled) == (True, True)
+    assert 8 < race.verdict.pairs < 64
 
 
-def test_a_duel_that_is_never_settled_ends_undecided():
-    duel = Duel(8)
-    held(duel, *now_one_and_now_the_other())
-    assert (duel.verdict.wins, duel.verdict.settled, duel.verdict.pairs) == (False, False, 64)
+def test_a_paired_race_without_clear_evidence_ends_undecided():
+    race = PairedRace(8)
+    held(race, *now_one_and_now_the_other())
+    assert (race.verdict.wins, race.verdict.settled, race.verdict.pairs) == (False, False, 64)
 
 
-def test_a_duel_ends_undecided_when_its_time_is_over():
+def test_a_paired_race_ends_undecided_when_its_time_is_over():
     left = iter([True] * 5 + [False] * 100)
-    duel = Duel(8, may_go_on=lambda: next(left))
-    held(duel, *now_one_and_now_the_other())
-    assert not duel.verdict.settled
-    assert 8 < duel.verdict.pairs < 16
+    race = PairedRace(8, may_go_on=lambda: next(left))
+    held(race, *now_one_and_now_the_other())
+    assert not race.verdict.settled
+    assert 8 < race.verdict.pairs < 16
 
 
-def test_a_duel_of_which_one_failed_is_over():
-    duel = Duel(8)
-    duel.next_round()
-    duel.fail(1)
-    duel.note(0, 1.0)
-    assert (duel.next_round(), duel.ranking()) == ([], [])
+def test_a_paired_race_ends_when_one_side_fails():
+    race = PairedRace(8)
+    race.next_round()
+    race.fail(1)
+    race.note(0, 1.0)
+    assert (race.next_round(), race.ranking()) == ([], [])
 
 
 def on_a_busy_machine(rng, work):
@@ -202,7 +202,7 @@ def on_a_busy_machine(rng, work):
 def test_among_two_on_a_busy_machine_one_in_a_hundred_is_wrong_at_most(heuristic, other, wins):
     wrong = 0
     for seed in range(100):
-        rng, duel = random.Random(seed), Duel(10)
-        held(duel, lambda rng=rng: on_a_busy_machine(rng, heuristic), lambda rng=rng: on_a_busy_machine(rng, other))
-        wrong += duel.verdict.wins != wins
+        rng, race = random.Random(seed), PairedRace(10)
+        held(race, lambda rng=rng: on_a_busy_machine(rng, heuristic), lambda rng=rng: on_a_busy_machine(rng, other))
+        wrong += race.verdict.wins != wins
     assert wrong <= 1
