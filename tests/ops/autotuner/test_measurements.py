@@ -432,7 +432,7 @@ def of_the_form_without_digests(text):
         (edited({"columns": ["config"]}), "columns"),
         (edited({"columns": ["config", "status", *["reason"] * 6]}), "columns"),
         (edited({"fields": ["rows", "rows"]}), "a duplicate field"),
-        (edited({"outcomes": 10**9}), "should have 1000000001"),
+        (edited({"outcomes": 10**9}), "lines instead of 1000000001"),
         (edited({"winner": 5}), "winner"),
         (edited({"key": "odd"}), "key"),
         (edited({"key": {"device": HERE, "op": "double@v0", "call": "other"}}), "holds another key"),
