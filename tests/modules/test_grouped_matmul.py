@@ -77,7 +77,10 @@ def assert_equal(expected, actual):
         ({"transpose_rhs": 1}, "transpose_rhs must be True or False, got 1"),
         ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
         ({"group_sizes": SIZES[None]}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(1, 4\)"),
-        ({"group_sizes": (5, 5, 5, 5)}, "group_sizes must be an array of integers .*, got tuple; pass an array"),
+        (
+            {"group_sizes": (5, 5, 5, 5)},
+            "group_sizes must be an array of integers .*, got tuple; pass a JAX or NumPy array",
+        ),
         (
             {"group_sizes": jnp.ones(6, int)},
             r"got shape \(6,\); if rhs has only some of the groups, pass first_group",

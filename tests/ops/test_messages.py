@@ -262,7 +262,7 @@ ARGUMENTS = [
         "scale: each candidate .* a Tile, got 5",
     ),
     (lambda: ops.autotune_lowered(ConfigSelectorChain(), None), ArgumentError, "lowered must be .* got None"),
-    (lambda: ops.autotune_lowered(5, ""), ArgumentError, "selector must be a ConfigSelectorChain, .* got 5"),
+    (lambda: ops.autotune_lowered(5, ""), ArgumentError, "selector must be a ConfigSelectorChain .* got 5"),
     (lambda: ops.autotune_recorded("abc"), ArgumentError, "invocations must be .* got 'abc'"),
     (lambda: ops.autotune_recorded({"op": 5}), ArgumentError, r"invocations\['op'\] must be .* got 5"),
     (lambda: ops.autotune_recorded({"op": {"k": 5}}), ArgumentError, r"invocations\['op'\]\['k'\] must be .* got 5"),

@@ -229,7 +229,7 @@ def test_what_a_kernel_need_not_have_is_a_row_with_the_reason(name, check, reaso
 def test_a_sample_of_a_large_space_is_said():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
-    assert "heuristic's and 24 of about 100, at random" in str(report)
+    assert "the heuristic and 24 of about 100 configurations, at random" in str(report)
     assert "pairs of forward and backward, scaled inputs, zeros, other dtypes: 21 of 25 configurations" in (
         report.not_checked
     )

@@ -248,7 +248,7 @@ def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[obje
     note, chosen = "", candidates
     if isinstance(candidates, ConfigSpace) and candidates.size > LISTED:
         chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
-        note = f"Checked: the heuristic's configuration and a random sample of {len(chosen)} of {candidates.size:,}."
+        note = f"Checked: the heuristic and {len(chosen)} of about {candidates.size:,} configurations, at random."
     found: dict[Any, Any] = {}
     # The heuristic's first, because the others are compared with it, and without duplicates.
     for config in [*heuristic_of(inv, subject.kernel), *chosen]:
