@@ -33,7 +33,7 @@ def test_the_program_of_the_first_page_is_found_forward_and_backward(tmp_path, m
     assert main(["tune", "--in-process", "train:training_step", "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert "flash_attention.bwd@v0" in printed.out
-    assert "2 distinct calls, 1 forward and 1 derived" in printed.err
+    assert "2 distinct calls, 1 forward and 1 backward" in printed.err
 
 
 @pytest.mark.parametrize(("command", "arguments"), COMMANDS)

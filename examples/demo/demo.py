@@ -117,7 +117,7 @@ def losses_agree(losses: dict[str, list[float]]) -> bool:
     apart = max(abs(a - b) / abs(b) for each in losses.values() for a, b in zip(each, first, strict=True))
     word = "agree" if agree else "DO NOT AGREE"
     tuned = losses["tuned"]
-    print(f"  Losses {word}: {tuned[0]:.3f} to {tuned[-1]:.3f} nats a byte in {len(tuned)} steps, {apart:.0e} apart.")
+    print(f"  Losses {word}: {tuned[0]:.3f} to {tuned[-1]:.3f} nats per byte in {len(tuned)} steps, {apart:.0e} apart.")
     return agree
 
 

@@ -248,7 +248,7 @@ def _rotate(x: jax.Array, half: int) -> jax.Array:
 
 
 def loss_of(model: Model, params: Params, batch: Batch, operations: Operations) -> jax.Array:
-    """Return the mean cross entropy, in nats a byte; the first byte of a document is nobody's to predict."""
+    """Return the mean cross entropy, in nats per byte; the first byte of a document is not predicted."""
     scores = jax.nn.log_softmax(logits(model, params, batch.tokens[:, :-1], batch.documents[:, :-1], operations))
     losses = -jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=-1)[..., 0]
     within = batch.documents[:, :-1] == batch.documents[:, 1:]

@@ -105,7 +105,7 @@ def run(capsys, *arguments):
 def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
     status, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 0
-    assert "2 distinct calls, 1 forward and 1 derived" in err
+    assert "2 distinct calls, 1 forward and 1 backward" in err
     assert "product.bwd" in out
     assert "repeats=1" in out
     assert "1 wrong, 1 failed" in out

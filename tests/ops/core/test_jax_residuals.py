@@ -124,7 +124,7 @@ def test_what_is_kept_must_not_depend_on_the_configuration():
     with overlay_cache({backward: 4}), pytest.raises(GradientError, match=r"depend on the configuration: .*\[2,6\]"):
         step(X)
     forward = next(inv.key for inv in discover(jax.value_and_grad(lambda x: chunked(x).sum()), X))
-    with overlay_cache({forward: 4}), pytest.raises(KernelError, match=r"With keeps_residuals=True the residuals count"):
+    with overlay_cache({forward: 4}), pytest.raises(KernelError, match=r"With keeps_residuals=True the residuals"):
         step(X)
 
 

@@ -408,7 +408,7 @@ def test_16_bit_gradients_are_added_up_beside_automatic_axes():
 def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_path):
     text = tmp_path / "step.mlir"
     text.write_text(jax.jit(Product()).lower(*placed((X, P("a")), (Y, P()))).as_text())
-    with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir split themselves"):
+    with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir are partitioned over devices"):
         assert calls_in_file(text).calls == ()
 
 
