@@ -120,4 +120,4 @@ def test_program_for_a_mesh_that_is_not_here_is_tuned_for_its_parts(tune):
 def test_mesh_is_for_a_program_that_is_lowered(tune):
     status, _, messages = tune("--missed", "--mesh-devices", "16")
     assert status == 2
-    assert "--mesh-devices is for MODULE:FUNCTION" in messages
+    assert "--mesh-devices requires MODULE:FUNCTION" in messages
