@@ -127,7 +127,7 @@ def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
 _reported: set[str] = set()  # unknown variables that this process has warned about
 
 
-def unknown_variables_are_told() -> None:
+def suppress_unknown_variable_warnings() -> None:
     """Do not warn about unknown variables in this process, because its parent already has."""
     _reported.update(_unknown())
 
@@ -199,7 +199,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(max(found, 1))]  # other systems than Linux have no such files: assume one
 
 
-def gpu_called(name: str) -> dict[str, str]:
+def gpu_named(name: str) -> dict[str, str]:
     """Return environment variables that restrict a child process to the GPU with this name."""
     return {"CUDA_VISIBLE_DEVICES": name}
 
@@ -209,7 +209,7 @@ def compile_without_gpu() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def tell_of_spills() -> None:
+def log_register_spills() -> None:
     """Make the GPU compilers log register spills; call it before their first use in the process."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"

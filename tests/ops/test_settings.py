@@ -194,7 +194,7 @@ def test_a_misspelt_variable_is_one_warning_with_the_nearest_name(monkeypatch, u
 
 def test_a_worker_leaves_unknown_variables_to_its_parent(monkeypatch, untold):
     monkeypatch.setenv("EJKERNEL_CACHEDIR", "1")
-    settings.unknown_variables_are_told()
+    settings.suppress_unknown_variable_warnings()
     settings.current()
 
 

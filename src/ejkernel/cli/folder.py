@@ -31,7 +31,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
 from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, made_with, text_of_differences
+from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, measured_with, text_of_differences
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
@@ -182,7 +182,7 @@ def item_of(entry: StoredEntry) -> Item:
 
 def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) -> Item:
     found = differences(entry, None if space_of is None else space_of(entry))
-    unknown = tuple(name for name, value in made_with(entry).items() if value == UNKNOWN)
+    unknown = tuple(name for name, value in measured_with(entry).items() if value == UNKNOWN)
     return dataclasses.replace(item, stale=found, unknown=unknown)
 
 

@@ -32,7 +32,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import Action, standing, usual_stale_policy
+from ejkernel.ops.config.staleness import Action, default_stale_policy, standing
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
@@ -112,10 +112,12 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
-    store.look_again()  # use configurations tuned by others
+    store.refresh_if_due()  # use configurations tuned by others
     if options.dry_run:
         _list(
-            options, found, ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=usual_stale_policy()))
+            options,
+            found,
+            ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=default_stale_policy())),
         )
     else:
         _check_devices(options, found.device)
@@ -152,7 +154,7 @@ def _tune_found(
         devices=options.devices,
         executor=executor,
         compile_processes=_processes(options, found.device),
-        stale=usual_stale_policy(),
+        stale=default_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls)]

@@ -26,7 +26,7 @@ from ejkernel.ops.config._files import location
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import Difference, StalePolicy, differences, made_with, usual_stale_policy
+from ejkernel.ops.config.staleness import Difference, StalePolicy, default_stale_policy, differences, measured_with
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.settings import Settings
 
@@ -75,13 +75,13 @@ def resolved(cache, inv, **actions):
 
 
 def test_an_entry_records_its_versions():
-    found = made_with(entry(jax="1", jaxlib="2", driver="3"))
+    found = measured_with(entry(jax="1", jaxlib="2", driver="3"))
     assert found == {"jax": "1", "jaxlib": "2", "driver": "3", "space": "unknown"}
 
 
 def test_an_entry_that_does_not_say_is_unknown_and_differs_from_nothing(cache, inv):
     old = dataclasses.replace(entry(), provenance={}, measured=None)
-    assert set(made_with(old).values()) == {"unknown"}
+    assert set(measured_with(old).values()) == {"unknown"}
     assert differences(old, "0" * 16) == ()
     save(cache, inv, jax=None, jaxlib=7, driver="")
     assert resolved(cache, inv, jax="refuse", jaxlib="refuse", driver="refuse", space="refuse") == (2, "persistent")
@@ -189,7 +189,7 @@ def test_explain_says_which_and_why(cache, inv):
 
 def test_a_search_keeps_the_digest_of_its_space(cache, inv):
     ConfigSelectorChain(persistent=cache).search(inv, KERNEL)
-    assert made_with(cache.load(inv.key))["space"] == space_digest(KERNEL, inv)
+    assert measured_with(cache.load(inv.key))["space"] == space_digest(KERNEL, inv)
 
 
 def test_a_space_that_changed_is_noticed_where_the_policy_asks(cache, inv, monkeypatch):
@@ -236,7 +236,7 @@ def test_a_space_that_cannot_be_evaluated_has_no_digest():
 )
 def test_the_environment_says_it(monkeypatch, text, policy):
     monkeypatch.setenv("EJKERNEL_STALE", text)
-    assert usual_stale_policy() == policy
+    assert default_stale_policy() == policy
 
 
 @pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use", "retune,jax=use", "jax=retune=use"])

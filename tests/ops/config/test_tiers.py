@@ -49,7 +49,7 @@ def test_a_chain_asks_tiers_that_are_known(inv):
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_how_far_an_answer_holds(tier, provisional, passing, for_one_call, saved):
-    found = (tier.is_provisional, tier.is_passing, tier.is_for_one_call, tier.is_saved)
+    found = (tier.is_provisional, tier.is_temporary, tier.is_for_one_call, tier.is_saved)
     assert found == (provisional, passing, for_one_call, saved)
 
 

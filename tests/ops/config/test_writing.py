@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel.ops.config import _writing
-from ejkernel.ops.config._writing import LEFT_OVER, remove_left_over, write_file
+from ejkernel.ops.config._writing import LEFT_OVER, remove_abandoned, write_file
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning
@@ -124,16 +124,16 @@ def test_old_temporary_files_are_removed_by_the_first_write_into_their_folder(tm
 
 def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
     left = beside(tmp_path / "file.json", age=10.0)
-    assert remove_left_over(tmp_path, left.stat().st_mtime + LEFT_OVER - 1) == 0
-    assert remove_left_over(tmp_path, left.stat().st_mtime + LEFT_OVER + 1) == 1
-    assert remove_left_over(tmp_path / "none", 0.0) == 0
+    assert remove_abandoned(tmp_path, left.stat().st_mtime + LEFT_OVER - 1) == 0
+    assert remove_abandoned(tmp_path, left.stat().st_mtime + LEFT_OVER + 1) == 1
+    assert remove_abandoned(tmp_path / "none", 0.0) == 0
 
 
 def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path, caplog):
     left = beside(tmp_path / "z.json")
     (tmp_path / ".a.json.1-0123abcd.tmp").mkdir()
     with caplog.at_level("INFO"):
-        assert remove_left_over(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
+        assert remove_abandoned(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
     assert not left.exists()
     assert "an abandoned temporary file cannot be removed" in caplog.text
 
@@ -210,7 +210,7 @@ def test_temporary_files_of_a_dead_writer_on_this_machine_are_removed_at_once(tm
     elsewhere = tmp_path / f".a.json.{dead}-{'0' * 8}0123abcd.tmp"
     for file in (gone, alive, elsewhere):
         file.touch()
-    assert remove_left_over(tmp_path, alive.stat().st_mtime) == 1
+    assert remove_abandoned(tmp_path, alive.stat().st_mtime) == 1
     assert not gone.exists()
     assert alive.exists()
     assert elsewhere.exists()  # of another machine, with unknown processes

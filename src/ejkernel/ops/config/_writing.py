@@ -90,7 +90,7 @@ def write_chunks(
     # Done by writers, since readers may lack permission to remove; once per folder, since it lists the folder.
     if (folder := str(file.parent)) not in _cleaned:
         _cleaned.add(folder)
-        remove_left_over(file.parent, modified)
+        remove_abandoned(file.parent, modified)
 
 
 def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
@@ -127,7 +127,7 @@ def _retried(write: Callable[[], float]) -> float:
     return write()
 
 
-def remove_left_over(folder: Path, now: float) -> int:
+def remove_abandoned(folder: Path, now: float) -> int:
     """Remove the temporary files of killed processes from a folder and return their number.
 
     Args:

@@ -55,7 +55,7 @@ class PersistentCache:
     """A folder of configurations above read-only layers: folders of the same layout, or URLs.
 
     A lookup returns the entry of the first layer that has the key. Lookups in a URL read its local copy only;
-    `look_again` updates the copy. A chain does so for calls without a measured configuration.
+    `refresh_if_due` updates the copy. A chain does so for calls without a measured configuration.
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An unusable entry is a miss with one `CacheWarning` per file. If the folder is not writable, the
@@ -110,13 +110,13 @@ class PersistentCache:
         """The layers with URLs."""
         return tuple(layer for layer in self._layers if not isinstance(layer, Path))
 
-    def look_again(self) -> None:
+    def refresh_if_due(self) -> None:
         """Update the copies of shared layers, unless they were updated recently.
 
         Waits a few seconds at most. Warns once (`CacheWarning`) of an unreachable shared cache.
         """
         for layer in self.shared:
-            layer.look_again()
+            layer.refresh_if_due()
 
     @property
     def shipped(self) -> bool:

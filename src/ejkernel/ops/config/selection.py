@@ -30,7 +30,7 @@ from ejkernel.ops.config.tiers import (
     SISTER,
     STALE,
     Answer,
-    NotTaken,
+    RejectedEntry,
     Tier,
 )
 from ejkernel.ops.config.tiers import Consulted as Consulted
@@ -171,7 +171,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         key, call = request.key, ""
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
-        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
+        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != HEURISTIC.name]
         raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
@@ -215,7 +215,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
         """Store an answer in memory. If calls share a key, keep the first heuristic configuration; any of them fits."""
         key, source = resolution.key, resolution.source
-        if key is None or resolution.tier.is_passing:
+        if key is None or resolution.tier.is_temporary:
             return
         before = self.cache.remembered(key)
         same_kind = before is not None and type(before.config) is type(resolution.config)
@@ -354,7 +354,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if action == wanted:
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
-        return NotTaken("; ".join(dict.fromkeys(notes))) if notes else "no entry"
+        return RejectedEntry("; ".join(dict.fromkeys(notes))) if notes else "no entry"
 
     def _from_stale(self, request: _Request) -> Answer:
         return self._saved(request, STALE, "retune")
@@ -387,7 +387,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if request.key is None:
             return request.no_key
         assert self.persistent is not None  # `_consult` asks this tier only if it has shared layers
-        self.persistent.look_again()
+        self.persistent.refresh_if_due()
         return self._saved(request, SHARED, "use")
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:

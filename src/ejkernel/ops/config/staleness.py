@@ -60,7 +60,7 @@ class StalePolicy:
         return action
 
 
-def usual_stale_policy() -> StalePolicy:
+def default_stale_policy() -> StalePolicy:
     """Return the policy from the environment variable `EJKERNEL_STALE`."""
     said: dict[str, Any] = dict(settings.current().stale)
     return StalePolicy(**said)
@@ -79,7 +79,7 @@ class Difference(NamedTuple):
         return printable(f"measured with {self.field} {self.stored}, not {self.here or 'none'}")
 
 
-def made_with(entry: StoredEntry) -> dict[str, str]:
+def measured_with(entry: StoredEntry) -> dict[str, str]:
     """Return the versions stored with a measurement; `UNKNOWN` where the entry has no information."""
     measured: Any = entry.measured or {}
     said = {**entry.provenance, "space": measured.get("space")}
@@ -97,7 +97,7 @@ def differences(entry: StoredEntry, space: str | None = None) -> tuple[Differenc
     device = getattr(entry.key, "device", None)
     here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(device), "space": space}
     asked = [name for name in here if here[name] is not None]
-    said = made_with(entry)
+    said = measured_with(entry)
     return tuple(Difference(name, said[name], here[name]) for name in asked if said[name] not in (UNKNOWN, here[name]))
 
 
@@ -134,6 +134,6 @@ def standing(
     """
     if entry is None:
         return "use", ""
-    looks = (look or policy.space != "use") and made_with(entry)["space"] != UNKNOWN
+    looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
     return policy.action(found), text_of_differences(found)

@@ -18,26 +18,26 @@ class Tier:
         name: The name in `Resolution.source`.
         is_provisional: Whether the answers hold only until the call is measured. They are remembered for reports, but
             never hide a better tier and are never saved to disk.
-        is_passing: Whether the answers are temporary and not remembered.
+        is_temporary: Whether the answers are temporary and not remembered.
         is_for_one_call: Whether an answer is for the exact call, rather than for all calls of its bucket.
         is_saved: Whether another process found the answers, maybe with another version of the kernel.
     """
 
     name: str
     is_provisional: bool = False
-    is_passing: bool = False
+    is_temporary: bool = False
     is_for_one_call: bool = False
     is_saved: bool = False
 
 
-OVERRIDE: Final = Tier("override", is_passing=True, is_for_one_call=True)
-OVERLAY: Final = Tier("overlay", is_passing=True)
+OVERRIDE: Final = Tier("override", is_temporary=True, is_for_one_call=True)
+OVERLAY: Final = Tier("overlay", is_temporary=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 SHIPPED: Final = Tier("shipped", is_saved=True)
 SHARED: Final = Tier("shared", is_saved=True)  # found by a refresh of a shared cache's copy
 AUTOTUNE: Final = Tier("autotune")
-AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source continues with the process
+AGREED: Final = Tier("agreed", is_temporary=True)  # by the processes of a program; a source continues with the process
 STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, but the policy asks to tune it again
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
@@ -73,14 +73,14 @@ class Resolution(Generic[Cfg]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NotTaken:
+class RejectedEntry:
     """The reason why the policy does not accept the saved configuration of a call."""
 
     why: str
 
 
 # an answer, an answer with a note, or the reason for no answer
-Answer = Resolution[Any] | tuple[Resolution[Any], str] | NotTaken | str
+Answer = Resolution[Any] | tuple[Resolution[Any], str] | RejectedEntry | str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,19 +91,19 @@ class Consulted:
         tier: The name of the tier.
         resolution: The answer, or `None`.
         note: More about the answer, or the reason for no answer.
-        is_not_taken: Whether the tier has an entry that the policy for stale entries rejects.
+        is_rejected: Whether the tier has an entry that the policy for stale entries rejects.
     """
 
     tier: str
     resolution: Resolution[Any] | None
     note: str = ""
-    is_not_taken: bool = False
+    is_rejected: bool = False
 
     @classmethod
     def of(cls, tier: Tier, answer: Answer) -> Consulted:
         """Return the result for a tier's answer."""
-        if isinstance(answer, NotTaken):
-            return cls(tier.name, None, answer.why, is_not_taken=True)
+        if isinstance(answer, RejectedEntry):
+            return cls(tier.name, None, answer.why, is_rejected=True)
         if isinstance(answer, str):
             return cls(tier.name, None, answer)
         return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)

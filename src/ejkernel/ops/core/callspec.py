@@ -21,7 +21,7 @@ from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import misfit, raise_if_misfit
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
-from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
+from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -241,7 +241,7 @@ def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tupl
     arrays: list[Any] = []
     held: list[Held] = [Strong(kernel)]
     for leaf in leaves:
-        if is_array(leaf) or stands_for_array(leaf):
+        if is_array(leaf) or wraps_array(leaf):
             arrays.append(as_array(leaf))
             held.append(_placeholder)
         else:
@@ -264,7 +264,7 @@ def tokens_of(tree: Any) -> Hashable:
         return _PLACEHOLDER
     node = jax.tree_util.default_registry.flatten_one_level(tree)
     if node is None:
-        if stands_for_array(tree):
+        if wraps_array(tree):
             return _PLACEHOLDER
         return (set, frozenset(map(identity, tree))) if kind is set else identity(tree)
     children, aux = node

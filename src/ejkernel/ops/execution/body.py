@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.agreement.agreement import agreed, is_from_elsewhere
+from ejkernel.ops.config.agreement.agreement import agreed, is_from_other_process
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers import HEURISTIC
@@ -199,7 +199,7 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
 def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
     """Return the heuristic's configuration, with a warning, if a saved one does not run; otherwise raise."""
     # With another configuration here, this process would run a different program than the others, and all would hang.
-    if is_from_elsewhere(resolution):
+    if is_from_other_process(resolution):
         raise AgreementError(
             f"{inv.op_id}: {resolution.config!r} (call {inv.call_key}, {resolution.source}) does not run here: "
             f"{type(error).__name__}: {error}; run the same version of every package in all processes."

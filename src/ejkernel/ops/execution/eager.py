@@ -24,7 +24,7 @@ from ejkernel.ops.core.kernel import Kernel, with_python_numbers
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
-from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
+from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 Plan = Callable[..., Any]
@@ -168,7 +168,7 @@ class _ScannedPlan:
         current = self._current = threading.local()
 
         def run(*arrays: jax.Array) -> Any:
-            leaves, tree = jax.tree.flatten(current.call, is_leaf=stands_for_array)
+            leaves, tree = jax.tree.flatten(current.call, is_leaf=wraps_array)
             given = iter(arrays)
             filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
@@ -251,12 +251,12 @@ def _scan_other(value: object, key: list[Hashable], arrays: list[Any]) -> None:
 
 
 def _is_given(leaf: object) -> bool:
-    return is_array(leaf) or stands_for_array(leaf)
+    return is_array(leaf) or wraps_array(leaf)
 
 
 def is_static(value: object) -> bool:
     """Return whether an argument contains no array."""
-    return not any(map(_is_given, jax.tree.leaves(value, is_leaf=stands_for_array))) and value is not None
+    return not any(map(_is_given, jax.tree.leaves(value, is_leaf=wraps_array))) and value is not None
 
 
 def _has_telling_type(value: object) -> bool:

@@ -16,7 +16,7 @@ from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
-from ejkernel.ops.config.staleness import usual_stale_policy
+from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound, with_python_numbers
@@ -35,7 +35,7 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import identity, token_of
 from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
-from ejkernel.ops.utils.values.signature import HasType, as_array, stands_for_array
+from ejkernel.ops.utils.values.signature import HasType, as_array, wraps_array
 
 
 class ConfigChooser(Protocol[Cfg, Out]):
@@ -296,8 +296,8 @@ def _prepared(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return the arguments for `run`, and the configuration that the caller passed."""
     # Before `prepare`, so that the kernel's checks see objects with `__jax_array__` as arrays.
-    if any(map(stands_for_array, jax.tree.leaves((args, kwargs), is_leaf=stands_for_array))):
-        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=stands_for_array)
+    if any(map(wraps_array, jax.tree.leaves((args, kwargs), is_leaf=wraps_array))):
+        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=wraps_array)
     args, kwargs = prepared(kernel, args, kwargs)
     if "cfg" not in kwargs:
         return args, kwargs, cfg
@@ -339,7 +339,7 @@ class _Default:
                         autotune=now.autotune,
                         heuristic=now.heuristic,
                         note_misses=now.note_misses,
-                        stale=usual_stale_policy(),
+                        stale=default_stale_policy(),
                     )
                     self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
                     services.provide_executor(self._executor)

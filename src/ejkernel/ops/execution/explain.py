@@ -156,7 +156,7 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Add the nearest entry, or another reason, if the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not tier.is_not_taken
+    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not tier.is_rejected
     if not no_entry or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))

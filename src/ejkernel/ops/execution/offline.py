@@ -217,9 +217,9 @@ def _searches(
 ) -> Iterator[AutotuneData | BaseException]:
     """Yield the result or error for each set, in order; several devices or an executor search in parallel."""
     if policy.executor is not None and len(sets) > 1:
-        from ejkernel.ops.autotuner.process.devices import side_by_side  # imports multiprocessing
+        from ejkernel.ops.autotuner.process.devices import in_parallel  # imports multiprocessing
 
-        yield from side_by_side(search, sets, most=_MOST_UNDER_WAY)
+        yield from in_parallel(search, sets, most=_MOST_UNDER_WAY)
         return
     if policy.isolate and policy.devices > 1 and len(sets) > 1:
         from ejkernel.ops.autotuner.process.devices import spread  # imports multiprocessing

@@ -188,7 +188,7 @@ def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
     SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     cache = PersistentCache(tmp_path / "mine", layers=[url], shipped=False)
     assert cache.get(entry(1).key) is None
-    cache.look_again()
+    cache.refresh_if_due()
     assert cache.get(entry(1).key) == {"rows": 1}
     assert PersistentCache(tmp_path / "mine", layers=[url], shipped=False).get(entry(1).key) == {"rows": 1}
 

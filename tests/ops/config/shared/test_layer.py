@@ -62,7 +62,7 @@ def test_a_lookup_asks_the_store_nothing(cache, store):
 
 
 def test_fetched_entries_are_found_without_the_store(cache, layer, store):
-    layer.look_again()
+    layer.refresh_if_due()
     store.asked.clear()
     store.down = "no network"
     assert cache.get(entry(1).key) == {"rows": 64}
@@ -72,7 +72,7 @@ def test_fetched_entries_are_found_without_the_store(cache, layer, store):
 
 
 def test_the_own_folder_answers_first(cache, layer):
-    layer.look_again()
+    layer.refresh_if_due()
     cache.put(entry(1).key, {"rows": 3})
     assert cache.get(entry(1).key) == {"rows": 3}
     assert dict(cache.entries())[entry(1).key].config == {"rows": 3}
@@ -81,29 +81,29 @@ def test_the_own_folder_answers_first(cache, layer):
 
 
 def test_packs_are_fetched_once_and_the_store_is_not_asked_again_soon(layer, store, clock):
-    layer.look_again()
-    layer.look_again()
+    layer.refresh_if_due()
+    layer.refresh_if_due()
     assert store.asked == ["list", "read"]
     clock.now += AGAIN
     store.objects.update([pack(entry(3))])
-    layer.look_again()
+    layer.refresh_if_due()
     assert store.asked == ["list", "read"] * 2
     assert layer.find(entry(3).key) == [entry(3)]
 
 
 def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, clock):
-    layer.look_again()
+    layer.refresh_if_due()
     store.down = "no network"
     clock.now += AGAIN
     with pytest.warns(CacheWarning, match=r"fake://team is out of date .*UnreachableError: no network"):
-        layer.look_again()
+        layer.refresh_if_due()
     clock.now += AGAIN
-    layer.look_again()  # where warnings are errors
+    layer.refresh_if_due()  # where warnings are errors
     assert layer.find(entry(1).key) == [entry(1)]
     store.down = ""
     store.objects.update([pack(entry(3))])
     clock.now += AGAIN
-    layer.look_again()
+    layer.refresh_if_due()
     assert layer.find(entry(3).key) == [entry(3)]
 
 
@@ -112,8 +112,8 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
     sizes = store.sizes
     store.sizes = lambda *most: answers.wait() and sizes(*most)
     with pytest.warns(CacheWarning, match="it has not answered for 0.01 s"):
-        layer.look_again(0.01)
-    layer.look_again(600)  # returns at once: the first call has waited
+        layer.refresh_if_due(0.01)
+    layer.refresh_if_due(600)  # returns at once: the first call has waited
     answers.set()
     layer._running.join()
     assert layer.find(entry(1).key) == [entry(1)]
@@ -123,14 +123,14 @@ def test_a_pack_that_is_wrong_is_left_out_with_a_warning(layer, store):
     name, raw = pack(entry(3))
     store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
     with pytest.warns(CacheWarning, match="3 packs cannot be used, e.g."):
-        layer.look_again()
+        layer.refresh_if_due()
     assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
 
 
 def test_a_pack_that_is_too_large_is_not_fetched(layer, store, monkeypatch):
     monkeypatch.setattr(layers, "LARGEST", 10)
     with pytest.warns(CacheWarning, match="more than the maximum of 10"):
-        layer.look_again()
+        layer.refresh_if_due()
     assert store.asked == ["list"]
 
 
@@ -140,14 +140,14 @@ def test_a_pack_that_is_too_large_keeps_no_other_from_being_fetched(layer, store
     monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
     monkeypatch.setattr(layers, "_MOST", 5 * len(raw))
     with pytest.warns(CacheWarning, match="1 pack cannot be used, e.g. aaa"):
-        layer.look_again()
+        layer.refresh_if_due()
     assert layer.find(entry(1).key) == [entry(1)]
 
 
 def test_a_copy_has_a_limit(layer, monkeypatch):
     monkeypatch.setattr(layers, "_MOST", 10)
     with pytest.warns(CacheWarning, match="larger than 10 bytes"):
-        layer.look_again()
+        layer.refresh_if_due()
 
 
 def test_packs_removed_or_merged_in_the_store_are_removed_from_the_copy(layer, store):
@@ -186,26 +186,26 @@ def test_without_a_folder_there_is_a_warning_and_no_answer(store):
     layer = SharedLayer("fake://team", None, connect=store)
     assert (layer.find(entry(1).key), list(layer.entries())) == ([], [])
     with pytest.warns(CacheWarning, match="set EJKERNEL_CACHE_DIR"):
-        layer.look_again()
+        layer.refresh_if_due()
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
     (tmp_path / ".layers").write_text("a file")
     with pytest.warns(CacheWarning, match="is out of date and is used anyway"):
-        SharedLayer("fake://team", tmp_path, connect=store).look_again()
+        SharedLayer("fake://team", tmp_path, connect=store).refresh_if_due()
 
 
 def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, clock):
     store.objects, store.is_there = {}, False
     with pytest.warns(CacheWarning, match=r"shared cache fake://team .*it does not exist, .*check the URL"):
-        layer.look_again()
+        layer.refresh_if_due()
     clock.now += AGAIN
-    layer.look_again()
+    layer.refresh_if_due()
 
 
 def test_a_place_that_is_there_and_is_empty_is_no_warning(layer, store):
     store.objects = {}
-    layer.look_again()
+    layer.refresh_if_due()
 
 
 # --- in a chain ---
@@ -266,10 +266,10 @@ def test_a_missing_store_package_is_a_warning_with_the_install_command(tmp_path,
     monkeypatch.setitem(sys.modules, "fsspec", None)
     cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)
     with pytest.warns(CacheWarning, match=r"pip install fsspec"):
-        cache.look_again()
+        cache.refresh_if_due()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache.look_again()
+        cache.refresh_if_due()
         assert cache.get(entry(1).key) is None
 
 
@@ -293,7 +293,7 @@ def test_protocols_that_do_more_than_list_read_and_write_are_refused_by_name(url
         stores.Store(url).sizes()
     cache = PersistentCache(tmp_path, layers=[url], shipped=False)
     with pytest.warns(CacheWarning, match="allowed are file"):
-        cache.look_again()
+        cache.refresh_if_due()
 
 
 @pytest.mark.parametrize("url", ["hdfs://team", "simplecache::s3://team"])

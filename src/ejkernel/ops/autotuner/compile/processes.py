@@ -221,7 +221,7 @@ class _Process:
 def _prepare(output: str) -> None:
     """Redirect this process's output to the file `output`, and keep it from opening devices."""
     write_to(output)
-    settings.tell_of_spills()
+    settings.log_register_spills()
     # Some accelerators admit one process only; on others the first process takes most of the memory.
     compat.leave_devices_alone()
     compat.forget_compilations()

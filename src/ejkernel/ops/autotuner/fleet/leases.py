@@ -41,7 +41,7 @@ def devices_of(platform: str) -> list[Device]:
         return [Device("cpu", [f"core-{core}" for core in cores], {})]
     if platform != "gpu":
         return [Device(platform, [platform], {})]
-    return [Device(f"gpu-{name}", [f"gpu-{name}"], settings.gpu_called(name)) for name in settings.visible_gpus()]
+    return [Device(f"gpu-{name}", [f"gpu-{name}"], settings.gpu_named(name)) for name in settings.visible_gpus()]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import jax
 from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
 from ejkernel.ops.autotuner.fleet.lines import Instruction, LineEnd
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks
+from ejkernel.ops.autotuner.process.lifetime import reset_in_forks
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import carried_out, pickled, sendable
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot, shared_worker, worker_session
@@ -316,4 +316,4 @@ def _begin_anew() -> object:
     return left
 
 
-begin_anew_in_forks(_begin_anew)  # e.g. in a process pool that forks
+reset_in_forks(_begin_anew)  # e.g. in a process pool that forks

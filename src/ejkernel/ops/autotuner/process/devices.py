@@ -50,7 +50,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
     return [team.results[index] for index in range(len(items))]
 
 
-def side_by_side(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
+def in_parallel(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
     """Return the result or exception of `work` for each item, from threads that only wait, e.g. for an executor.
 
     Ctrl-C requests `this_slot().cancellation` of each thread, starts no other item, and is raised afterwards. A second

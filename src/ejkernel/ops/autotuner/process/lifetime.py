@@ -114,7 +114,7 @@ def start_process(start: Callable[[], Any]) -> None:
 _of_parents: list[object] = []
 
 
-def begin_anew_in_forks(begin_anew: Callable[[], object]) -> None:
+def reset_in_forks(begin_anew: Callable[[], object]) -> None:
     """Call `begin_anew` in each fork of this process; it detaches from the parent's objects and returns them.
 
     The fork keeps them alive: garbage collection would close them for the parent, too.

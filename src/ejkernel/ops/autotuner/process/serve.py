@@ -139,7 +139,7 @@ def begin_serving(
     ignore_interrupts()
     outputs.to_standard_error()  # only the parent prints to stdout
     settings.share_device(environ)
-    settings.unknown_variables_are_told()
+    settings.suppress_unknown_variable_warnings()
     _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
     warnings.showwarning = _reports[0].warn
     threading.Thread(target=_wake_up, args=(pulse,), name="ejkernel-awake", daemon=True).start()

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import (
-    begin_anew_in_forks,
     module_path,
+    reset_in_forks,
     start_process,
     use_module_path,
 )
@@ -419,7 +419,7 @@ def _begin_anew() -> object:
     return left
 
 
-begin_anew_in_forks(_begin_anew)
+reset_in_forks(_begin_anew)
 
 
 @contextlib.contextmanager

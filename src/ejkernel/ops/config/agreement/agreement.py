@@ -106,7 +106,7 @@ def _source(process: int) -> str:
     return f"{AGREED.name} with process {process}"
 
 
-def is_from_elsewhere(resolution: Resolution[Any]) -> bool:
+def is_from_other_process(resolution: Resolution[Any]) -> bool:
     """Return whether another process decided."""
     return resolution.tier is AGREED and resolution.source != _source(jax.process_index())
 

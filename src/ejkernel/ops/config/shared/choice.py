@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.packs import line_of
-from ejkernel.ops.config.staleness import differences, made_with, text_of_differences
+from ejkernel.ops.config.staleness import differences, measured_with, text_of_differences
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
 
@@ -99,7 +99,11 @@ def _digest(data: object) -> str:
 
 def provenance_class(entry: StoredEntry) -> tuple[str, ...]:
     """Return the class of an entry: versions, origin and calls tuned together. Only equal classes are comparable."""
-    return (*made_with(entry).values(), "measured" if evidence(entry).is_measured else "set by hand", together(entry))
+    return (
+        *measured_with(entry).values(),
+        "measured" if evidence(entry).is_measured else "set by hand",
+        together(entry),
+    )
 
 
 def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
@@ -151,7 +155,7 @@ def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
     if together(ours) != together(theirs) and not is_same and (calls := calls_of(ours)):
         takes = calls <= calls_of(theirs) and other.time > mine.time
         return Verdict(takes, "ours was tuned together with other calls", not takes)
-    if made_with(ours) != made_with(theirs):
+    if measured_with(ours) != measured_with(theirs):
         return _of_classes(ours, theirs)
     if is_same:
         return Verdict(other > mine, "the same configuration")

@@ -79,7 +79,7 @@ class SharedLayer:
         """Yield, for each key of the copy, the entry that lookups use."""
         return iter(()) if self.copy is None else self.copy.entries(operation)
 
-    def look_again(self, patience: float = PATIENCE) -> None:
+    def refresh_if_due(self, patience: float = PATIENCE) -> None:
         """Refresh the copy, unless it was refreshed within the last `AGAIN` seconds, and wait up to `patience` seconds.
 
         If the store cannot be reached, emit one `CacheWarning` and leave the copy as it is.
@@ -155,7 +155,7 @@ class SharedLayer:
             copy.add(name, raw)
             return ""
 
-        found = side_by_side(fetch, new)
+        found = in_parallel(fetch, new)
         problems = sorted(filter(None, found))
         self.problem = f"{counted(len(problems), 'pack')} cannot be used, e.g. {problems[0]}" if problems else ""
         return found.count("")
@@ -185,7 +185,7 @@ def copy_folder(url: str, cache_dir: Path) -> Path:
     return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
-def side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
+def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
     """Apply `do` to all items in parallel and return the results in any order. The first error stops the work.
 
     The threads are daemons: those of a pool would keep the process alive while a network does not answer.

@@ -16,7 +16,7 @@ from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.exchange import SharedPlace
-from ejkernel.ops.config.shared.layer import side_by_side
+from ejkernel.ops.config.shared.layer import in_parallel
 from ejkernel.ops.config.shared.packs import DamagedError, Pack, packed, read_line, salvaged
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def _damaged(place: SharedPlace, names: Iterable[str]) -> set[str]:
             logger.info("%s of %s cannot be used here: %s", name, place, error)
         return ""
 
-    return set(side_by_side(name_if_damaged, names)) - {""}
+    return set(in_parallel(name_if_damaged, names)) - {""}
 
 
 def _whole_lines(place: SharedPlace, name: str) -> list[bytes]:

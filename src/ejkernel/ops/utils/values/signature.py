@@ -53,14 +53,14 @@ def is_array(value: object) -> bool:
     return isinstance(value, _ARRAYS) and not isinstance(value, _NO_ARRAYS)
 
 
-def stands_for_array(value: object) -> bool:
+def wraps_array(value: object) -> bool:
     """Return whether `value` wraps an array (it has `__jax_array__`), e.g. a parameter of a model."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
 
 
 def as_array(value: Any) -> Any:
     """Return `value` as an array, unwrapping `__jax_array__`."""
-    return value.__jax_array__() if stands_for_array(value) else value
+    return value.__jax_array__() if wraps_array(value) else value
 
 
 def abstract(value: object) -> jax.ShapeDtypeStruct:
@@ -109,7 +109,7 @@ def describe_static(value: object) -> Any:
     plain = _describe_plain(value)
     if plain is not None or value is None:
         return plain
-    if is_array(value) or stands_for_array(value):
+    if is_array(value) or wraps_array(value):
         raise UnstableKeyError(
             f"{_shown(value)} is an array inside a static argument, but keys do not contain array values; pass the "
             "array as an argument."
