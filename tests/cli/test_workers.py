@@ -72,6 +72,7 @@ def tune(tmp_path):
     return run
 
 
+@pytest.mark.smoke
 def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
     status, out, err = tune("waves:program", "-v")
     assert status == 0, err

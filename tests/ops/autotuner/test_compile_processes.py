@@ -74,6 +74,7 @@ def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_desc
         assert compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 60.0) is None
 
 
+@pytest.mark.smoke
 def test_what_processes_compile_is_what_threads_compile(monkeypatch):
     traced, run = set(), Faulty.run
 

@@ -204,6 +204,7 @@ def spawned(count):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_process_pool_finds_the_same_winners_and_the_caller_saves_them(tmp_path):
     cache, events = PersistentCache(tmp_path / "cache"), []
     calls = [*CALLS, call_of(faulty_kernels.plain, 16)]
@@ -293,6 +294,7 @@ def cluster():
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
     take_note, killed, reasons = dispatch._Attempt.take_note, [], []
 

@@ -52,6 +52,7 @@ def fates(data):
 # --- what a process does not survive ---
 
 
+@pytest.mark.smoke
 def test_a_candidate_that_ends_its_process_costs_itself_alone():
     events = []
     with on_event(events.append):
