@@ -122,10 +122,10 @@ def losses_agree(losses: dict[str, list[float]]) -> bool:
 
 
 def unfinished_searches() -> int:
-    """Return how many of the saved configurations come from a search that did not finish."""
+    """Return the number of calls whose search did not finish."""
     status, out = run(END, "-m", "ejkernel.cli", "show", "--json", capture=True)
-    found = [entry["measured"] for entry in json.loads(out)] if status == 0 else []
-    return sum(each["search"]["state"] != "complete" if "search" in each else each["skipped"] > 0 for each in found)
+    searches = [each["search"] for each in json.loads(out)] if status == 0 else []
+    return sum(search is not None and search["state"] != "complete" for search in searches)
 
 
 def main() -> int:

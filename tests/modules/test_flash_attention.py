@@ -233,7 +233,7 @@ def test_a_named_implementation_is_run_or_refused():
 
 
 def test_a_configuration_may_not_contradict_a_named_implementation():
-    with pytest.raises(ConfigError, match=r"cfg.implementation is 'cudnn', but implementation='xla'"):
+    with pytest.raises(ConfigError, match=r"cfg.implementation is 'cudnn', but the call requests implementation='xla'"):
         flash_attention(QUERY, KEY, VALUE, implementation="xla", cfg=FlashAttentionConfig(implementation="cudnn"))
 
 

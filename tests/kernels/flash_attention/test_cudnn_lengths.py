@@ -218,7 +218,7 @@ def test_packed_segments_run(changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"segments": False}, "for segment_ids, and there are none"),
+        ({"segments": False}, "needs segment_ids, and the call has none"),
         ({"bias": (1, 1, 64, 64)}, "segment_ids .* beside bias"),
         ({"rules": Rules(scale=1.0, left=3, right=0)}, "sliding_window"),
         ({"rules": Rules(scale=1.0, soft_cap=3.0)}, "logits_soft_cap"),
