@@ -207,7 +207,7 @@ QUERY, KEY, VALUE = make_qkv()
         ({"sliding_window": -1}, "sliding_window must be an int >= 0, .* got -1"),
         ({"sliding_window": (1, 2, 3)}, "sliding_window must be"),
         ({"softmax_scale": 0}, "softmax_scale must be a positive number or None, got 0"),
-        ({"logits_soft_cap": jnp.ones(())}, "logits_soft_cap must be a positive number or None"),
+        ({"logits_soft_cap": jnp.ones(2)}, "logits_soft_cap must be a positive number or None"),
         ({"causal": 1}, "causal must be True or False, got 1"),
         ({"implementation": "fastest"}, "implementation must be one of .*, xla, or None; got 'fastest'"),
     ],

@@ -258,7 +258,7 @@ def test_a_manifest_that_is_not_for_us_is_a_clear_error(twice, tmp_path, change,
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"schema": 1}'])
 def test_what_is_no_manifest_is_no_bundle(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="is no bundle"):
+    with pytest.raises(ConfigError, match="is not a usable bundle"):
         read_bundle(tmp_path)
 
 
@@ -271,7 +271,7 @@ def test_a_manifest_that_was_changed_is_no_bundle(twice, tmp_path):
 
 
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
-    with pytest.raises(ConfigError, match="is no bundle"):
+    with pytest.raises(ConfigError, match="is not a usable bundle"):
         read_bundle(tmp_path)
 
 

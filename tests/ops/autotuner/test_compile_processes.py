@@ -244,7 +244,7 @@ def test_remarks_of_compilers_are_logged_and_other_lines_are_printed(capfd, capl
 
 def test_what_was_said_is_the_reason_of_an_end(capfd):
     fatal = Fault("abort while tracing", says=f"{REMARKS}LLVM ERROR: no such register\nStack dump:\n")
-    with pytest.raises(CandidateError, match=r"ended by SIGABRT while compiling: LLVM ERROR: no such register$"):
+    with pytest.raises(CandidateError, match=r"killed by SIGABRT while compiling: LLVM ERROR: no such register$"):
         compiled(fatal)
     assert "Stack dump:" in capfd.readouterr().err
 

@@ -455,7 +455,7 @@ def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
     assert (tuned.config, tuned.undecided, finished[0].data.undecided) == (1, True, True)
     assert tuned.standing.came_out == "undecided"
     assert tuned.standing.verdict.pairs == 8 * 15  # it went on as long as it may
-    assert "undecided: the evidence was too little" in tuned.summary()
+    assert "undecided: the machine was too noisy to tell" in tuned.summary()
     summary = tuned.summary_data()
     assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
 
