@@ -227,8 +227,10 @@ def _cut_short(searcher: _Searcher, number: int, chance: random.Random, tally: T
         for victim in _workers(process.pid) if end == "a killed worker" else [process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL if end == "a killed worker" else signal.SIGINT)
-        if end == "a killed worker" and not searcher.answers(2.0):
-            os.kill(process.pid, signal.SIGINT)  # without a budget the search would wait for what hangs
+        if end == "a killed worker":
+            if searcher.answers(2.0):
+                return
+            os.kill(process.pid, signal.SIGINT)  # without a budget the search would wait for the hanging candidate
     elif end != "the budget":
         return
     if not searcher.answers(PATIENCE):
