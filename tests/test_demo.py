@@ -196,7 +196,8 @@ def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
 
     def run(seconds, *arguments, capture=False):
         if "show" in arguments:
-            return 0, json.dumps([{"measured": {"skipped": 3}}, {"measured": {"search": {"state": "complete"}}}])
+            states = [{"state": "partial"}, {"state": "complete"}, None]
+            return 0, json.dumps([{"measured": None, "search": state} for state in states])
         return left.pop(0), json.dumps(data) if capture else ""
 
     monkeypatch.setattr(module, "run", run)
