@@ -169,9 +169,9 @@ def _tune_found(
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
+        saved = f"saved in {store.path}" if len(result) else "none saved yet; run the command again to continue"
         console.print(
-            f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
-            soft_wrap=True,
+            f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, {saved}", soft_wrap=True
         )
     found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
