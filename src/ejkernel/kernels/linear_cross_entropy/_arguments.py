@@ -111,9 +111,10 @@ def canonical_options(
         "accumulation_dtype": canonical_accumulation(accumulation_dtype),
         "precision": canonical_precision(precision),
         "memory_limit": canonical_limit(memory_limit),
-        "vocab_axis": canonical_axis(vocab_axis),
     }
-    return {name: value for name, value in options.items() if value}
+    # The mesh axes are present in every call: the representative of a bucket has the same options as the call.
+    said = {name: value for name, value in options.items() if value}
+    return said | {"vocab_axis": ",".join(canonical_axis(vocab_axis))}
 
 
 def positive(name: str, value: Any) -> float | None:
@@ -163,10 +164,10 @@ def canonical_limit(value: Any) -> int | None:
 
 def canonical_axis(value: Any) -> tuple[str, ...]:
     """Return the names of mesh axes as a tuple."""
-    names = () if value is None else (value,) if isinstance(value, str) else value
+    names = () if value is None else value.split(",") if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ArgumentError(f"vocab_axis must be the name of a mesh axis, several names, or None, got {value!r}.")
-    return tuple(names)
+    return tuple(name for name in names if name)
 
 
 def canonical_names(name: str, values: Any, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ from .operation import (
     linear_cross_entropy_gradients,
 )
 
+_ARRAYS = (*GRADIENTS, "labels")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
@@ -106,18 +108,19 @@ def summed_losses(
     loss = {"label_smoothing": label_smoothing, "z_loss": z_loss}
 
     @jax.custom_jvp
-    def total(x: Any, weight: Any, bias: Any, factors: Any) -> tuple[jax.Array, Statistics]:
-        own = dataclasses.replace(head, x=x, weight=weight, bias=bias)
+    def total(x: Any, weight: Any, bias: Any, labels: Any, factors: Any) -> tuple[jax.Array, Statistics]:
+        own = dataclasses.replace(head, x=x, weight=weight, bias=bias, labels=labels)
         found = own.statistics(names)
         return _weighted(factors, token_losses(found, columns=own.columns, **loss)), found
 
     def tangents(primals: Any, tangents: Any) -> Any:
+        # The labels as well: a tracer that the rule closes over may belong to a trace that has ended.
         *arrays, factors = primals
-        own = dataclasses.replace(head, **dict(zip(GRADIENTS, arrays, strict=True)))
+        own = dataclasses.replace(head, **dict(zip(_ARRAYS, arrays, strict=True)))
         given = {
             name: tangent
-            for name, tangent in zip((*GRADIENTS, "factors"), tangents, strict=True)
-            if tangent is not None and not isinstance(tangent, SymbolicZero)
+            for name, tangent in zip((*_ARRAYS, "factors"), tangents, strict=True)
+            if name != "labels" and tangent is not None and not isinstance(tangent, SymbolicZero)
         }
         wanted = tuple(name for name in GRADIENTS if name in given)
         found, made = own.gradients(names, wanted, factors, **loss) if wanted else (own.statistics(names), {})
@@ -132,11 +135,11 @@ def summed_losses(
         if parts and head.vocab_axis:  # each device has a part of the columns
             tangent = lax.psum(tangent, head.vocab_axis)
         if "factors" in given:
-            tangent = tangent + _weighted(given["factors"], losses)
+            tangent = tangent + jnp.sum(given["factors"] * losses)
         return out, (tangent.astype(out[0].dtype), _tangents_of_statistics(own, found, given, with_lse=with_lse))
 
     total.defjvp(tangents, symbolic_zeros=True)
-    found: tuple[jax.Array, Statistics] = total(head.x, head.weight, head.bias, factors)
+    found: tuple[jax.Array, Statistics] = total(head.x, head.weight, head.bias, head.labels, factors)
     return found
 
 

@@ -75,7 +75,7 @@ class LinearCrossEntropyGradientsConfig(OperationConfig):
 class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg]):
     """Base of both operations: rows with any leading axes, and a vocabulary that may be sharded."""
 
-    def describe(self, x: Any, weight: Any, *others: Any, vocab_shares: bool = False, **options: Any) -> Any:
+    def describe(self, x: Any, weight: Any, *others: Any, vocab_axis: str, vocab_shares: bool, **options: Any) -> Any:
         """Return the sizes, dtypes and options of a call."""
         transposed = options.get("transpose_weight", False)
         return LinearCrossEntropyCall(
@@ -84,6 +84,7 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
             columns=weight.shape[0 if transposed else 1],
             dtype=str(x.dtype),
             bias=self._bias(others) is not None,
+            vocab_axis=_axes(vocab_axis),
             **options,
         )
 
@@ -121,8 +122,8 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
 
     def _shares(self, results: Results, options: dict[str, Any]) -> Results:
         """Return this device's share of the results of a call whose shards are summed."""
-        axes = options.get("vocab_axis", ())
-        if not options.get("vocab_shares"):
+        axes = _axes(options["vocab_axis"])
+        if not options["vocab_shares"]:
             return results
         names = options.get("statistics", ())
         found, rest = Statistics.of(results, names), results[2 + len(names) :]
@@ -145,14 +146,18 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
             return args, options
         x, weight, labels, *others = args
         labels = labels - jnp.asarray(part.start("vocab"), labels.dtype)
-        return (x, weight, labels, *others), options | {"vocab_axis": part.axes("vocab"), "vocab_shares": True}
+        return (x, weight, labels, *others), options | {
+            "vocab_axis": ",".join(part.axes("vocab")),
+            "vocab_shares": True,
+        }
 
     def bucket(self, inv: Invocation[_Cfg, Results]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the same call on one device, with one axis of tokens: these calls take equally long."""
-        options = {k: v for k, v in inv.abstract_kwargs.items() if k not in ("vocab_axis", "vocab_shares")}
-        args, _ = _flattened(inv.abstract_args)
-        if not all(is_known(*x.shape) for x in args if x is not None):
+        """Return the same call without collectives, with all tokens along one axis: such calls take equally long."""
+        options = {**inv.abstract_kwargs, "vocab_axis": "", "vocab_shares": False}
+        batch = inv.abstract_args[0].shape[:-1]
+        if not batch or not all(is_known(*x.shape) for x in inv.abstract_args if x is not None):
             return inv.abstract_args, inv.abstract_kwargs
+        args = _with_batch(inv.abstract_args, (*[1] * (len(batch) - 1), math.prod(batch)))
         same = self.able(dataclasses.replace(inv, args=args, kwargs=options)) == self.able(inv)
         return (args, options) if same else (inv.abstract_args, inv.abstract_kwargs)
 
@@ -221,7 +226,7 @@ class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
         )
         arguments.check_operands(x, weight, labels, bias, transpose_weight=options.get("transpose_weight", False))
         asked = arguments.canonical_statistics(statistics)
-        options |= ({"statistics": asked} if asked else {}) | ({"vocab_shares": True} if vocab_shares else {})
+        options |= ({"statistics": asked} if asked else {}) | {"vocab_shares": vocab_shares}
         args = (x, weight, arguments.int32(labels), bias)[: 3 if bias is None else 4]
         return args, options | {"implementation": self.requested(implementation)}
 
@@ -234,9 +239,7 @@ class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
 
     def describe(self, *args: Any, **options: Any) -> LinearCrossEntropyCall:
         """Return the sizes, dtypes and options; implementations compute the statistics of the columns at hand."""
-        call: LinearCrossEntropyCall = super().describe(
-            *args, **{k: v for k, v in options.items() if k != "vocab_axis"}
-        )
+        call: LinearCrossEntropyCall = super().describe(*args, **options | {"vocab_axis": ""})
         return call
 
     def sharding_rule(self, inv: Invocation[LinearCrossEntropyConfig, Results]) -> ShardingRule:
@@ -285,9 +288,8 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         arguments.check_operands(x, weight, labels, bias, transpose_weight=canonical.get("transpose_weight", False))
         arguments.check_token_weights(factors, x)
         asked = {*arguments.canonical_statistics(statistics), *(["sum"] if "label_smoothing" in canonical else [])}
-        canonical |= {"gradients": arguments.canonical_gradients(gradients)}
+        canonical |= {"gradients": arguments.canonical_gradients(gradients), "vocab_shares": vocab_shares}
         canonical |= {"statistics": arguments.canonical_statistics(tuple(asked))} if asked else {}
-        canonical |= {"vocab_shares": True} if vocab_shares else {}
         args = (x, weight, arguments.int32(labels), factors, bias)[: 4 if bias is None else 5]
         return args, canonical | {"implementation": self.requested(implementation)}
 
@@ -341,14 +343,17 @@ _TYPICAL = (
 def _flattened(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return the arguments with one axis of tokens, and the axes that it replaces."""
     batch = args[0].shape[:-1]
-    if len(batch) == 1:
-        return args, batch
-    tokens = math.prod(batch)
+    return (args if len(batch) == 1 else _with_batch(args, (math.prod(batch),))), batch
+
+
+def _with_batch(args: tuple[Any, ...], batch: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the arguments with these axes of tokens."""
     x, weight, labels, *others = args
-    x = _reshaped(x, (tokens, x.shape[-1]))
-    # The factors have the labels' shape, and a bias has one axis, so it is not reshaped.
-    others = [_reshaped(y, (tokens,)) if y.shape == batch else y for y in others]
-    return (x, weight, _reshaped(labels, (tokens,)), *others), batch
+    if labels.shape == batch:
+        return args
+    # Factors have the labels' shape; a bias has one axis, and the labels have more here.
+    last = [_reshaped(y, batch) if y.shape == labels.shape else y for y in others]
+    return (_reshaped(x, (*batch, x.shape[-1])), weight, _reshaped(labels, batch), *last)
 
 
 def _with_tokens(results: Results, options: dict[str, Any], batch: tuple[int, ...]) -> Results:
@@ -358,6 +363,11 @@ def _with_tokens(results: Results, options: dict[str, Any], batch: tuple[int, ..
     return *(y.reshape(batch) for y in results[:count]), *(
         y.reshape((*batch, y.shape[-1])) if name == "x" else y for name, y in gradients
     )
+
+
+def _axes(vocab_axis: str) -> tuple[str, ...]:
+    """Return the mesh axes in the option `vocab_axis`: a text, so that the representative of a call may lack it."""
+    return tuple(vocab_axis.split(",")) if vocab_axis else ()
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
