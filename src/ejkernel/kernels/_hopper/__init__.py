@@ -3,6 +3,7 @@
 
 `device`: limits of the chip. `memory`: shared memory. `pipeline`: barriers between producer and consumer warpgroups.
 `launch`: the launch and the split of warpgroups and registers. `backend`: the one switch between GPU and interpreter.
+`tile_shapes` and `products`: tiles and mainloop of matrix products.
 """
 
 from .device import DTYPES as DTYPES

@@ -25,7 +25,7 @@ def statistics_by_rows(problem: Problem, chunk: int | None) -> Statistics:
         part = problem.rows(*rows[:2])
         return carry, part.statistics(part.logits()).finished()
 
-    found: Statistics = _over_rows(step, None, (problem.x, problem.labels), chunk)[1]
+    found: Statistics = over_rows(step, None, (problem.x, problem.labels), chunk)[1]
     return found
 
 
@@ -67,7 +67,7 @@ def gradients_by_rows(
         return (sums[0] + made["weight"], dbias), (made["x"], more)
 
     zeros = problem.zeros(weight.shape, sum_dtype), None if bias is None else problem.zeros(bias.shape, problem.wide)
-    (dweight, dbias), (dx, more) = _over_rows(step, zeros, (x, problem.labels, given), chunk, lse)
+    (dweight, dbias), (dx, more) = over_rows(step, zeros, (x, problem.labels, given), chunk, lse)
     dbias = None if bias is None else dbias.astype(bias.dtype)
     return {"x": dx, "weight": dweight.astype(weight.dtype), "bias": dbias}, more
 
@@ -81,7 +81,7 @@ def statistics_by_columns(problem: Problem, chunk: int | None) -> Statistics:
         return found.merged(part.statistics(part.logits()))
 
     empty = Partial(nothing - jnp.inf, nothing, nothing, nothing, nothing)
-    return _over_columns(step, empty, problem.call.columns, chunk).finished()
+    return over_columns(step, empty, problem.call.columns, chunk).finished()
 
 
 def gradients_by_columns(
@@ -105,7 +105,7 @@ def gradients_by_columns(
         "weight": problem.zeros(weight.shape, weight.dtype),
         "bias": None if bias is None else problem.zeros(bias.shape, bias.dtype),
     }
-    made = _over_columns(step, zeros, problem.call.columns, chunk)
+    made = over_columns(step, zeros, problem.call.columns, chunk)
     return made | {"x": made["x"].astype(x.dtype)}
 
 
@@ -113,7 +113,7 @@ def _is_one(chunk: int | None, length: Any) -> bool:
     return chunk is None or chunk >= length
 
 
-def _over_rows(
+def over_rows(
     step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, arrays: Any, chunk: int | None, lse: Any = None
 ) -> Any:
     """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0."""
@@ -136,7 +136,7 @@ def _cut(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-def _over_columns(step: Callable[[Carry, Any, int], Carry], carry: Carry, columns: int, chunk: int | None) -> Carry:
+def over_columns(step: Callable[[Carry, Any, int], Carry], carry: Carry, columns: int, chunk: int | None) -> Carry:
     """Run chunks of columns one after the other; the last may be narrower."""
     width = columns if chunk is None else min(chunk, columns)
     whole = columns // width

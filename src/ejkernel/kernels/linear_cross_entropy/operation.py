@@ -45,7 +45,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
-from ejkernel.ops.implementation import Implementations, OperationConfig
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -191,7 +191,12 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
 class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
     """The operation that returns statistics of each token's logits; its gradient recomputes the logits."""
 
-    implementations = Implementations({"xla": f"{__package__}.xla:Xla"})
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
+            "xla": f"{__package__}.xla:Xla",
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(name="linear_cross_entropy")
@@ -264,7 +269,14 @@ class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
 class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
     """The operation that returns statistics, and gradients of the weighted sum of losses, with three products."""
 
-    implementations = Implementations({"xla": f"{__package__}.xla:XlaGradients"})
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(
+                f"{__package__}.mosaic_gpu.implementation:MosaicGpuGradients", platforms=("gpu",)
+            ),
+            "xla": f"{__package__}.xla:XlaGradients",
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(name="linear_cross_entropy_gradients")

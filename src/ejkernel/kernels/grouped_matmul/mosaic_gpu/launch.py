@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
 from .params import ProductParams, WgradParams
-from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
+from .plan import ProductPlan, product_plan, wgrad_plan
 
 _one_by_one: Any = sequential_vmap  # it has no annotations
 
