@@ -3,8 +3,8 @@
 
 A scalar loss needs three products. The exponentials of the logits leave the first product relative to a number `r` per
 row that is known before it: the largest of some of the row's logits. Since `r` is at most the log-sum-exp, and bfloat16
-has the range of float32, one factor per row remains, `softmax * exp(r - lse)`. It is applied to the rows of `dx`, and to
-the rows of `x` in the weight's gradient, so no pass over the exponentials is needed. The label's -1 is scattered. If
+has the range of float32, one factor per row remains, `softmax * exp(r - lse)`. It is applied to the rows of `dx`, and
+to the rows of `x` in the weight's gradient, so no pass over the exponentials is needed. The label's -1 is scattered. If
 the log-sum-exp of a row is too far above `r`, everything is computed again with `r = lse`.
 
 Other gradients compute the logits again, from the log-sum-exp.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
@@ -99,7 +100,7 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     if not is_known(call.tokens, call.inner, call.columns) or not _has_gradients(call):
         return base
     for choice in _choices(call):
-        if params_fault(call, choice) is None and estimated_bytes(call, choice) <= memory_limit(call):
+        if _fits_in_memory(call, choice):
             return choice
     form, chunk = _LEAST
     return dataclasses.replace(base, form=form, chunk=chunk)
@@ -122,28 +123,36 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
     if not is_known(call.tokens, call.inner, call.columns):
         return [heuristic(call)]
     first = heuristic(call)
-    chunks = [(first.form, first.chunk)]
+    chunks = {_chunk_name(first): first}
     if _has_gradients(call):
-        fitting = [
-            (choice.form, choice.chunk)
-            for choice in _choices(call)
-            if params_fault(call, choice) is None and estimated_bytes(call, choice) <= memory_limit(call)
-        ]
-        chunks = list(dict.fromkeys([*chunks, *fitting]))
+        fitting = [choice for choice in _choices(call) if _fits_in_memory(call, choice)]
+        chunks |= {_chunk_name(choice): choice for choice in fitting}
 
-    def build(chunks: tuple[str, int | None], block_n: int, stages: int, panel: int, out_slots: int) -> MosaicGpuParams:
-        form, chunk = chunks
-        return MosaicGpuParams(form=form, chunk=chunk, block_n=block_n, stages=stages, panel=panel, out_slots=out_slots)
+    def build(values: dict[str, Any]) -> MosaicGpuParams:
+        tile = {name: value for name, value in values.items() if name != "chunks"}
+        return dataclasses.replace(chunks[values["chunks"]], **tile)
+
+    def read(params: MosaicGpuParams) -> dict[str, Any]:
+        tile = {name: getattr(params, name) for name in axes if name != "chunks"}
+        return {"chunks": _chunk_name(params), **tile}
 
     def fits(block_n: int, stages: int, out_slots: int) -> bool:
         params = dataclasses.replace(first, block_n=block_n, stages=stages, out_slots=out_slots)
         return params_fault(call, params) is None
 
-    axes = {
+    axes: dict[str, tuple[Any, ...]] = {
         "chunks": tuple(chunks),
         "block_n": (128, 256),
         "stages": (3, 4, 6),
         "panel": (8, 16, 32),
         "out_slots": (1, 2, 4),
     }
-    return ConfigSpace(axes, constraints=fits, build=build)
+    return ConfigSpace(axes, constraints=fits, build=build, read=read)
+
+
+def _chunk_name(params: MosaicGpuParams) -> str:
+    return f"{params.form} {params.chunk or 'all'}"
+
+
+def _fits_in_memory(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> bool:
+    return params_fault(call, params) is None and estimated_bytes(call, params) <= memory_limit(call)
