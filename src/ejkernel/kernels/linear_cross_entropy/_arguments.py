@@ -25,7 +25,7 @@ def check_operands(x: Any, weight: Any, labels: Any, bias: Any, *, transpose_wei
     """Raise unless the arrays fit together."""
     _check_floating("x", x, "[*batch, d]", 1)
     axes = "[V, d]" if transpose_weight else "[d, V]"
-    _check_floating("weight", weight, axes, 2)
+    _check_floating("weight", weight, axes, 0)
     if len(weight.shape) != 2:
         raise ArgumentError(f"weight must be {axes}, got shape {tuple(weight.shape)}; reshape it.")
     if x.dtype != weight.dtype:

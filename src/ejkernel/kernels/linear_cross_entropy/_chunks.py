@@ -48,13 +48,21 @@ def heuristic_chunks(call: LinearCrossEntropyCall) -> tuple[str, int | None]:
     """Return the form and the size of chunks, without measuring."""
     if not is_known(call.tokens, call.inner, call.columns):
         return "rows", None
-    if call.platform == "cpu" and jnp.dtype(call.dtype).itemsize < 4:
-        return "vocabulary", 2048
-    best = ("rows", 128 if call.platform == "cpu" else max(1024, 2 * call.inner))
-    for form, chunk in (best, *_choices(call)):
+    for form, chunk in (_best(call), *_choices(call)):
         if estimated_bytes(call, form, chunk) <= memory_limit(call):
             return form, chunk
-    return "vocabulary", 1024
+    return min(_choices(call), key=lambda choice: estimated_bytes(call, *choice))
+
+
+def _best(call: LinearCrossEntropyCall) -> tuple[str, int]:
+    """Return the form and size of chunks to prefer where there is memory enough."""
+    if call.platform != "cpu":
+        # The logits of up to `2 * inner` rows take no more memory than the sum of the weight's gradient.
+        return "rows", max(1024, 2 * call.inner)
+    # Measured on a CPU: narrow chunks stay in its caches, which pays for a fourth product of 16-bit operands.
+    if jnp.dtype(call.dtype).itemsize < 4:
+        return "vocabulary", 2048
+    return "rows", max(128, min(call.inner, call.tokens // 4))
 
 
 def space_of_chunks(call: LinearCrossEntropyCall) -> list[tuple[str, int | None]]:
@@ -66,5 +74,5 @@ def space_of_chunks(call: LinearCrossEntropyCall) -> list[tuple[str, int | None]
 
 def _choices(call: LinearCrossEntropyCall) -> list[tuple[str, int | None]]:
     rows = [chunk for chunk in (16384, 8192, 4096, 2048, 1024, 512, 256, 128) if chunk < call.tokens]
-    columns = [chunk for chunk in (32768, 16384, 8192, 4096, 2048, 1024) if chunk < call.columns]
+    columns = [chunk for chunk in (32768, 16384, 8192, 4096, 2048, 1024, 512, 256) if chunk < call.columns]
     return [("rows", None), *(("rows", n) for n in rows), *(("vocabulary", n) for n in columns)]

@@ -113,14 +113,17 @@ class Problem:
         """Return the logits `[rows, columns]`."""
         call = self.call
         s = self._product(self.x, self.weight, (1, 1 if call.transpose_weight else 0), self.wide)
-        if self.bias is not None:
-            s = s + self.bias.astype(self.wide)[None]
-        if call.logits_scale != 1:
-            s = s * call.logits_scale
-        if call.logits_soft_cap is None:
-            return s
-        capped = call.logits_soft_cap * jnp.tanh(s * (1 / call.logits_soft_cap))
-        return capped if self.bias is None else jnp.where(s == -jnp.inf, s, capped)
+        if self.bias is None:
+            return self._capped(s * call.logits_scale if call.logits_scale != 1 else s)
+        bias = self.bias.astype(self.wide)[None]
+        removed = bias == -jnp.inf
+        # Without -inf inside, so that higher derivatives of removed columns are 0 and not NaN.
+        s = (s + jnp.where(removed, 0, bias)) * call.logits_scale
+        return jnp.where(removed, -jnp.inf, self._capped(s))
+
+    def _capped(self, s: jax.Array) -> jax.Array:
+        cap = self.call.logits_soft_cap
+        return s if cap is None else cap * jnp.tanh(s * (1 / cap))
 
     def statistics(self, s: jax.Array) -> Partial:
         """Return the statistics of these logits."""
@@ -147,6 +150,8 @@ class Problem:
     def gradient_of_logits(self, s: jax.Array, lse: jax.Array, given: Coefficients) -> jax.Array:
         """Return the gradient of `x @ weight + bias`, in float32; see `Coefficients`."""
         cap = self.call.logits_soft_cap
+        removed = None if self.bias is None else s == -jnp.inf
+        s = s if removed is None else jnp.where(removed, 0, s)
         p = jnp.exp(s - lse[:, None])
         if given.expected is None or given.mean is None:
             d = p * given.softmax[:, None]
@@ -158,8 +163,7 @@ class Problem:
             d = d + given.constant[:, None]
         if cap is not None:
             d = d * (1 - jnp.square(s * (1 / cap)))
-        if self.bias is not None:
-            d = jnp.where(s == -jnp.inf, 0, d)
+        d = d if removed is None else jnp.where(removed, 0, d)
         return d * self.call.logits_scale if self.call.logits_scale != 1 else d
 
     def gradients(

@@ -145,7 +145,7 @@ def summed_losses(
 
 def _tangents_of_statistics(head: Head, found: Statistics, given: Mapping[str, Any], *, with_lse: bool) -> Statistics:
     """Return zeros, except for the log-sum-exp if its gradient is wanted."""
-    zeros: Statistics = jax.tree.map(compat.zeros_of_tangent, found)
+    zeros: Statistics = jax.tree.map(_zeros_like, found)
     names = [name for name in GRADIENTS if name in given]
     if not with_lse or not names:
         return zeros
@@ -155,6 +155,12 @@ def _tangents_of_statistics(head: Head, found: Statistics, given: Mapping[str, A
 
     primals = [getattr(head, name) for name in names]
     return zeros._replace(lse=jax.jvp(lse, primals, [given[name] for name in names])[1])
+
+
+def _zeros_like(value: jax.Array) -> jax.Array:
+    # With the sharding of the value over explicit axes, and varying like it over manual ones.
+    zeros: jax.Array = compat.match_varying(value, jnp.zeros_like(value))
+    return zeros
 
 
 def _product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
