@@ -86,7 +86,7 @@ class HeadGradients:
         made = self._by_factors(rows, matrix, factor, constant, dtype)
         total_of_logits = self._sum_of_logits(rows) if "sum" in call.statistics else None
         statistics = Statistics(lse, found.label, total_of_logits, None, merged_max(found.max, call.vocab_axis))
-        return made._replace(x=made.x[: rows.count]), jax.tree.map(lambda y: y[: rows.count], statistics)
+        return made._replace(x=made.x[: rows.own]), jax.tree.map(lambda y: y[: rows.own], statistics)
 
     def _exponentials(self, rows: Rows) -> _Relative:
         """Return exponentials of which all sums are in range."""
@@ -167,7 +167,7 @@ class HeadGradients:
         rows = Rows.of(x, labels)
         d = self.head.gradient_of_logits(rows, rows.numbers(lse), jax.tree.map(rows.numbers, given))
         made = self._by_products(rows, self.head.weight, d, (x.dtype, dtype))
-        return made._replace(x=made.x[: rows.count])
+        return made._replace(x=made.x[: rows.own])
 
     def by_columns(
         self, x: jax.Array, labels: jax.Array, given: Coefficients, lse: jax.Array, chunk: int | None
@@ -183,7 +183,7 @@ class HeadGradients:
             own = self._by_products(rows, weight, d, (jnp.float32, head.weight.dtype))
             dweight = lax.dynamic_update_slice_in_dim(made.weight, own.weight, start, axis)
             dbias = None
-            if own.bias is not None:
+            if own.bias is not None and made.bias is not None:
                 dbias = lax.dynamic_update_slice_in_dim(made.bias, own.bias, start, 0)
             return unify_varying((Gradients(made.x + own.x, dweight, dbias), made))[0]
 
@@ -194,7 +194,7 @@ class HeadGradients:
         )
         zeros = unify_varying((zeros, rows.x, head.weight, lse, given))[0]
         made = over_columns(step, zeros, head.columns, chunk)
-        return made._replace(x=made.x[: rows.count].astype(x.dtype))
+        return made._replace(x=made.x[: rows.own].astype(x.dtype))
 
     def _by_products(self, rows: Rows, weight: jax.Array, d: jax.Array, dtypes: tuple[Any, Any]) -> Gradients:
         transposed = self.head.call.transpose_weight

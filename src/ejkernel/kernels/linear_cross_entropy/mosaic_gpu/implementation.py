@@ -112,9 +112,12 @@ class MosaicGpuGradients(_OnHopper):
         head = PaddedHead.of(call, params, weight, bias, self.interpret)
         gradients = HeadGradients(head, counted_columns(bias, call.columns, call.vocab_axis))
         if params.form == "rows":
-            made, found = summed_over_rows(
-                lambda rows, dtype: gradients.of_loss(*rows[:3], dtype), (x, labels, factors), head, _sum_dtype(head)
-            )
+
+            def of_rows(rows: Any, dtype: Any) -> tuple[Gradients, Statistics]:
+                x, labels, factors, _ = rows
+                return gradients.of_loss(x, labels, factors, dtype)
+
+            made, found = summed_over_rows(of_rows, (x, labels, factors), head, _sum_dtype(head))
         else:
             found = merged_on_all_devices(_statistics(head, Rows.of(x, labels), call.statistics), call.vocab_axis)
             given = coefficients_of_loss(call, found.lse, factors.astype(found.lse.dtype), gradients.columns)
@@ -124,7 +127,7 @@ class MosaicGpuGradients(_OnHopper):
 
 
 def _statistics(head: PaddedHead, rows: Rows, names: tuple[str, ...]) -> Statistics:
-    found: Statistics = jax.tree.map(lambda y: y[: rows.count], head.statistics(rows, names))
+    found: Statistics = jax.tree.map(lambda y: y[: rows.own], head.statistics(rows, names))
     return found
 
 
@@ -137,7 +140,8 @@ def _from_lse(
         return gradients.by_columns(x, labels, given, lse, head.params.chunk)
 
     def of_rows(rows: Any, dtype: Any) -> tuple[Gradients, None]:
-        return gradients.by_rows(*rows, dtype), None
+        x, labels, given, lse = rows
+        return gradients.by_rows(x, labels, given, lse, dtype), None
 
     return summed_over_rows(of_rows, (x, labels, given), head, _sum_dtype(head), lse)[0]
 
@@ -156,4 +160,5 @@ def _cropped(made: Gradients, head: PaddedHead, bias: jax.Array | None) -> dict[
 
 def _wanted(call: LinearCrossEntropyCall, found: Statistics) -> Statistics:
     """Return the statistics without those that the call does not return."""
-    return found._replace(**{name: None for name in STATISTICS if name not in call.statistics})
+    dropped: dict[str, Any] = {name: None for name in STATISTICS if name not in call.statistics}
+    return found._replace(**dropped)

@@ -9,7 +9,7 @@ Producer and consumers visit the same tiles and steps in the same order, so they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +97,7 @@ class HeadKernel:
             self.has_labels = refs.pop(0)
             self.relative_to = refs.pop(0) if plan.mode == EXPONENTIALS else None
         self.parts = dict(zip(plan.per_tile, refs, strict=False))
-        self.out = refs[-1] if plan.has_matrix else None
+        self.out: Any = refs[-1] if plan.has_matrix else None
 
     def memory_types(self) -> HeadMemory:
         """Return the types of shared memory and barriers."""
@@ -181,8 +181,12 @@ class HeadKernel:
             multiply_stages(self.pipeline, step, plan.steps, one)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
-        epilogues = {STATISTICS: self._statistics, EXPONENTIALS: self._exponentials, GRADIENT: self._gradient}
-        epilogues[plan.mode](product, tile, *known)
+        epilogue: Callable[..., None] = {
+            STATISTICS: self._statistics,
+            EXPONENTIALS: self._exponentials,
+            GRADIENT: self._gradient,
+        }[plan.mode]
+        epilogue(product, tile, *known)
 
     def _known(self, tile: _Tile) -> list[Any]:
         if self.plan.mode == GRADIENT:

@@ -46,18 +46,17 @@ class Exponentials(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Padded rows, their labels (-1 in padded rows), and how many rows there were before padding."""
+    """Padded rows, their labels (-1 in padded rows), and how many rows are not padding."""
 
     x: jax.Array
     labels: jax.Array
-    count: int
+    own: int
 
     @classmethod
     def of(cls, x: jax.Array, labels: jax.Array) -> Rows:
         """Return rows padded to whole tiles."""
-        count = x.shape[0]
-        missing = padded(count, TILE_ROWS) - count
-        return cls(pad(x, (TILE_ROWS, ALIGNED)), jnp.pad(labels, (0, missing), constant_values=-1), count)
+        missing = padded(x.shape[0], TILE_ROWS) - x.shape[0]
+        return cls(pad(x, (TILE_ROWS, ALIGNED)), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
 
     def numbers(self, values: jax.Array, fill: float = 0) -> jax.Array:
         """Return one float32 number per padded row."""
