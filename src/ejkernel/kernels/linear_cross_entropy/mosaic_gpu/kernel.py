@@ -291,12 +291,13 @@ class HeadKernel:
             piece, squashed = self._logits(product, tile, i)
             e = jnp.exp2(piece * (unit * LOG2E) - _wide(relative_to))
             total = e if total is None else total + e
-            if "max" in self.parts:
-                highest = piece if highest is None else jnp.maximum(highest, piece)
+            if "max" in self.parts:  # one number per row: a piece of maxima would spill registers
+                top = piece.max(axis=1)
+                highest = top if highest is None else jnp.maximum(highest, top)
             self._store_piece(e if plan.soft_cap is None else e * self._slope(squashed), tile, i)
         self._store_part("total", tile, total.sum(axis=1))
         if "max" in self.parts:
-            self._store_part("max", tile, highest.max(axis=1) * unit)
+            self._store_part("max", tile, highest * unit)
 
     def _gradient(self, product: Any, tile: _Tile, labels: Any, lse: Any, softmax: Any, label: Any, *more: Any) -> None:
         plan, unit = self.plan, self._unit

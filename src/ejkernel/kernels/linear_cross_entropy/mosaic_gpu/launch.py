@@ -22,9 +22,8 @@ from ejkernel.kernels.linear_cross_entropy.common import (
 )
 
 from .params import MosaicGpuParams
-from .plan import EXPONENTIALS, GRADIENT, STATISTICS, TILE_ROWS, HeadPlan, head_plan
+from .plan import EXPONENTIALS, GRADIENT, STATISTICS, TILE_ROWS, WIDEST_TILE, HeadPlan, head_plan, padded_columns
 
-_WIDEST_TILE = 256
 _LOG2E = 1.4426950408889634
 _one_by_one: Any = sequential_vmap  # it has no annotations
 
@@ -56,7 +55,8 @@ class Rows(NamedTuple):
     def of(cls, x: jax.Array, labels: jax.Array) -> Rows:
         """Return rows padded to whole tiles."""
         missing = padded(x.shape[0], TILE_ROWS) - x.shape[0]
-        return cls(pad(x, (TILE_ROWS, ALIGNED)), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
+        sizes = x.shape[0] + missing, padded(x.shape[1], ALIGNED)
+        return cls(pad(x, sizes), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
 
     def numbers(self, values: jax.Array, fill: float = 0) -> jax.Array:
         """Return one float32 number per padded row."""
@@ -90,11 +90,12 @@ class PaddedHead:
         bias: jax.Array | None,
         interpret: Any,
     ) -> PaddedHead:
-        """Return the padded head; a weight whose axes are multiples of 64 is not copied."""
+        """Return the padded head; a weight with axes of multiples of 64 is not copied."""
         if bias is not None:
-            missing = padded(call.columns, _WIDEST_TILE) - call.columns
+            missing = padded(call.columns, WIDEST_TILE) - call.columns
             bias = jnp.pad(bias.astype(jnp.float32), (0, missing), constant_values=-jnp.inf)
-        return cls(call, params, pad(weight, (ALIGNED, ALIGNED)), bias, interpret)
+        sizes = padded(call.inner, ALIGNED), padded_columns(call.columns)
+        return cls(call, params, pad(weight, sizes[::-1] if call.transpose_weight else sizes), bias, interpret)
 
     @property
     def columns(self) -> int:
@@ -188,7 +189,7 @@ class PaddedHead:
         return jnp.where(owns, parts[tiles, jnp.arange(labels.shape[0])], 0)
 
 
-def pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:
-    """Pad an array with zeros to multiples of these sizes."""
-    added = [padded(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
+def pad(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """Pad an array with zeros to these sizes."""
+    added = [size - own for own, size in zip(x.shape, sizes, strict=True)]
     return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

@@ -12,6 +12,7 @@ from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 from .params import MosaicGpuParams
 
 TILE_ROWS = WARPGROUPS * ROWS
+WIDEST_TILE = 256  # columns
 PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
@@ -118,7 +119,7 @@ def head_plan(
         mode=mode,
         rows=rows,
         inner=padded(call.inner, ALIGNED),
-        columns=padded(call.columns, ALIGNED) if columns is None else columns,
+        columns=padded_columns(call.columns) if columns is None else columns,
         last=call.columns,
         transpose_weight=call.transpose_weight,
         soft_cap=call.logits_soft_cap,
@@ -132,3 +133,8 @@ def head_plan(
         panel=params.panel,
         out_slots=params.out_slots,
     )
+
+
+def padded_columns(columns: int) -> int:
+    """Return the number of columns after padding: whole tiles of shared memory, and the widest tile at least."""
+    return max(padded(columns, ALIGNED), WIDEST_TILE)

@@ -14,7 +14,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import MosaicGpuParams
-from .plan import STATISTICS, TILE_ROWS, head_plan
+from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
@@ -70,7 +70,7 @@ def _three_products_fault(call: LinearCrossEntropyCall) -> str | None:
 
 def estimated_bytes(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> int:
     """Return an estimate of the bytes of temporary arrays, besides arguments and results."""
-    inner, columns = (padded(size, ALIGNED) for size in (call.inner, call.columns))
+    inner, columns = padded(call.inner, ALIGNED), padded_columns(call.columns)
     # Padded copies of the weight and of its gradient.
     total = 2 * inner * columns * ((inner, columns) != (call.inner, call.columns)) * (1 + _has_gradients(call))
     total += 4 * 3 * call.tokens * -(-columns // params.block_n)
