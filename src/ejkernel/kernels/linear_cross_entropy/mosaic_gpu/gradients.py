@@ -49,7 +49,6 @@ class _Relative(NamedTuple):
     """The exponentials of rows, what they are relative to, and whether all sums are small enough."""
 
     relative_to: jax.Array
-    total: jax.Array
     found: Exponentials
     fits: jax.Array
 
@@ -72,8 +71,9 @@ class HeadGradients:
         """Return the gradients of `sum(factors * losses)`, the weight's in `dtype`, and the statistics."""
         head, call, rows = self.head, self.head.call, Rows.of(x, labels)
         factors = rows.numbers(factors)
-        relative_to, total, found, _ = self._exponentials(rows)
-        lse = relative_to + jnp.log(total)
+        relative_to, found, _ = self._exponentials(rows)
+        # Merged here, so that its type says that all devices have the same numbers: a loop's carry loses that.
+        lse = merged_lse(relative_to + jnp.log(found.total), call.vocab_axis)
         unit = coefficients_of_loss(call, lse, jnp.ones_like(lse), self.columns)
         softmax = jnp.where(jnp.abs(unit.softmax) < _LEAST_SOFTMAX, _LEAST_SOFTMAX, unit.softmax)
         at_label = jnp.exp(found.label - relative_to) + unit.label / softmax * jnp.exp(lse - relative_to)
@@ -96,7 +96,7 @@ class HeadGradients:
             found = head.exponentials(rows, relative_to)
             # The same number on all devices that share the vocabulary, so that all of them run again, or none does.
             total = lax.psum(found.total, axes) if axes else found.total
-            return _Relative(relative_to, total, found, (total < LARGEST_SUM).all())
+            return _Relative(relative_to, found, (total < LARGEST_SUM).all())
 
         def again(first: _Relative) -> _Relative:
             lse = finite_top(merged_lse(head.statistics(rows, ()).lse, axes))

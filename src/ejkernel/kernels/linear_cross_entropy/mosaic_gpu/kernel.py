@@ -285,17 +285,20 @@ class HeadKernel:
     def _exponentials(self, product: Any, tile: _Tile, has_label: Any, relative_to: Any) -> None:
         self._store_label(product, tile, has_label)
         plan, unit = self.plan, self._unit
+        # With a bias or maxima, sums of a whole piece would spill registers: sum each piece over its columns.
+        is_crowded = plan.bias or "max" in self.parts
         total: Any = None
         highest: Any = None
         for i in range(plan.pieces):
             piece, squashed = self._logits(product, tile, i)
             e = jnp.exp2(piece * (unit * LOG2E) - _wide(relative_to))
-            total = e if total is None else total + e
-            if "max" in self.parts:  # one number per row: a piece of maxima would spill registers
+            if "max" in self.parts:
                 top = piece.max(axis=1)
                 highest = top if highest is None else jnp.maximum(highest, top)
             self._store_piece(e if plan.soft_cap is None else e * self._slope(squashed), tile, i)
-        self._store_part("total", tile, total.sum(axis=1))
+            part = e.sum(axis=1) if is_crowded else e
+            total = part if total is None else total + part
+        self._store_part("total", tile, total if is_crowded else total.sum(axis=1))
         if "max" in self.parts:
             self._store_part("max", tile, highest * unit)
 
