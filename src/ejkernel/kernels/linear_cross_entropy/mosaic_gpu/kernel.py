@@ -9,7 +9,7 @@ Producer and consumers visit the same tiles and steps in the same order, so they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -181,12 +181,12 @@ class HeadKernel:
             multiply_stages(self.pipeline, step, plan.steps, one)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
-        epilogue: Callable[..., None] = {
+        epilogues: dict[str, Any] = {
             STATISTICS: self._statistics,
             EXPONENTIALS: self._exponentials,
             GRADIENT: self._gradient,
-        }[plan.mode]
-        epilogue(product, tile, *known)
+        }
+        epilogues[plan.mode](product, tile, *known)
 
     def _known(self, tile: _Tile) -> list[Any]:
         if self.plan.mode == GRADIENT:
