@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tests.kernels.linear_cross_entropy import plain_kernel
 
 from ejkernel import compat
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
@@ -169,6 +173,61 @@ def test_statistics_and_their_gradients_match_the_reference():
         return *out, dx, dweight, dbias
 
     assert_all_near((*expected, *pull(cotangents)), run(*args), 5)
+
+
+# --- programs around the kernel, which plain JAX replaces ---
+
+LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smoothing": 0.1, "z_loss": 0.01}
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """The kernel is replaced by plain JAX; one row in eight has exponentials that overflow at first."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import kernel
+
+    monkeypatch.setattr(kernel, "run_head", plain_kernel.run_head)
+    monkeypatch.setattr(gradients, "SAMPLED", 4)
+    x, *others = arrays(bias=True)
+    return x.at[::8].multiply(40), *others
+
+
+def prepared(args, **options):
+    args, options, call = described(linear_cross_entropy_gradients, args, LOSS | options)
+    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0]
+
+
+@pytest.mark.slow
+def test_a_vocabulary_over_two_devices_gives_the_loss_and_gradients_of_one(replaced):
+    own = COLUMNS // 2
+    mesh = jax.make_mesh((2,), ("vocabulary",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def part(x, weight, labels, factors, bias):
+        labels = labels - own * lax.axis_index("vocabulary")
+        args, run = prepared((x, weight, labels, factors, bias), vocab_axis="vocabulary")
+        lse, label, total, top, dx, dweight, dbias = run(*args)
+        label, total, dx = lax.psum((label, total, dx.astype(jnp.float32)), "vocabulary")
+        return lse, label, total, top, dx, dweight, dbias
+
+    weights, biases = P(None, "vocabulary"), P("vocabulary")
+    run = jax.shard_map(
+        part, mesh=mesh, in_specs=(P(), weights, P(), P(), biases), out_specs=(*[P()] * 5, weights, biases)
+    )
+    _, options, _ = described(linear_cross_entropy_gradients, replaced, LOSS)
+    expected = linear_cross_entropy_gradients.reference(*wide(replaced), **options)
+    assert_all_near(expected, jax.jit(run)(*replaced), 4)
+
+
+@pytest.mark.slow
+def test_examples_of_a_batch_have_their_own_loss_and_gradients(replaced):
+    x, *others = replaced
+    args, run = prepared(replaced)
+    found = jax.jit(jax.vmap(lambda x: run(x, *args[1:])))(jnp.stack([x, x[::-1]]))
+    _, options, _ = described(linear_cross_entropy_gradients, replaced, LOSS)
+    for index, example in enumerate((x, x[::-1])):
+        expected = linear_cross_entropy_gradients.reference(*wide((example, *others)), **options)
+        assert_all_near(expected, [y[index] for y in found], 4)
 
 
 # --- what is accepted ---
