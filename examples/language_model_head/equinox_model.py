@@ -20,24 +20,24 @@ class Model(eqx.Module):
     def __init__(self, vocabulary: int, width: int) -> None:
         keys = jax.random.split(jax.random.key(0), 3)
         self.embedding = eqx.nn.Embedding(vocabulary, width, key=keys[0])
-        self.hidden = eqx.nn.Linear(width, width, key=keys[1])
-        self.head = eqx.nn.Linear(width, vocabulary, key=keys[2])
+        self.hidden = eqx.nn.Linear(width, width, use_bias=False, key=keys[1])
+        self.head = eqx.nn.Linear(width, vocabulary, use_bias=False, key=keys[2])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the hidden states `[batch, length, width]`: the input of the output layer."""
-        return jnp.tanh(self.embedding.weight[tokens] @ self.hidden.weight.T + self.hidden.bias)
+        return jnp.tanh(self.embedding.weight[tokens] @ self.hidden.weight.T)
 
 
 def loss_with_logits(model: Model, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the loss as before; this is `optax.softmax_cross_entropy_with_integer_labels(logits, labels)`."""
-    logits = model(tokens) @ model.head.weight.T + model.head.bias
+    logits = model(tokens) @ model.head.weight.T
     at_labels = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - at_labels).mean()
 
 
 def loss(model: Model, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the same loss without logits in memory. Equinox stores `[V, d]`, so the weight is transposed."""
-    return linear_cross_entropy(model(tokens), model.head.weight, labels, transpose_weight=True, bias=model.head.bias)
+    return linear_cross_entropy(model(tokens), model.head.weight, labels, transpose_weight=True)
 
 
 def model_of(vocabulary: int, width: int) -> Model:

@@ -44,6 +44,7 @@ def main() -> None:
 
 def _step(library: str, model: Any, loss: Any) -> Any:
     """Return a function of tokens and labels that computes the loss and the gradients of all parameters."""
+    combined: Any
     if library == "equinox":
         import equinox as eqx
 

@@ -447,7 +447,7 @@ def _masked(factors: jax.Array, losses: jax.Array) -> jax.Array:
 
 
 def _accuracy(found: Statistics, tokens: _Tokens, reduction: str) -> jax.Array:
-    top: Any = found.max
+    top = found.label if found.max is None else found.max
     hits = ((found.label >= top) & (tokens.weights != 0)).astype(tokens.weights.dtype)
     if reduction == "none":
         return hits
