@@ -299,7 +299,7 @@ def test_no_product_is_computed_twice_or_in_vain(name):
     work, loops = products(function, jnp.ones((TOKENS, INNER)), jnp.ones((INNER, VOCABULARY)), wrt=wrt)
     allowed = expected if isinstance(expected, tuple) else (expected,)
     assert any(work == pytest.approx(count, abs=0.3) for count in allowed), work
-    assert 0 == loops
+    assert loops == 0
 
 
 def test_scan_over_micro_batches_runs_three_products_per_step():
