@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper import widest_swizzle
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
+from ejkernel.kernels.flash_attention._batches import fold_examples
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
 from .params import BackwardParams, ForwardParams
 from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan, whole_dim
@@ -29,16 +29,13 @@ from .visibility import (
     ranges_of_queries,
 )
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 _TILE_ROWS = 8  # of the tiles of shared memory; a copy moves whole ones
 
 # Forward.
 
 
-def forward(
-    operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
+def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
+    """Return the output and the log-sum-exp.
 
     Args:
         operands: In float16 or bfloat16.
@@ -139,7 +136,7 @@ def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
 
 def backward(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     rules: Rules,
     params: BackwardParams,
@@ -160,40 +157,18 @@ def backward(
     operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))
 
-    @custom_vmap
-    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+    def pull(operands: Operands, residuals: Residuals, dout: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernels count in int32
             found = _gradients(operands, residuals, dout, rules, params, interpret)
         return tuple(x for x in found if x is not None)
 
-    @pull.def_vmap
-    def _folded(size: int, batched: Any, *args: Any) -> Any:
-        operands: Operands = args[0]
-        batch, bias = operands.query.shape[1 if batched[0].query else 0], operands.bias
-        leaves, structure = jax.tree.flatten(args)
-        mapped = jax.tree.leaves(batched)
-        folded = [_fold(x, size, batch, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
-        found = [x.reshape(size, -1, *x.shape[1:]) for x in pull(*jax.tree.unflatten(structure, folded))]
-        if bias is not None and bias.shape[1 if batched[0].bias else 0] < batch:
-            # Each folded example had a copy of the bias that they share: its gradient is the sum.
-            found[3] = found[3].sum(axis=1, keepdims=True)
-        return tuple(found), (True,) * len(found)
-
-    found = pull(operands, residuals, dout)
-    dquery, dkey, dvalue = found[:3]
-    return dquery, dkey, dvalue, None if operands.bias is None else found[3]
-
-
-def _fold(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
-    """Merge the mapped axis into the batch axis; operands that examples share are repeated."""
-    x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-    return x.reshape(size * batch, *x.shape[2:])
+    dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(operands, residuals, dout)
+    return dquery, dkey, dvalue, dbias[0] if dbias else None
 
 
 def _gradients(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     rules: Rules,
     params: BackwardParams,
@@ -287,7 +262,7 @@ def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
 
 def _backward_inputs(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     problem: BackwardProblem,
     padded: tuple[int, int],
@@ -316,7 +291,7 @@ def _backward_inputs(
 
 
 def _row_inputs(
-    residuals: tuple[jax.Array, jax.Array], dout: jax.Array, problem: BackwardProblem, q_block: int
+    residuals: Residuals, dout: jax.Array, problem: BackwardProblem, q_block: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return shift and delta of `BackwardInputs`; rows of the padding count as rows that see no key."""
     out, lse = residuals
