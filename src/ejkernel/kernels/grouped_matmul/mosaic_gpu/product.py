@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel import compat
-from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
 from ejkernel.kernels._hopper.memory import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
@@ -62,19 +62,15 @@ def multiply(plan: ProductPlan, *arrays: Any, interpret: Any = None) -> list[jax
             group if the plan has only some; float32 row factors, if any, with room for one more tile.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
-    shape, name = (plan.rows, plan.columns), "grouped_matmul"
-    return run_kernel(ProductKernel, plan, arrays, shape, name=name, interpret=interpret, results=plan.results)
+    kernel, shape = ProductKernel(plan, backend_for(interpret)), (plan.rows, plan.columns)
+    return run_kernel(kernel, arrays, shape, name="grouped_matmul", results=plan.results)
 
 
 class ProductKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: ProductPlan, refs: Sequence[Any], interpret: Any) -> None:
-        self.plan, self.backend = plan, backend_for(interpret)
-        self.lhs, *refs = refs
-        self.matrices, (self.sizes, *refs) = refs[: plan.products], refs[plan.products :]
-        self.row_scale = refs.pop(0) if plan.scaled else None
-        self.out, *self.kept = refs
+    def __init__(self, plan: ProductPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
 
     def memory_types(self) -> GroupedMemory:
         """Return the types of shared memory and barriers."""
@@ -88,8 +84,12 @@ class ProductKernel:
         rhs = tiled((plan.products * plan.stages, *matrix), plan.dtype)
         return GroupedMemory(lhs, rhs, out, pipeline_types(plan))
 
-    def run(self, memory: GroupedMemory) -> None:
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
         """Run this warpgroup as producer or consumer."""
+        self.lhs, *others = arrays
+        self.matrices, (self.sizes, *scales) = others[: self.plan.products], others[self.plan.products :]
+        self.row_scale = scales[0] if scales else None
+        self.out, *self.kept = results
         self.memory, self.pipeline = memory, memory.pipeline
         self.lhs_tiles, self.lhs_rows = self.backend.views(memory.lhs, 2)
         self.out_views = self.backend.views(memory.out, 3)
