@@ -152,6 +152,22 @@ def test_rows_without_keys_have_zero_gradients(mosaic):
     assert error(expected[0], found[0]) < 2e-3
 
 
+def test_float16_scores_may_have_gradients_beyond_its_range(mosaic):
+    """The largest gradient of a score is about 2e5; those of query, key and value are below 2e4."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Small(batch=2, queries=64, keys=64, head_dim=32, value_dim=32)
+    operands, _, dout, _ = operands_and_residuals(case, "float16")
+    operands = operands._replace(query=operands.query * 0.1, key=operands.key * 0.02, value=operands.value * 600)
+    dout = dout * jnp.asarray([1000, 1], "float16")[:, None, None, None]
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout)
+    run = functools.partial(mosaic.backward, rules=case.rules, params=SPLIT, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, (out.astype(jnp.float16), lse), dout)
+    for wanted, gradient in zip(expected, found, strict=False):
+        for of_example in range(2):
+            assert error(wanted[of_example], gradient[of_example]) < 5e-3
+
+
 def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(mosaic):
     """A score of zero has an infinite weight in a row whose log-sum-exp is far below."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper import widest_swizzle
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, has_small_range
+from ejkernel.kernels._small_range import normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
@@ -176,14 +177,33 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
     problem = backward_problem(describe(operands, rules))
+    factor = _range_factor(operands, dout) if has_small_range(problem.dtype) else None
+    if factor is not None:
+        dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
     found, dbias = _run_backward(inputs, operands, problem, params, interpret)
+    if dbias is not None and not problem.bias_whole:
+        dbias = dbias.swapaxes(2, 3)
+    if factor is not None:
+        *found, dbias = (None if x is None else (x * factor).astype(x.dtype) for x in (*found, dbias))
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
-    if dbias is not None and not problem.bias_whole:
-        dbias = dbias.swapaxes(2, 3)
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
+
+
+def _range_factor(operands: Operands, dout: jax.Array) -> jax.Array:
+    """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
+
+    All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
+    product of a row of the cotangent and a value, and their norms limit that. The factor is 1 unless this limit is too
+    large; each example has its own, unless the gradient of a bias may be a sum over examples.
+    """
+    axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
+    rows = (dout.astype(jnp.float32), operands.value.astype(jnp.float32))
+    norms = (jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True)) for x in rows)
+    _, factor = normalized(math.prod(norms) * 2.0**-14, ())
+    return jnp.maximum(factor, 1)
 
 
 def _run_backward(
