@@ -19,7 +19,7 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
 from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
-from .epilogue import PREACTIVATIONS, finished, scaled_rows
+from .epilogue import PREACTIVATIONS, activated, scaled_rows
 
 _Spans = tuple[jax.Array, jax.Array]  # where the rows of each group begin, and where they end
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
@@ -87,11 +87,7 @@ class XlaActivation(_Xla):
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
         lhs, rhs, groups, gate, row_scale = args
-        matrices = [matrix for matrix in (rhs, gate) if matrix is not None]
-        products = [_product(call, lhs, matrix, groups, params) for matrix in matrices]
-        own = own_rows(groups, call.rows, call.groups)
-        out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
-        return out, tuple(product.astype(call.kept_dtype) for product in products)
+        return activated(call, lambda matrix: _product(call, lhs, matrix, groups, params), rhs, groups, gate, row_scale)
 
 
 class XlaWgrad(_Xla):

@@ -21,7 +21,6 @@ from .params import BackwardParams, ForwardParams
 from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan, whole_dim
 from .visibility import (
     Blocks,
-    Visibility,
     block_table,
     dropout_words,
     lengths_as_segments,
@@ -185,7 +184,7 @@ def _gradients(
     if dbias is not None and not problem.bias_whole:
         dbias = dbias.swapaxes(2, 3)
     if factor is not None:
-        *found, dbias = (None if x is None else (x * factor).astype(x.dtype) for x in (*found, dbias))
+        found, dbias = jax.tree.map(lambda x: (x * factor).astype(x.dtype), (found, dbias))
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
@@ -201,8 +200,8 @@ def _range_factor(operands: Operands, dout: jax.Array) -> jax.Array:
     """
     axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
     rows = (dout.astype(jnp.float32), operands.value.astype(jnp.float32))
-    norms = (jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True)) for x in rows)
-    _, factor = normalized(math.prod(norms) * 2.0**-14, ())
+    left, right = (jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True)) for x in rows)
+    _, factor = normalized(left * right * 2.0**-14, ())
     return jnp.maximum(factor, 1)
 
 
@@ -229,8 +228,7 @@ def _run_backward(
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
-    visibility = _visibility(operands, problem, mask)
-    ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
+    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), mask)
     by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
 
     def add_up(state: Any) -> None:
@@ -246,7 +244,8 @@ def _run_backward(
         # Scaled here, with the rounding: no block of threads knows when a sum is complete.
         dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
-        ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
+        blocks = Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block)
+        ranges = ranges_of_keys(operands, problem.rules, blocks, mask)
         # A tile's rows are queries here: a word holds 32 keys.
         mask = packed(operands.attention_mask, sizes, 3)
         by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
@@ -341,19 +340,6 @@ def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | N
     total = total[:, :, : operands.query.shape[1], : operands.key.shape[1]]
     axes = tuple(axis for axis in (2, 3) if bias.shape[axis] == 1 < total.shape[axis])
     return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
-
-
-def _visibility(operands: Operands, problem: BackwardProblem, mask: jax.Array | None) -> Visibility:
-    return Visibility(
-        queries=problem.queries,
-        keys=problem.keys,
-        rules=problem.rules,
-        query_segments=operands.query_segments,
-        key_segments=operands.key_segments,
-        query_lengths=operands.query_lengths,
-        key_lengths=operands.key_lengths,
-        mask=mask,
-    )
 
 
 def _pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Array:
