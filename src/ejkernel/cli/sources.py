@@ -100,7 +100,7 @@ def find(source: Source) -> Found:
         with user_code(f"lowering the program of {source.program.target}"):
             calls = discover_for(program, args, kwargs, platform=source.platform)
         target = source.program.target
-        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no ejkernel kernel.")
+        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} made no call of an operation.")
     else:
         found = _in_files(source)
     # `device_fingerprint` opens the device, so skip it when compiling for another machine.

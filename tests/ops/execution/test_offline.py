@@ -270,7 +270,7 @@ def test_the_default_executors_chain_is_tuned_if_none_is_given(chain, executor, 
 
 
 def test_a_function_without_calls_is_a_warning():
-    with pytest.warns(OfflineWarning, match="calls no kernel; there is nothing to tune"):
+    with pytest.warns(OfflineWarning, match="made no call of an operation; there is nothing to tune"):
         assert ops.autotune(jnp.sin, jnp.ones(3)).entries == ()
 
 

@@ -12,9 +12,12 @@ _MOST = 3  # maximum errors of a group in a message
 _LENGTH = 400  # maximum characters of a value in a message
 
 
-def error_text(error: BaseException) -> str:
-    """Return an error's type and message, for a group also its first errors."""
+def error_text(error: BaseException, *, notes: bool = False) -> str:
+    """Return an error's type and message, for a group also its first errors; with `notes` also its notes of one line."""
     text = f"{type(error).__name__}: {message_of(error)}"
+    added = [note for note in getattr(error, "__notes__", []) if "\n" not in note] if notes else []
+    if added:
+        text += f" ({' '.join(added)})"
     if isinstance(error, BaseExceptionGroup):
         text += f": {'; '.join(map(error_text, error.exceptions[:_MOST]))}"
     return printable_lines(text)
