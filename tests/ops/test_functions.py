@@ -302,7 +302,7 @@ def test_a_misspelt_parameter_of_the_space_gets_a_suggestion():
     def total(x, *, rows=1):
         return x
 
-    with pytest.raises(KernelError, match="names 'row', but total has no such parameter; .*; did you mean 'rows'"):
+    with pytest.raises(KernelError, match=r"names 'row', but total has no such parameter; .*; did you mean 'rows'\?"):
         tune(total, space={"row": [1, 2]})
 
 

@@ -90,7 +90,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _echo_error(message: str) -> None:
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, as most sources of errors do
+    from ejkernel.ops.utils.error_text import printable_lines  # imports JAX, as most sources of errors do
 
     click.echo(f"ejkernel: error: {printable_lines(message)}", err=True)
 
@@ -126,6 +126,6 @@ def _show_warning(
 ) -> None:
     del file, line
     place = "" if _is_ours(category, "EjkernelWarning") else f" ({filename}:{lineno})"
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, so not at the top
+    from ejkernel.ops.utils.error_text import printable_lines  # imports JAX, so not at the top
 
     print(f"ejkernel: warning: {printable_lines(message)}{place}", file=sys.stderr)

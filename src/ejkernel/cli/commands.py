@@ -187,7 +187,7 @@ def list_(imports: tuple[str, ...], as_json: bool) -> int:
     With --import, also list the kernels of that module.
     """
     _share_devices()
-    from ejkernel.cli.operations import run_list
+    from ejkernel.cli.explain import run_list
 
     run_list(imports, as_json=as_json)
     return 0

@@ -30,14 +30,20 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
-from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, measured_with, text_of_differences
+from ejkernel.ops.config.staleness import (
+    UNKNOWN,
+    Difference,
+    differences,
+    measured_with,
+    space_digest,
+    text_of_differences,
+)
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
-from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 

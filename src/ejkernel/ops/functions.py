@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import jax
 import numpy as np
 
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
@@ -18,13 +17,11 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
-from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
+from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
-from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, named
-from ejkernel.ops.utils.values.plain import plain
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.validation import asked, named, noting
+from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
 Values = Sequence[Any] | Callable[[Invocation[Any, Any]], Sequence[Any]]
@@ -419,14 +416,8 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
             raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
-        try:
+        with noting(self.op_id, config, (args, kwargs)):
             return function(*args, **{**kwargs, **config})
-        except EjkernelError:
-            raise
-        except Exception as error:
-            arrays = ", ".join(str(jax.typeof(leaf)) for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf))
-            error.add_note(f"{self.op_id} ran with {compact(config)} for {arrays}.")
-            raise
 
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)

@@ -30,7 +30,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.storage.sealed import sealed_object
+from ejkernel.ops.utils.storage.serialize import sealed_object
 from ejkernel.ops.utils.values.nameable import nameable
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")

@@ -28,7 +28,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import Outcome
-from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.config.staleness import space_digest
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.offline import discover, tune_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording

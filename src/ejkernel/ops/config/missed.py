@@ -18,8 +18,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json
 
 SCHEMA: Final = 2
 FOLDER: Final = "missed"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
-from ejkernel.ops.config.shipped import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standing
 from ejkernel.ops.config.tiers import (
     AUTOTUNE,

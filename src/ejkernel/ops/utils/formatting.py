@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ejkernel.ops.errors import SerializationError
-from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable, value_text
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts

@@ -33,7 +33,7 @@ from ejkernel.ops.config.shared.packs import (
     token_in,
     token_of,
 )
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from ejkernel.ops.config._files import UnusableError, identity, opened
 from ejkernel.ops.config.entries import StoredEntry, check_key, data_of, entry_of
 from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.storage.encode import dumps
-from ejkernel.ops.utils.storage.sealed import check_schema, decoded
-from ejkernel.ops.utils.storage.serialize import describe, parse_json
+from ejkernel.ops.utils.storage.serialize import check_schema, decoded, describe, parse_json
 
 SCHEMA: Final = 1  # raise when the layout changes; packs of another schema are a warned miss
 SUFFIX: Final = ".pack"  # differs from the suffix of search logs, which lie in the same cache folder

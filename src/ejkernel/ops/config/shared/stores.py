@@ -18,8 +18,7 @@ from ejkernel import settings
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
-from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import error_text, printable
 
 MOST: Final = 10_000  # packs in a store that ordinary programs read
 REMEDY: Final = "run `ejkernel cache prune URL` to merge them"
