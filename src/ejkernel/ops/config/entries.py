@@ -22,11 +22,11 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import (
     UnusableError,
-    check_inside,
     file_name,
     identity,
     listed,
     location,
+    or_unusable,
     provenance,
     read_file,
     restored_key,
@@ -81,20 +81,7 @@ class StoredEntry:
         return printable(self.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """Layout of a file."""
-
-    schema: int
-    key: Any
-    config_type: str
-    config: Any
-    call: Any
-    measured: dict[str, Any] | None
-    provenance: dict[str, Any]
-
-
-_FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
+_FIELDS: Final = {"schema", *(field.name for field in dataclasses.fields(StoredEntry))} - {"path"}  # of a file
 
 
 def new_entry(
@@ -133,26 +120,17 @@ def text_of(entry: StoredEntry) -> str:
     return text
 
 
+@or_unusable
 def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     """Return the entry of a parsed JSON object with the right schema.
 
     Raises:
         UnusableError: The object is not an entry.
     """
+    fields = {name: value for name, value in data.items() if name != "schema"}
     if not _is_entry(data):
-        try:
-            from_plain(data, _File)  # raises an error that names the wrong field
-        except SerializationError as error:
-            raise UnusableError(str(error)) from error
-    return StoredEntry(
-        key=restored_key(data["key"]),
-        config=data["config"],
-        config_type=data["config_type"],
-        call=data["call"],
-        measured=data["measured"],
-        provenance=data["provenance"],
-        path=path,
-    )
+        from_plain(fields, StoredEntry)  # raises an error that names the wrong field
+    return StoredEntry(**fields | {"key": restored_key(data["key"]), "path": path})
 
 
 def read_entry(file: Path) -> StoredEntry | None:
@@ -223,28 +201,20 @@ def read_at(
     Raises:
         UnusableError: The entry is not usable.
     """
-    try:
-        if root is not None and isinstance(file, (str, Path)):
-            check_inside(root, file)
-    except OSError as error:
-        raise UnusableError(f"it cannot be read: {error}") from error
-    raw = read_file(file, LARGEST, follow_links=follow_links)
+    raw = read_file(file, LARGEST, root=root, follow_links=follow_links)
     if raw is None:
         return None
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
+@or_unusable
 def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
 
     Raises:
         UnusableError: The content is not an entry.
     """
-    try:
-        data = read_object(raw, SCHEMA, WHAT)
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    return entry_of(data, path)
+    return entry_of(read_object(raw, SCHEMA, WHAT), path)
 
 
 def _is_entry(data: Mapping[str, object]) -> bool:

@@ -27,7 +27,6 @@ from ejkernel.ops.config.shared.packs import (
     DamagedError,
     Pack,
     checked,
-    entry_in_line,
     line_of,
     read_line,
     token_in,
@@ -149,7 +148,7 @@ class LocalCopy:
         found = []
         for line, pack in self._found(token).items():
             try:
-                found.append(entry_in_line(line, key))
+                found.append(read_line(line))
             except UnusableError as error:
                 self._mark_unusable(pack.path, error)
         return by_preference(found) if len(found) > 1 else found
