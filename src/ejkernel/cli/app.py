@@ -19,7 +19,8 @@ from typing import TextIO
 
 import click
 
-from ejkernel.cli.group import LazyGroup
+from ejkernel.cli import commands
+from ejkernel.cli.cache_commands import cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,18 +34,15 @@ class Process:
     is_ours: bool
 
 
-_COMMANDS = "ejkernel.cli.commands"
+class _Commands(commands.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(self.commands)  # the most important first
 
 
 @click.group(
-    cls=LazyGroup,
-    lazy={
-        "tune": f"{_COMMANDS}:tune",
-        "explain": f"{_COMMANDS}:explain",
-        "show": f"{_COMMANDS}:show",
-        "list": f"{_COMMANDS}:list_",
-        "cache": "ejkernel.cli.cache_commands:cache",
-    },
+    cls=_Commands,
+    commands=[commands.tune, commands.explain, commands.show, commands.list_, cache],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="ejkernel-ops", prog_name="ejkernel")

@@ -32,23 +32,25 @@ class Remembered:
         return tier_named(self.source)
 
 
-def split_put(arguments: tuple[Any, ...]) -> tuple[Hashable, Any]:
+def key_and_config(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return `(key, cfg)` for `put(key, cfg)` and for `put(device, op, call, cfg)`."""
-    if len(arguments) == 2:
-        return arguments
-    if len(arguments) == 4:
-        return ConfigKey(*arguments[:3]), arguments[3]
-    raise TypeError(f"put takes (key, cfg) or (device, op, call, cfg), got {len(arguments)} arguments.")
+    if len(arguments) not in (2, 4):
+        raise TypeError(f"put takes (key, cfg) or (device, op, call, cfg), got {len(arguments)} arguments.")
+    return key_of(arguments[:-1]), arguments[-1]
 
 
-def join_key(arguments: tuple[Any, ...]) -> Hashable:
+def key_of(parts: tuple[Any, ...]) -> Any:
     """Return the key of `get(key)` and of `get(device, op, call)`."""
-    if len(arguments) == 1:
-        key: Hashable = arguments[0]
+    if len(parts) == 1:
+        (key,) = parts
+        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
+            return ConfigKey(*key)
         return key
-    if len(arguments) == 3:
-        return ConfigKey(*arguments)
-    raise TypeError(f"get takes (key) or (device, op, call), got {len(arguments)} arguments.")
+    if len(parts) == 3:
+        if all(isinstance(part, str) for part in parts):
+            return ConfigKey(*parts)
+        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
+    raise TypeError(f"get takes (key) or (device, op, call), got {len(parts)} arguments; a key is one value.")
 
 
 class ConfigCache:
@@ -67,12 +69,12 @@ class ConfigCache:
 
         Eager calls use it at once. A compiled function keeps its configuration; see `overlay_cache`.
         """
-        key, config = split_put(arguments)
+        key, config = key_and_config(arguments)
         self.remember(key, config, "memory")
 
     def get(self, *arguments: object) -> Any:
         """Return the configuration under `key` (or `device, op, call`), or `None`."""
-        found = self.remembered(join_key(arguments))
+        found = self.remembered(key_of(arguments))
         return None if found is None else found.config
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
@@ -111,7 +113,7 @@ class ConfigCache:
     def remove(self, *arguments: object) -> bool:
         """Remove a configuration; return whether the key had one."""
         with self._lock:
-            key = join_key(arguments)
+            key = key_of(arguments)
             found = self._entries.pop(key, None)
             self._provisional.pop(key, None)
         if found is not None:

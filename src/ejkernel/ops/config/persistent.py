@@ -31,6 +31,7 @@ from ejkernel.ops.config._files import (
     warn_once,
 )
 from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.cache import key_and_config, key_of
 from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
@@ -42,7 +43,6 @@ from ejkernel.ops.config.entries import (
     text_of,
 )
 from ejkernel.ops.core.declared_names import why_not_decoded
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
@@ -161,9 +161,7 @@ class PersistentCache:
         Raises:
             SerializationError: An argument has no JSON form, or the entry is too large.
         """
-        if len(key_and_cfg) not in (2, 4):
-            raise TypeError(f"put() takes (key, cfg) or (device, op, call, cfg), got {len(key_and_cfg)} arguments.")
-        key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
+        key, cfg = key_and_config(key_and_cfg)
         if cfg is None:
             raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
         # Serialize first: a value without a JSON form must not touch the old entry.
@@ -190,23 +188,23 @@ class PersistentCache:
                 names it, if it is marked `nameable`, or if this process has stored a value of it.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
-        key = _key(parts)
+        key = key_of(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
 
     def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
         """Yield the usable configurations of a key with their entries; `get` returns the first."""
-        return self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type), entry))
+        return self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
-        return next(self._answers(_key(key), lambda entry: entry), None)
+        return next(self._answers(key_of(key), lambda entry: entry), None)
 
     def __contains__(self, key: object) -> bool:
         return self.load(key) is not None
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
-        wanted = _key(key)
+        wanted = key_of(key)
         found = self._memory.pop(identity(wanted), None) is not None
         if self._path is None:
             return found
@@ -228,7 +226,7 @@ class PersistentCache:
     def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key are unusable; `None` if it has no entry or a usable one."""
         problems: list[str] = []
-        found = next(self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
+        found = next(self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
         return "; ".join(problems) or None if found is None else None
 
     def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
@@ -328,19 +326,6 @@ class PersistentCache:
 
 
 # --- keys and their places ---
-
-
-def _key(parts: tuple[Any, ...]) -> Any:
-    if len(parts) == 1:
-        (key,) = parts
-        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
-            return ConfigKey(*key)
-        return key
-    if len(parts) == 3:
-        if all(isinstance(part, str) for part in parts):
-            return ConfigKey(*parts)
-        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
-    raise TypeError(f"A key is one value or (device, op, call), got {len(parts)} arguments.")
 
 
 def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:
