@@ -198,7 +198,7 @@ def test_the_file_is_sorted_indented_json(cache):
 
 @pytest.mark.parametrize("arguments", [(KEY,), (*KEY,), (*KEY, CFG, CFG)])
 def test_put_with_another_number_of_arguments_is_an_error(cache, arguments):
-    with pytest.raises(TypeError, match=r"put\(\) takes \(key, cfg\)"):
+    with pytest.raises(TypeError, match=r"put takes \(key, cfg\)"):
         cache.put(*arguments)
 
 

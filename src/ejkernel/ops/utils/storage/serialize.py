@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, overload
 
 from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.error_text import printable_json
-from ejkernel.ops.utils.storage.decode import decode
+from ejkernel.ops.utils.storage.decode import from_plain as from_plain
 from ejkernel.ops.utils.storage.encode import MAX_DEPTH, dumps, plain
 from ejkernel.ops.utils.storage.encode import describe as describe
 from ejkernel.ops.utils.storage.encode import parse_dtype as parse_dtype
@@ -68,7 +68,7 @@ def parse_json(text: str) -> Any:
     if not isinstance(text, str):
         raise SerializationError(f"text must be a str of JSON, got {describe(text)}.")
     try:
-        data = _STRICT.decode(text)
+        data = STRICT.decode(text)
     except (ValueError, RecursionError):
         data = _lenient(text)
     # checking all values takes longer than parsing, so only suspicious texts are checked
@@ -82,15 +82,6 @@ def _lenient(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise SerializationError(f"$: not valid JSON ({error}); text is {describe(text)}.") from error
     return plain(data)
-
-
-@overload
-def from_plain(data: object, cls: type[_T]) -> _T: ...
-@overload
-def from_plain(data: object, cls: object) -> Any: ...
-def from_plain(data: object, cls: object) -> Any:
-    """Decode data from `parse_json` as a `cls`, like `from_data`."""
-    return decode(data, cls)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -108,7 +99,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_finite_float)
+STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_finite_float)
 _HALF: Final = "\\u"  # the escape of surrogates and of some other characters
 
 

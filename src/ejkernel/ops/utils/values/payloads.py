@@ -14,6 +14,7 @@ import re
 from typing import Any, Final
 
 from ejkernel.ops.utils.meta import LABEL_RE, label_positions
+from ejkernel.ops.utils.storage.serialize import STRICT
 
 # `op` is stored beside the key; the others describe how a call came about, not the call itself.
 _NOT_IN_KEY: Final = ("op", "wiring", "defaults")
@@ -153,21 +154,7 @@ def _unescaped(text: str) -> str:
 
 
 def _object(text: str, *, exact: bool) -> dict[str, Any]:
-    data, end = _DECODER.raw_decode(text)
+    data, end = STRICT.raw_decode(text)
     if exact and end != len(text):
         raise ValueError("something follows the description")
     return data  # type: ignore[no-any-return]  # an object, since the text begins with a brace
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
