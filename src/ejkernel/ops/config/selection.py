@@ -273,12 +273,12 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             (OVERRIDE, self._from_override),
             (OVERLAY, self._from_overlay),
             (MEMORY, self._from_memory),
-            (PERSISTENT, self._from_persistent),
-            (SHIPPED, self._from_shipped),
+            (PERSISTENT, lambda request: self._saved(request, PERSISTENT, "use")),
+            (SHIPPED, lambda request: self._shipped(request, SHIPPED, ShippedConfigs.find)),
             (SHARED, self._from_shared),
             (AUTOTUNE, self._from_tuning),
-            (STALE, self._from_stale),
-            (SISTER, self._from_sister),
+            (STALE, lambda request: self._saved(request, STALE, "retune")),
+            (SISTER, lambda request: self._shipped(request, SISTER, ShippedConfigs.find_of_sister)),
             (FORWARD, self._from_forward),
             (HEURISTIC, self._from_heuristic),
         )
@@ -334,9 +334,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return f"it does not fit: {error}"
         return ""
 
-    def _from_persistent(self, request: _Request) -> Answer:
-        return self._saved(request, PERSISTENT, "use")
-
     def _saved(self, request: _Request, tier: Tier, wanted: Action) -> Answer:
         """Return the first saved configuration whose action under the stale policy is `wanted`."""
         if self.persistent is None:
@@ -355,15 +352,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
         return RejectedEntry("; ".join(dict.fromkeys(notes))) if notes else "no entry"
-
-    def _from_stale(self, request: _Request) -> Answer:
-        return self._saved(request, STALE, "retune")
-
-    def _from_shipped(self, request: _Request) -> Answer:
-        return self._shipped(request, SHIPPED, ShippedConfigs.find)
-
-    def _from_sister(self, request: _Request) -> Answer:
-        return self._shipped(request, SISTER, ShippedConfigs.find_of_sister)
 
     def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
         """Return the shipped configuration that `find` selects, if the call can run with it here."""

@@ -136,7 +136,8 @@ class Store:
         with self._errors("written"):
             system, root = self._system()
             path = posixpath.join(root, name)
-            if "file" in _protocols(system):  # fsspec would write in place, not atomically
+            names = system.protocol
+            if "file" in ([names] if isinstance(names, str) else names):  # fsspec would write in place, not atomically
                 write_chunks(Path(path), lambda: (raw,))
                 return
             system.pipe_file(path, raw)
@@ -178,8 +179,3 @@ class Store:
         except Exception as error:
             reason = error_text(error).replace(self.url, shown(self.url))
             raise UnreachableError(f"{shown(self.url)} cannot be {what}: {reason}") from error
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    protocol = system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -146,10 +146,6 @@ def _none(value: object, _: object) -> None:
         raise _invalid(f"expected None, got {describe(value)}")
 
 
-def _literal(value: object, cls: object) -> Any:
-    return _one_of(value, cls, typing.get_args(cls))
-
-
 def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
     text = stable_json(value)  # compared as text, because 1, 1.0 and True are equal as Python values
     for candidate in allowed:
@@ -343,7 +339,7 @@ _Reader = Callable[[Any, Any], Any]
 _READERS: Final[dict[Any, _Reader]] = {
     None: _none,
     types.NoneType: _none,
-    typing.Literal: _literal,
+    typing.Literal: lambda value, cls: _one_of(value, cls, typing.get_args(cls)),
     np.dtype: _dtype,
     typing.Union: _union,
     types.UnionType: _union,

@@ -24,6 +24,7 @@ _MAX_FAILURES: Final = 1_000  # reading a text stops after this many unreadable 
 _STABLEHLO = re.compile(rf'" = "([^"]{{0,{MAX_PAYLOAD}}})"')  # a quote inside is written \22
 _BYTECODE: Final = "ML\xefR"
 _DESCRIPTION: Final = '{"args":'  # the start of every description, since its keys are sorted
+_ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': "\\22"})
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-Fa-f]{2})")
 
 
@@ -100,7 +101,7 @@ def text_of_bytecode(data: bytes) -> str:
         match = LABEL_RE.fullmatch(name)
         if match is not None and strings.startswith("\0", end):
             lines[name] = carried.get((match["op"], match["key"]), match["key"])
-    return "\n".join(f'"{name}" = "{_escaped(payload)}"' for name, payload in lines.items())
+    return "\n".join(f'"{name}" = "{payload.translate(_ESCAPES)}"' for name, payload in lines.items())
 
 
 def _descriptions(strings: str) -> dict[tuple[str, str], str]:
@@ -117,10 +118,6 @@ def _descriptions(strings: str) -> dict[tuple[str, str], str]:
             failures, end = failures + 1, start + len(_DESCRIPTION)
         start = strings.find(_DESCRIPTION, end)
     return found
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', "\\22")
 
 
 def _label(name: str, text: str, end: int) -> Label:
