@@ -364,26 +364,22 @@ class LockedError(OSError):
     """Another process holds the lock of a folder."""
 
 
-@contextlib.contextmanager
-def shared(root: Path) -> Iterator[None]:
+def shared(root: Path) -> AbstractContextManager[None]:
     """Hold the shared lock for a `with` block. Does nothing if the file system has no locks.
 
     Raises:
         LockedError: Another process has held the exclusive lock for `PATIENCE` seconds.
     """
-    with _held(root, is_shared=True):
-        yield
+    return _held(root, is_shared=True)
 
 
-@contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[None]:
+def exclusive(root: Path) -> AbstractContextManager[None]:
     """Hold the exclusive lock for a `with` block. Does nothing if the file system has no locks.
 
     Raises:
         LockedError: Other processes have held the lock for `PATIENCE` seconds.
     """
-    with _held(root, is_shared=False):
-        yield
+    return _held(root, is_shared=False)
 
 
 @contextlib.contextmanager
