@@ -180,35 +180,33 @@ class Overlay:
 
     Args:
         entries: A mapping from `ConfigKey` (or triples of strings) to configurations.
+
+    Attributes:
+        digest: SHA-256 of the content.
     """
 
-    __slots__ = ("_digest", "_entries")
+    __slots__ = ("_entries", "digest")
 
     def __init__(self, entries: Mapping[Any, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
         # JAX's cache keys contain the digest, so it must not depend on the order of the entries.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
-        self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
+        self.digest = hashlib.sha256(content.encode("ascii")).hexdigest()
 
     def lookup(self, key: ConfigKey) -> Any:
         """Return the configuration under `key`, or `None`."""
         return self._entries.get(key)
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the content."""
-        return self._digest
-
     def __eq__(self, other: object) -> bool:
         # Configurations of a redefined class have equal content, but the kernel rejects them.
-        return isinstance(other, Overlay) and other._digest == self._digest and other._types == self._types
+        return isinstance(other, Overlay) and other.digest == self.digest and other._types == self._types
 
     @property
     def _types(self) -> dict[ConfigKey, type]:
         return {key: type(config) for key, config in self._entries.items()}
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
 
 def _overlay_key(key: object) -> ConfigKey:
