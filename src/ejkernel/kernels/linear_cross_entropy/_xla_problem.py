@@ -51,7 +51,8 @@ class Partial(NamedTuple):
 
     def finished(self) -> Statistics:
         """Return the statistics, also those that the call does not want."""
-        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, self.weighted / self.total, self.top)
+        top = lax.stop_gradient(self.top)
+        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, self.weighted / self.total, top)
 
 
 @dataclasses.dataclass(frozen=True)
