@@ -53,6 +53,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m mypy examples/data_parallel/*.py
 	$(BIN)/python -m mypy examples/mixture_of_experts/*.py
+	$(BIN)/python -m mypy examples/language_model_head/*.py
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py

@@ -281,13 +281,14 @@ PROGRAMS = {
     "token weights with a gradient": (weighted, (0, 1), 3),
     "with lse and accuracy": (lambda x, w: loss(x, w, return_lse=True, return_accuracy=True)[0], (0, 1), 3),
     "scaled and jitted": (jax.jit(lambda x, w: 2 * loss(jnp.tanh(x), w)), (0, 1), 3),
-    "checkpoint": (jax.checkpoint(loss), (0, 1), 4),
+    # Four; the XLA of some versions merges the logits of both passes.
+    "checkpoint": (jax.checkpoint(loss), (0, 1), (3, 4)),
     "checkpoint that saves": (jax.checkpoint(loss, policy=SAVED), (0, 1), 3),
     "vmap": (lambda x, w: jax.vmap(loss, (0, None))(x.reshape(2, -1, INNER), w).sum(), (0, 1), 3),
     # Four and three; with a single chunk XLA merges the logits of forward and backward.
     "per token": (lambda x, w: per_token(x, w).sum(), (0, 1), 3),
     "per token, gradient of x": (lambda x, w: per_token(x, w).sum(), (0,), 2),
-    "per token, checkpoint": (jax.checkpoint(lambda x, w: per_token(x, w).sum()), (0, 1), 4),
+    "per token, checkpoint": (jax.checkpoint(lambda x, w: per_token(x, w).sum()), (0, 1), (3, 4)),
     "per token, forward": (per_token, (), 1),
 }
 
@@ -296,7 +297,9 @@ PROGRAMS = {
 def test_no_product_is_computed_twice_or_in_vain(name):
     function, wrt, expected = PROGRAMS[name]
     work, loops = products(function, jnp.ones((TOKENS, INNER)), jnp.ones((INNER, VOCABULARY)), wrt=wrt)
-    assert (expected, 0) == (pytest.approx(work, abs=0.3), loops)
+    allowed = expected if isinstance(expected, tuple) else (expected,)
+    assert any(work == pytest.approx(count, abs=0.3) for count in allowed), work
+    assert loops == 0
 
 
 def test_scan_over_micro_batches_runs_three_products_per_step():

@@ -447,7 +447,8 @@ def _masked(factors: jax.Array, losses: jax.Array) -> jax.Array:
 
 
 def _accuracy(found: Statistics, tokens: _Tokens, reduction: str) -> jax.Array:
-    hits = ((found.label >= found.max) & (tokens.weights != 0)).astype(tokens.weights.dtype)
+    top = found.label if found.max is None else found.max
+    hits = ((found.label >= top) & (tokens.weights != 0)).astype(tokens.weights.dtype)
     if reduction == "none":
         return hits
     return (hits * _averaging(tokens.weights, tokens.weights)).sum()

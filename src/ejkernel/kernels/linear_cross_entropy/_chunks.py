@@ -54,15 +54,19 @@ def heuristic_chunks(call: LinearCrossEntropyCall) -> tuple[str, int | None]:
     return min(_choices(call), key=lambda choice: estimated_bytes(call, *choice))
 
 
-def _best(call: LinearCrossEntropyCall) -> tuple[str, int]:
+def _best(call: LinearCrossEntropyCall) -> tuple[str, int | None]:
     """Return the form and size of chunks to prefer where there is memory enough."""
     if call.platform != "cpu":
         # The logits of up to `2 * inner` rows take no more memory than the sum of the weight's gradient.
-        return "rows", max(1024, 2 * call.inner)
+        return _rows(call, max(1024, 2 * call.inner))
     # Measured on a CPU: narrow chunks stay in its caches, which pays for a fourth product of 16-bit operands.
     if jnp.dtype(call.dtype).itemsize < 4:
-        return "vocabulary", 2048
-    return "rows", max(128, min(call.inner, call.tokens // 4))
+        return "vocabulary", 2048 if call.columns > 2048 else None
+    return _rows(call, max(128, min(call.inner, call.tokens // 4)))
+
+
+def _rows(call: LinearCrossEntropyCall, chunk: int) -> tuple[str, int | None]:
+    return "rows", chunk if chunk < call.tokens else None
 
 
 def space_of_chunks(call: LinearCrossEntropyCall) -> list[tuple[str, int | None]]:

@@ -100,7 +100,7 @@ def gradients_by_columns(
         dweight = lax.dynamic_update_slice_in_dim(made["weight"], own["weight"], start, axis)
         return {"x": made["x"] + own["x"], "weight": dweight, "bias": dbias}
 
-    zeros = {
+    zeros: dict[str, Any] = {
         "x": problem.zeros(x.shape, problem.wide),
         "weight": problem.zeros(weight.shape, weight.dtype),
         "bias": None if bias is None else problem.zeros(bias.shape, bias.dtype),

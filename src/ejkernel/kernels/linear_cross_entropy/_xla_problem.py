@@ -51,7 +51,8 @@ class Partial(NamedTuple):
 
     def finished(self) -> Statistics:
         """Return the statistics, also those that the call does not want."""
-        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, self.weighted / self.total, self.top)
+        top = lax.stop_gradient(self.top)
+        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, self.weighted / self.total, top)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +167,7 @@ class Problem:
         d = d if removed is None else jnp.where(removed, 0, d)
         return d * self.call.logits_scale if self.call.logits_scale != 1 else d
 
-    def gradients(
-        self, s: jax.Array, lse: jax.Array, given: Coefficients, dtypes: tuple[Any, Any]
-    ) -> dict[str, jax.Array | None]:
+    def gradients(self, s: jax.Array, lse: jax.Array, given: Coefficients, dtypes: tuple[Any, Any]) -> dict[str, Any]:
         """Return the gradients of `x`, weight and bias in the dtypes of the first two; the bias's is wide."""
         if has_small_range(self.call.dtype):
             given, factor = _in_range(given)

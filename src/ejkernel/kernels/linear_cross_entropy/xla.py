@@ -160,4 +160,5 @@ def _sum_dtype(call: LinearCrossEntropyCall, params: XlaParams) -> str:
 
 def _wanted(call: LinearCrossEntropyCall, found: Statistics) -> Statistics:
     """Return the statistics without those that the call does not return."""
-    return found._replace(**{name: None for name in STATISTICS if name not in call.statistics})
+    left_out: dict[str, Any] = {name: None for name in STATISTICS if name not in call.statistics}
+    return found._replace(**left_out)

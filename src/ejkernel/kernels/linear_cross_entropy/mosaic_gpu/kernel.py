@@ -67,37 +67,29 @@ def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = No
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
 
-    def body(*refs: Any) -> None:
-        kernel = HeadKernel(plan, refs)
-        pl.run_scoped(kernel.run, kernel.memory_types(), collective_axes=WARPGROUP)
-
     part = jax.ShapeDtypeStruct((plan.column_tiles, plan.rows), jnp.float32)
     out_type = [part] * len(plan.per_tile)
     if plan.has_matrix:
         out_type.append(jax.ShapeDtypeStruct((plan.rows, plan.columns), DTYPE))
-    name = f"linear_cross_entropy_{plan.mode}"
-    options = {"name": name, "programs": plan.programs, "consumers": WARPGROUPS, "interpret": interpret}
-    found: list[jax.Array] = launch(body, out_type, lane_semantics=True, **options)(*arrays)
-    return found
+    kernel = HeadKernel(plan)
+    return launch(
+        kernel.run,
+        list(arrays),
+        out_type,
+        name=f"linear_cross_entropy_{plan.mode}",
+        programs=plan.programs,
+        memory=kernel.memory_types(),
+        consumers=WARPGROUPS,
+        lane_semantics=True,
+        interpret=interpret,
+    )
 
 
 class HeadKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: HeadPlan, refs: Sequence[Any]) -> None:
+    def __init__(self, plan: HeadPlan) -> None:
         self.plan = plan
-        self.x, self.weight, *refs = refs
-        self.bias = refs.pop(0) if plan.bias else None
-        self.labels = refs.pop(0)
-        if plan.mode == GRADIENT:
-            self.start, *refs = refs
-            count = 3 + plan.has_constant + plan.has_expected
-            self.coefficients, refs = refs[:count], refs[count:]
-        else:
-            self.has_labels = refs.pop(0)
-            self.relative_to = refs.pop(0) if plan.mode == EXPONENTIALS else None
-        self.parts = dict(zip(plan.per_tile, refs, strict=False))
-        self.out: Any = refs[-1] if plan.has_matrix else None
 
     def memory_types(self) -> HeadMemory:
         """Return the types of shared memory and barriers."""
@@ -109,9 +101,10 @@ class HeadKernel:
             tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
         )
 
-    def run(self, memory: HeadMemory) -> None:
-        """Run this warpgroup as producer or consumer."""
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
+        """Run this warpgroup as producer or consumer, on references."""
         plan = self.plan
+        self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
         tiles = plan.row_tiles * plan.column_tiles
@@ -119,6 +112,19 @@ class HeadKernel:
         self.first_column = self.start[0] if plan.mode == GRADIENT else jnp.int32(0)
         warpgroup = lax.axis_index(WARPGROUP)
         dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
+
+    def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
+        plan = self.plan
+        self.x, self.weight, *others = arrays
+        self.bias = others.pop(0) if plan.bias else None
+        self.labels = others.pop(0)
+        if plan.mode == GRADIENT:
+            self.start, *self.coefficients = others
+        else:
+            self.has_labels = others.pop(0)
+            self.relative_to = others.pop(0) if plan.mode == EXPONENTIALS else None
+        self.parts = dict(zip(plan.per_tile, results, strict=False))
+        self.out: Any = results[-1] if plan.has_matrix else None
 
     def _position(self, index: Any) -> tuple[Any, Any]:
         """Return row and column, in tiles, of this block's tile `index`."""

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import sequential_vmap
 
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.linear_cross_entropy.common import (
     Coefficients,
     LinearCrossEntropyCall,
@@ -25,7 +24,6 @@ from .params import MosaicGpuParams
 from .plan import EXPONENTIALS, GRADIENT, STATISTICS, TILE_ROWS, WIDEST_TILE, HeadPlan, head_plan, padded_columns
 
 _LOG2E = 1.4426950408889634
-_one_by_one: Any = sequential_vmap  # it has no annotations
 
 
 class Exponentials(NamedTuple):
@@ -170,8 +168,8 @@ class PaddedHead:
         bias = [] if self.bias is None else [self.bias]
         arrays = (rows.x, self.weight, *bias, rows.labels, *others)
         with jax.enable_x64(False):  # the kernel counts in int32
-            found: list[jax.Array] = _one_by_one(lambda *arrays: run_head(plan, arrays, interpret=self.interpret))(
-                *unify_varying(arrays)
+            found: list[jax.Array] = one_by_one(
+                lambda *arrays: run_head(plan, arrays, interpret=self.interpret), *arrays
             )
         return found
 
