@@ -188,7 +188,9 @@ def reference(shape: Shape, direction: str, arrays: tuple[jax.Array, ...]) -> li
 def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
     """Return the norm of the difference relative to that of what is expected."""
     expected = expected.astype(jnp.float32).ravel()
-    return jnp.linalg.norm(actual.astype(jnp.float32).ravel() - expected) / jnp.linalg.norm(expected)
+    difference = actual.astype(jnp.float32).ravel() - expected
+    found: jax.Array = jnp.linalg.norm(difference) / jnp.linalg.norm(expected)
+    return found
 
 
 def seconds_per_call(run: Function, number: int) -> float:

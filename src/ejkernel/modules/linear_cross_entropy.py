@@ -203,8 +203,8 @@ def linear_cross_entropy(
             count from the first column of the first device.
         memory_limit: Bytes that temporary arrays may take, on each device; it limits the choice and the search of a
             configuration. By default a quarter of the device's memory.
-        implementation: An implementation (`xla`), or several in order of preference; the call raises if none of them
-            supports it. `None` leaves the choice to the configuration.
+        implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
+            none of them supports it. `None` leaves the choice to the configuration.
         cfg: A configuration: a `LinearCrossEntropyGradientsConfig` applies when a scalar loss is differentiated, and a
             `LinearCrossEntropyConfig` to all other calls. `None` looks one up.
 
