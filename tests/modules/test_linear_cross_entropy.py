@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,6 +302,24 @@ def test_no_product_is_computed_twice_or_in_vain(name):
     allowed = expected if isinstance(expected, tuple) else (expected,)
     assert any(work == pytest.approx(count, abs=0.3) for count in allowed), work
     assert loops == 0
+
+
+CHUNKED = {
+    "mean": (lambda x, w: linear_cross_entropy(x, w, ZEROS, cfg=ROWS), [1, 2, 2, 3]),
+    "none": (lambda x, w: linear_cross_entropy(x, w, ZEROS, reduction="none", cfg=EACH).sum(), [1, 3, 3, 4]),
+}
+ZEROS = np.zeros(TOKENS, np.int32)
+EACH = LinearCrossEntropyConfig(fwd=XlaParams(chunk=16), bwd=XlaParams(chunk=16))
+
+
+@pytest.mark.parametrize("reduction", CHUNKED)
+def test_loops_over_chunks_have_no_product_too_many(reduction):
+    function, expected = CHUNKED[reduction]
+    x, weight, found = jnp.ones((TOKENS, INNER)), jnp.ones((INNER, VOCABULARY)), []
+    for wrt in ((), (0,), (1,), (0, 1)):
+        program = jax.jit(jax.value_and_grad(function, wrt) if wrt else function).lower(x, weight).compile()
+        found.append(len(re.findall(r"\bdot\(", program.as_text())))
+    assert expected == found
 
 
 def test_scan_over_micro_batches_runs_three_products_per_step():
