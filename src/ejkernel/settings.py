@@ -113,6 +113,11 @@ class Settings:
             getattr(self, name)
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of this process."""
+    return dict(os.environ)
+
+
 def current() -> Settings:
     """Return the settings of the environment as it is now."""
     return _of(tuple((name, os.environ[name]) for name in _READ if name in os.environ))
