@@ -52,9 +52,15 @@ def test_runs_what_it_can(changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs an NVIDIA GPU, .* for cpu:x"),
+        (
+            {"platform": "cpu", "device_fingerprint": "cpu:x"},
+            r"NVIDIA GPU, Ampere \(A100\) or later, .* for cpu:x",
+        ),
         ({"device_fingerprint": "gpu:amd_instinct_mi300x"}, "needs an NVIDIA GPU"),
-        ({"device_fingerprint": "gpu:tesla_v100_sxm2_16gb"}, "needs an Ampere GPU"),
+        (
+            {"device_fingerprint": "gpu:tesla_v100_sxm2_16gb"},
+            r"Ampere \(A100\) or later, .* for gpu:tesla_v100",
+        ),
         ({"partitioned": True}, "jax.shard_map"),
         ({"dtype": "float32"}, "dtype float32, .* bfloat16 and float16"),
         ({"value": (2, 64, 2, 32)}, "value has head_dim 32"),

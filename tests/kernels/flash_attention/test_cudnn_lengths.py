@@ -225,7 +225,11 @@ def test_packed_segments_run(changes):
         ({"rules": Rules(scale=1.0, left=3, right=0)}, "sliding_window"),
         ({"rules": Rules(scale=1.0, soft_cap=3.0)}, "logits_soft_cap"),
         ({"query": (2, 32, 4, 64)}, "length 32 and key 64"),
-        ({"device_fingerprint": "gpu:nvidia_a100_sxm4_80gb"}, "Hopper"),
+        ({"device_fingerprint": "gpu:nvidia_a100_sxm4_80gb"}, r"Hopper \(H100\) or later, .* for gpu:nvidia_a100"),
+        (
+            {"platform": "cpu", "device_fingerprint": "cpu:x", "dtype": "float32", "segments": False},
+            r"'cudnn_packed' needs an NVIDIA GPU, Hopper \(H100\) or later, and this call is for cpu:x",
+        ),
         ({"dtype": "float32"}, "dtype float32"),
         ({"key_lengths": True}, "key_lengths: not available with implementation='cudnn_packed'; use 'xla'"),
         ({"deterministic": True, "backward": True}, "deterministic .* XLA_FLAGS"),

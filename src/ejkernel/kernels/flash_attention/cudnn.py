@@ -108,13 +108,20 @@ def is_hopper_or_later(device_fingerprint: str) -> bool:
     return _HOPPER_OR_LATER.search(device_fingerprint) is not None
 
 
-def platform_reason(call: AttentionCall) -> str | None:
-    """Return why cuDNN does not run on the platform of the call; `None` if it does."""
+def platform_reason(call: AttentionCall, name: str = "cudnn", *, hopper: bool = False) -> str | None:
+    """Return why cuDNN does not run on the platform of the call; `None` if it does.
+
+    Args:
+        call: The call.
+        name: The name of the implementation.
+        hopper: Whether it needs a GPU of the Hopper generation or later.
+    """
     device = call.device_fingerprint
-    if call.platform not in (None, "gpu") or _AMD.search(device):
-        return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
-    if _TOO_OLD.search(device):
-        return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
+    too_old = _TOO_OLD.search(device) or (hopper and device and not is_hopper_or_later(device))
+    if call.platform not in (None, "gpu") or _AMD.search(device) or too_old:
+        wanted = "Hopper (H100) or later" if hopper else "Ampere (A100) or later"
+        where = f"this call is for {device or call.platform}"
+        return f"implementation={name!r} needs an NVIDIA GPU, {wanted}, and {where}; use 'xla'."
     if call.backward and call.deterministic and not settings.deterministic_ops():
         return (
             "deterministic is available with cuDNN's gradient only for a whole process, with "
@@ -122,7 +129,7 @@ def platform_reason(call: AttentionCall) -> str | None:
         )
     if call.partitioned:
         return (
-            "implementation='cudnn' in a program that XLA partitions would gather query, key and value on every "
+            f"implementation={name!r} in a program that XLA partitions would gather query, key and value on every "
             "device; call it inside jax.shard_map, or use 'xla'."
         )
     return None

@@ -101,9 +101,9 @@ _PLAIN = xla.Xla()
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the packed layout does not support `call`, with an alternative; `None` if it does."""
-    elsewhere = cudnn.platform_reason(call)
+    elsewhere = cudnn.platform_reason(call, "cudnn_packed", hopper=True)
     if elsewhere is not None:
-        return elsewhere.replace("implementation='cudnn'", "implementation='cudnn_packed'")
+        return elsewhere
     if not call.segments:
         return "implementation='cudnn_packed' needs segment_ids, and the call has none; use 'cudnn'."
     if call.bias is not None or call.attention_mask is not None or call.rules.left is not None:
@@ -113,8 +113,6 @@ def unsupported_reason(call: AttentionCall) -> str | None:
             f"query has length {call.query[1]} and key {call.key[1]}, and cuDNN's packed layout is used where both "
             "have the same segments; use 'xla'."
         )
-    if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
-        return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
     # Otherwise the layout supports the same calls as cuDNN without segments.
     return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
 
