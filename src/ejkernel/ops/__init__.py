@@ -17,8 +17,8 @@ from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel
-from ejkernel.ops.core.sharding.parts import CallPart as CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule as ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart as CallPart
 from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey
 from ejkernel.ops.core.types import Cost as Cost

@@ -22,8 +22,8 @@ from ejkernel.kernels._numbers import accumulator, has_small_range
 from ejkernel.kernels._options import canonical_flag
 from ejkernel.kernels._small_range import balanced, normalized
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
+from ejkernel.ops.core.hooks import Computation, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -76,9 +76,9 @@ class CallSpec:
         return hash((self.token, self.method))
 
     @property
-    def kernel(self) -> Kernel[Any, Any]:
+    def kernel(self) -> Computation[Any, Any]:
         """The kernel."""
-        return typing.cast("Kernel[Any, Any]", self.held[0]())
+        return typing.cast("Computation[Any, Any]", self.held[0]())
 
     @property
     def statics(self) -> tuple[Any, ...]:
@@ -116,12 +116,12 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> CallSpec:
+def _restored(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> CallSpec:
     return _spec_of(kernel, tree, method)[0]
 
 
 def prepared(
-    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
+    kernel: Computation[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call after the kernel's `prepare`, with Python numbers for static scalars.
 
@@ -144,7 +144,7 @@ def prepared(
 
 
 def with_python_numbers(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments of a call with Python numbers in place of static NumPy and JAX scalars.
 
@@ -174,7 +174,7 @@ class _Places:
 _known_places: weakref.WeakKeyDictionary[type, _Places] = weakref.WeakKeyDictionary()
 
 
-def _places(kernel: Kernel[Any, Any]) -> _Places:
+def _places(kernel: Computation[Any, Any]) -> _Places:
     cls = type(kernel)
     found = _known_places.get(cls)
     if found is None:
@@ -182,7 +182,7 @@ def _places(kernel: Kernel[Any, Any]) -> _Places:
     return found
 
 
-def _places_of(kernel: Kernel[Any, Any]) -> _Places:
+def _places_of(kernel: Computation[Any, Any]) -> _Places:
     signature = _run_signature(type(kernel), _signature_source(kernel))
     if signature is None:
         nothing = _Parameters((), {}, None)
@@ -226,7 +226,7 @@ def _with_numbers(
 
 
 def take_apart(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
 ) -> tuple[CallSpec, list[Any]]:
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
@@ -236,7 +236,7 @@ def take_apart(
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
 
-def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
+def _spec_of(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[Any] = []
     held: list[Held] = [Strong(kernel)]
@@ -272,7 +272,7 @@ def tokens_of(tree: Any) -> Hashable:
 
 
 def _bind(
-    kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: Computation[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cls: Any = type(kernel)
     # Cached by class: inspecting the signature at each call takes three to five times as long as an eager call.
@@ -300,7 +300,7 @@ def _fill_gaps(bound: inspect.BoundArguments) -> None:
 
 
 def without_defaults(
-    kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
+    kernel: Computation[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments without those that equal the defaults of the kernel's `run`."""
     signature = _run_signature(type(kernel), _signature_source(kernel))
@@ -326,7 +326,7 @@ def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
     return tokens_of(parameter.default) == tokens_of(value)
 
 
-def _signature_source(kernel: Kernel[Cfg, Out]) -> str:
+def _signature_source(kernel: Computation[Cfg, Out]) -> str:
     if overrides(kernel, "run"):
         return "run"
     forms = run_forms(kernel)

@@ -19,8 +19,8 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.declared_names import names_of
-from ejkernel.ops.core.hooks import Kernel, living_kernels
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
+from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
 from ejkernel.ops.core.transformations.autodiff import differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped

@@ -13,8 +13,8 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import prepared, take_apart
-from ejkernel.ops.core.hooks import Kernel, overrides
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out

@@ -14,16 +14,16 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.bucketing import representative_of
+from ejkernel.ops.core.bucketing import StandIn, representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.hooks import PLATFORMS, Kernel, hook, overrides
+from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.validation import asked, check_argument
 from ejkernel.ops.utils.values.payloads import key_of
 from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
 
@@ -60,7 +60,7 @@ class Invocation(Generic[Cfg, Out]):
         array_types: Types of all arrays that the node of a traced call takes, including batch axes and cotangents.
     """
 
-    kernel: Kernel[Cfg, Out] | None = None
+    kernel: Computation[Cfg, Out] | None = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Any = None
@@ -83,7 +83,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.kernel is None and not self.op_id:
             raise ArgumentError("Invocation needs kernel=... or op_id=...; got neither.")
         if self.kernel is not None:
-            check_argument(isinstance(self.kernel, Kernel), "kernel", "a Kernel", self.kernel)
+            check_argument(isinstance(self.kernel, Computation), "kernel", "a Kernel", self.kernel)
         check_argument(isinstance(self.args, list | tuple), "args", "a tuple of positional arguments", self.args)
         check_argument(isinstance(self.kwargs, Mapping), "kwargs", "a mapping of keyword arguments", self.kwargs)
         set_field = functools.partial(object.__setattr__, self)
@@ -104,7 +104,7 @@ class Invocation(Generic[Cfg, Out]):
         """The operation's name with the kernel's version."""
         if "@v" in self.op_id:
             return self.op_id
-        version = self.kernel.version if self.kernel is not None else Kernel.version
+        version = self.kernel.version if self.kernel is not None else Computation.version
         return f"{self.op_id}@v{version}"
 
     @property
@@ -169,7 +169,28 @@ class Invocation(Generic[Cfg, Out]):
         # Most kernels have no buckets: return early instead of splitting the call for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
-        return representative_of(self, self.kernel, self._node)
+        own = self._taken_apart(self.args, dict(self.kwargs))
+        ask = functools.partial(self._ask_for_bucket, own)
+        found = representative_of(self.op_id, own, ask, self._taken_apart)
+        return self if found is own else self._represented_by(found)
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+        assert self.kernel is not None  # `representative` checks it
+        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+        return spec, [abstract(array) for array in arrays]
+
+    def _ask_for_bucket(self, own: StandIn, stand_in: StandIn) -> object:
+        inv = self if stand_in is own else self._represented_by(stand_in)
+        bucket = getattr(self.kernel, "bucket")  # noqa: B009 - a hook of `Kernel`
+        return asked(f"{self.op_id}: bucket", bucket, inv)
+
+    def _represented_by(self, stand_in: StandIn) -> Invocation[Cfg, Out]:
+        spec, types = stand_in
+        args, kwargs = spec.join(types)
+        # Nodes hold no shapes, so the representative can use this call's node. Types of batches, residuals and
+        # cotangents (`array_types`) are computed later, on the measuring thread, where no trace of the caller is open.
+        node = None if self._node is None else with_spec(self._node, spec)
+        return dataclasses.replace(self, args=args, kwargs=kwargs, array_types=(), _node=node)
 
     @functools.cached_property
     def node(self) -> Node:
@@ -421,7 +442,7 @@ def _is_stable(value: object) -> bool:
 
 
 def default_key_builder_with_sharding(
-    kernel: Kernel[Cfg, Out] | Invocation[Cfg, Out],
+    kernel: Computation[Cfg, Out] | Invocation[Cfg, Out],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> ConfigKey:

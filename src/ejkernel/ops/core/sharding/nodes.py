@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.hooks import Kernel, overrides, platform_to_trace_for
+from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
 from ejkernel.ops.core.transformations.autodiff import Linear, ResidualVjp, ThroughResiduals, Vjp
 from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped

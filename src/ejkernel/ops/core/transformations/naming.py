@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.hooks import Kernel, run_forms
+from ejkernel.ops.core.hooks import Computation, run_forms
 from ejkernel.ops.core.types import Cfg, Out
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -22,7 +22,7 @@ def array_names(spec: CallSpec) -> list[str]:
     return [leaf_name(spec.kernel, path) for path, leaf in leaves if leaf is mark]
 
 
-def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
+def leaf_name(kernel: Computation[Any, Any], path: Any) -> str:
     """Return the name of the leaf at `path` in `(args, kwargs)` of a kernel's call."""
     part, argument, *rest = path
     if part.idx == 1:
@@ -33,7 +33,7 @@ def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
     return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _parameters(kernel: Kernel[Cfg, Out]) -> list[str]:
+def _parameters(kernel: Computation[Cfg, Out]) -> list[str]:
     # A `run` with *args has no parameter names: use those of another form, or of `prepare`.
     for name in ("run", *run_forms(kernel), "prepare"):
         parameters = inspect.signature(getattr(kernel, name)).parameters.values()

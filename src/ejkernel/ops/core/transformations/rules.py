@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ejkernel.ops.core.hooks import Kernel, hook
+from ejkernel.ops.core.hooks import Computation, hook
 from ejkernel.ops.errors import KernelError
 
 _LEADING = {  # the leading positional parameters of a rule; the arguments of `run` may follow
@@ -19,7 +19,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def call_rule(
-    kernel: Kernel[Any, Any], name: str, form: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    kernel: Computation[Any, Any], name: str, form: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call a gradient rule of a kernel.
 
@@ -61,7 +61,7 @@ def _problem(
     return ""
 
 
-def _wanted(kernel: Kernel[Any, Any], name: str) -> str:
+def _wanted(kernel: Computation[Any, Any], name: str) -> str:
     if name == "custom_vjp":
         return f"custom_vjp(self, {', '.join(_LEADING[name])})"
     run = [p for p in inspect.signature(type(kernel).run).parameters.values() if p.name not in ("self", "cfg")]
