@@ -66,18 +66,10 @@ def name_of(file):
 MODULES = {name_of(file): file for file in FILES}
 
 
-def what_runs(node):
-    """Yield `node` and all below it, less what is there for type checkers alone."""
-    yield node
-    types_alone = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-    for child in node.orelse if types_alone else ast.iter_child_nodes(node):
-        yield from what_runs(child)
-
-
 def imported_names(file):
-    """Yield the absolute dotted names that `file` imports, at its top or inside a function."""
+    """Yield the absolute dotted names that `file` imports: at its top, in a function, or for type checkers alone."""
     package = ["ejkernel", *file.relative_to(SOURCE).parent.parts]
-    for node in what_runs(tree_of(file)):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

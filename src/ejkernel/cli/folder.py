@@ -33,6 +33,7 @@ from ejkernel.ops.config.shared.packs import SUFFIX, verify
 from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, measured_with, text_of_differences
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -249,7 +250,7 @@ def _space_of(entry: StoredEntry) -> str | None:
     except DescriptionError as error:
         logger.info("the search space of %s is unknown: %s", entry.path, error)
         return None
-    return None if inv.kernel is None else space_digest(inv.kernel, inv)
+    return space_digest(kernel_of(inv), inv)
 
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import typing
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -76,9 +75,9 @@ class CallSpec:
         return hash((self.token, self.method))
 
     @property
-    def kernel(self) -> Computation[Any, Any]:
+    def kernel(self) -> Any:
         """The kernel."""
-        return typing.cast("Computation[Any, Any]", self.held[0]())
+        return self.held[0]()
 
     @property
     def statics(self) -> tuple[Any, ...]:

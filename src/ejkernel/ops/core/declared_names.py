@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import config_type_of, hook, run_forms
+from ejkernel.ops.core.hooks import Computation, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
@@ -44,7 +44,7 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     return names
 
 
-def note_config_types(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> None:
+def note_config_types(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) -> None:
     """Let files name the configuration type that the kernel's heuristic returns, if the kernel class declares none."""
     if kernel.config_type is not None:
         return

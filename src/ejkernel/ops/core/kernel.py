@@ -25,7 +25,7 @@ from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
-from ejkernel.ops.errors import NoConfigError
+from ejkernel.ops.errors import ArgumentError, NoConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.instances import living
 from ejkernel.ops.utils.random_arrays import random_inputs
@@ -188,6 +188,17 @@ def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, .
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
     return target, args
+
+
+def kernel_of(inv: Invocation[Cfg, Out]) -> Kernel[Cfg, Out]:
+    """Return the kernel of a call.
+
+    Raises:
+        ArgumentError: The invocation has none.
+    """
+    if not isinstance(inv.kernel, Kernel):
+        raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
+    return inv.kernel
 
 
 def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:

@@ -19,7 +19,7 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound, with_python_numbers
+from ejkernel.ops.core.kernel import Kernel, check_config, kernel_of, prepared, unbound, with_python_numbers
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Forward
@@ -138,9 +138,7 @@ class Executor(Generic[Cfg, Out]):
 
     def resolve(self, inv: Invocation[Cfg, Out]) -> Resolution[Cfg]:
         """Return the configuration for `inv`, and the tier that gave it."""
-        kernel = inv.kernel
-        if kernel is None:
-            raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
+        kernel = kernel_of(inv)
         resolve = getattr(self.chooser, "resolve", None)
         if resolve is not None and not _chooses_by_itself(self.chooser):
             return cast("Resolution[Cfg]", resolve(inv, kernel))

@@ -15,6 +15,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -98,7 +99,7 @@ class Explanations(tuple[Explanation, ...]):
 
 def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or saving anything."""
-    kernel = inv.kernel
+    kernel = kernel_of(inv)
     consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
     try:
         key, key_note = inv.key, ""
@@ -119,7 +120,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         label_note=note,
         tiers=tiers,
         resolution=resolution,
-        refusals={} if kernel is None else kernel.refusals(inv),
+        refusals=kernel.refusals(inv),
         split=split,
         split_note=split_note,
         search=_search_of(chooser, key),
