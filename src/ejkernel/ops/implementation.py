@@ -182,6 +182,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         self._declared = {
             name: LazyImplementation(found) if isinstance(found, str) else found for name, found in declared.items()
         }
+        self._platforms = {name: getattr(found, "platforms", ()) for name, found in self._declared.items()}
         self._loaded: dict[str, Implementation[Any]] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -200,7 +201,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
             ArgumentError: The name is unknown, e.g. in a call read from a file.
             UnsupportedError: Its module cannot be imported here.
         """
-        if name not in self:
+        if name not in self._declared:
             raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self)}")
         if name not in self._loaded:
             self._loaded[name] = _loaded(name, self._declared[name])
@@ -213,8 +214,11 @@ class Implementations(Mapping[str, Implementation[Any]]):
 
     def platforms(self, name: str) -> tuple[str, ...]:
         """Return the platforms of an implementation; empty for all."""
-        declared = self._declared[name]
-        return declared.platforms if isinstance(declared, LazyImplementation) else ()
+        return self._platforms[name]
+
+    def is_for(self, name: str, platform: str | None) -> bool:
+        """Return whether an implementation is for a platform; `None` is any platform."""
+        return not self._platforms[name] or platform is None or platform in self._platforms[name]
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""
@@ -232,17 +236,15 @@ class Implementations(Mapping[str, Implementation[Any]]):
             return str(error)
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
-        return self._unknown_features(found, call) or found.unsupported(call)
+        unknown = call.features - found.features
+        return self._why_unknown(name, call, sorted(unknown)) if unknown else found.unsupported(call)
 
-    def _unknown_features(self, found: Implementation[Any], call: OperationCall) -> str | None:
-        unknown = sorted(call.features - found.features)
-        if not unknown:
-            return None
+    def _why_unknown(self, name: str, call: OperationCall, unknown: list[str]) -> str:
         # Suggest only implementations for all platforms: another platform's would not help here.
-        others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
+        others = [other for other in self if not self.platforms(other) and call.features <= self[other].features]
         where = "the gradient of " if call.backward else ""
         return (
-            f"{', '.join(unknown)}: not available with {where}implementation={found.name!r}"
+            f"{', '.join(unknown)}: not available with {where}implementation={name!r}"
             f"{f'; use {others[0]!r}' if others else ''}."
         )
 

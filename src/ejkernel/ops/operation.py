@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.config.spaces.alternatives import alternatives
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, config_type_of
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
@@ -32,6 +32,10 @@ class _Selected(NamedTuple):
     implementation: Implementation[Any]
     call: Any
     params: Any
+
+    def compute(self, method: str, given: Sequence[Any]) -> Any:
+        """Call `output`, `forward` or `backward` of the implementation."""
+        return getattr(self.implementation, method)(self.call, *given, params=self.params)
 
 
 _owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configuration types to operation names
@@ -58,7 +62,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         super().__init_subclass__(**kwargs)
         if "implementations" not in vars(cls):
             return
-        config: Any = config_type_of(cls)
+        config: Any = cls.config_type
         if config is None or not issubclass(config, OperationConfig) or config is OperationConfig:
             raise KernelError(
                 f"{cls.__name__} must name its own subclass of OperationConfig as its configuration type: "
@@ -135,7 +139,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def refusals(self, inv: Invocation[OpCfg, Out]) -> dict[str, str]:
         """See `Kernel`; only for the requested implementations, if the call requests some by name."""
-        return self._select_for(inv)[1]
+        return self._select_for(inv, self.call_of(inv))[1]
 
     def why_not(self, inv: Invocation[OpCfg, Out], config: OpCfg) -> str:
         """See `Kernel`: the implementation or its parameters may be unsupported here."""
@@ -180,37 +184,23 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
-        selected = self._running(cfg, args, options)
-
-        def output(selected: _Selected, *args: Any) -> Any:
-            return selected.implementation.output(selected.call, *args, params=selected.params)
-
         # Not `forward`: without residuals, cuDNN can use a kernel that does not write the log-sum-exp.
-        return self._differentiable(output, selected, args)
+        return self._differentiable("output", self._running(cfg, args, options), args)
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the residuals of the implementation."""
-        selected = self._running(cfg, args, options)
-
-        def forward(selected: _Selected, *args: Any) -> Any:
-            return selected.implementation.forward(selected.call, *args, params=selected.params)
-
-        return cast("tuple[Any, Any]", self._differentiable(forward, selected, args))
+        found = self._differentiable("forward", self._running(cfg, args, options), args)
+        return cast("tuple[Any, Any]", found)
 
     def vjp(
         self, residuals: Any, out: Any, cotangents: tuple[Any, ...], *args: Any, cfg: OpCfg, **options: Any
     ) -> tuple[Any, ...]:
         """Return the gradient of each positional argument."""
         selected = self._running(cfg, args, options, backward=True)
-
-        def backward(selected: _Selected, *given: Any) -> Any:
-            return selected.implementation.backward(selected.call, *given, params=selected.params)
-
-        found = self._differentiable(backward, selected, (residuals, out, cotangents, *args))
+        found = self._differentiable("backward", selected, (residuals, out, cotangents, *args))
         return cast("tuple[Any, ...]", found)
 
     def _check_cfg(self, config: Any, name: str) -> None:
-        super()._check_cfg(config, name)
         try:
             config.__post_init__()
         except ConfigError as error:  # its implementation, or the class of its parameters, was redefined
@@ -229,29 +219,26 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         If only types are wanted and no implementation runs here, return implementations for other platforms: the
         program may be lowered for another platform than this process's.
         """
-        found, reasons = self._select_for(inv)
+        call = self.call_of(inv)
+        found, reasons = self._select_for(inv, call)
         if not found and not inv.array_types:
             # Without a platform, so that only reasons that apply on every platform count.
-            away = dataclasses.replace(self.call_of(inv), platform=None, device_fingerprint="")
+            away = dataclasses.replace(call, platform=None, device_fingerprint="")
             names = self._considered(inv.kwargs, away) or self.implementations
-            elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
+            elsewhere = [name for name in names if not self.implementations.is_for(name, inv.platform)]
             found, reasons_elsewhere = self._select(away, elsewhere, higher=self._is_higher(inv), named=True)
             reasons |= reasons_elsewhere
         if not found:
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
         return found
 
-    def _select_for(self, inv: Invocation[OpCfg, Out]) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
-        call = self.call_of(inv)
+    def _select_for(self, inv: Invocation[OpCfg, Out], call: CallT) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
         names = self._considered(inv.kwargs, call)
         return self._select(call, names, higher=self._is_higher(inv), named=names is not None)
 
     def _is_higher(self, inv: Invocation[OpCfg, Out]) -> bool:
         """Return whether the call computes tangents or higher derivatives."""
         return inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1
-
-    def _platforms(self, name: str) -> tuple[str, ...]:
-        return self.implementations.platforms(name) or ("gpu", "tpu", "cpu")
 
     def _names(self, options: Mapping[str, Any]) -> list[str] | None:
         """Return the requested implementations in order of preference; `None` without a request."""
@@ -268,7 +255,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         names = self._names(options)
         if names is None or not call.backward:
             return names
-        here = [name for name in self.implementations if call.platform in (None, *self._platforms(name))]
+        here = [name for name in self.implementations if self.implementations.is_for(name, call.platform)]
         return [*names, *(name for name in here if name not in names and self._follows(name, names))]
 
     def _follows(self, name: str, names: Sequence[str]) -> bool:
@@ -293,8 +280,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         reasons: dict[str, str] = {}
         considered: list[str] = []
         for name in self.implementations if names is None else names:
-            if not named and call.platform not in (None, *self._platforms(name)):
-                reasons[name] = f"implementation={name!r} runs on {', '.join(self._platforms(name))}."
+            if not named and not self.implementations.is_for(name, call.platform):
+                reasons[name] = f"implementation={name!r} runs on {', '.join(self.implementations.platforms(name))}."
                 continue
             considered.append(name)
             reason = self.implementations.unsupported(name, call)
@@ -382,11 +369,11 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _called(self, call: CallT) -> str:
         return f"{self.op_id}.bwd" if call.backward else self.op_id
 
-    def _differentiable(self, function: Callable[..., Any], selected: _Selected, given: tuple[Any, ...]) -> Any:
-        """Return `function(selected, *given)`, or another implementation's tangents if JAX cannot differentiate it."""
+    def _differentiable(self, method: str, selected: _Selected, given: tuple[Any, ...]) -> Any:
+        """Return the result of a method of the selected implementation, with tangents of another one if necessary."""
         other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
         if other is None:
-            return function(selected, *given)
+            return selected.compute(method, given)
 
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -394,7 +381,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         def compute(selected: _Selected, arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
-            return function(selected, *jax.tree.unflatten(tree, filled))
+            return selected.compute(method, jax.tree.unflatten(tree, filled))
 
         # A rule for tangents instead of gradients, so that both modes and higher derivatives work.
         @jax.custom_jvp

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.transformations.naming import array_names
+from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.errors import ArgumentError, KernelError
 from ejkernel.ops.utils.values.signature import abstract, is_array
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import Computation, config_type_of, hook, run_forms
+from ejkernel.ops.core.hooks import Computation, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
@@ -109,7 +109,7 @@ def _config_types() -> Iterator[type]:
     # The latest first: a redefined class has the name of its predecessor.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):
-        declared = config_type_of(cls)
+        declared = cls.config_type
         if declared is None:
             silent.append(cls)
         else:

@@ -21,7 +21,7 @@ from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
-from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
+from ejkernel.ops.core.primitive import Call, residual_trees, types_of
 from ejkernel.ops.core.transformations.autodiff import differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Forward, Node, is_inexact
@@ -30,6 +30,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.storage.serialize import describe as shown
 from ejkernel.ops.utils.values.description import MAX_RANK, check_size, undescribe
+from ejkernel.ops.utils.values.identity import Strong
 from ejkernel.ops.utils.values.signature import abstract
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
@@ -188,7 +189,7 @@ class _Builder:
 
     @property
     def call(self) -> Call:
-        return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
+        return Call(Strong(services.default_executor()), self.node, linear=self.linear)
 
     def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Builder:
         """Return the node under one `vmap`."""

@@ -9,7 +9,6 @@ import re
 import sys
 import types
 import typing
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Generic, Protocol
 
@@ -38,7 +37,12 @@ class Computation(Noted, Generic[Cfg, Out]):
     version: ClassVar[str] = "0"
     keeps_residuals: ClassVar[bool] = False
     choices: frozenset[str] = frozenset()
+    config_type: ClassVar[type | None] = None
     _interface: ClassVar[type]  # the class with the defaults of all hooks
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.config_type = _named_config_type(cls)
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
@@ -62,11 +66,6 @@ class Computation(Noted, Generic[Cfg, Out]):
     def op_id_v(self) -> str:
         """The name with its version, `<op_id>@v<version>`."""
         return f"{self.op_id}@v{self.version}"
-
-    @property
-    def config_type(self) -> type | None:
-        """The configuration type in the class definition, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
-        return config_type_of(type(self))
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for `run`; called once for each call, possibly with tracers.
@@ -124,12 +123,7 @@ class Computation(Noted, Generic[Cfg, Out]):
         raise KernelError(f"{type(self).__name__} has no reference.")
 
     def _check_cfg(self, config: Any, name: str) -> None:
-        """Raise unless `config` is a configuration of this kernel; the message calls it `name`."""
-        expected = self.config_type
-        if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-            raise ConfigError(
-                f"{self.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
-            )
+        """Raise unless `config` is a configuration of this kernel; see `check_config`, which checks its type."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a module-level kernel by name, so that another process uses its own instance instead of a copy."""
@@ -154,17 +148,6 @@ class _Directed(Protocol):
     def platform(self) -> str: ...
     @property
     def direction(self) -> str: ...
-
-
-# Weak, like all tables by class: a class redefined in a notebook is collected together with its kernels.
-_config_types: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
-
-
-def config_type_of(cls: type[Computation[Any, Any]]) -> type | None:
-    """Return the configuration type that a kernel class or one of its bases declares, or `None`."""
-    if cls not in _config_types:
-        _config_types[cls] = _named_config_type(cls)
-    return _config_types[cls]
 
 
 def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
@@ -284,11 +267,16 @@ def platform_to_trace_for(kernel: Computation[Cfg, Out], default: str) -> str:
 
 
 def check_config(kernel: Computation[Cfg, Out], config: object, name: str = "cfg") -> None:
-    """Check that `config` has the configuration type of the kernel, if the kernel declares a dataclass.
+    """Check that `config` is a configuration of the kernel, of its type if the kernel declares a dataclass.
 
     Raises:
-        ConfigError: `config` has another type.
+        ConfigError: It is not.
     """
+    expected = kernel.config_type
+    if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
+        raise ConfigError(
+            f"{kernel.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+        )
     kernel._check_cfg(config, name)
 
 

@@ -320,10 +320,13 @@ class Invocation(Generic[Cfg, Out]):
 
         `dataclasses.replace(call, kernel=...)` restores it.
         """
-        return dataclasses.replace(self, kernel=None, _node=_weakly(self._node))
+        node = None if self._node is None else with_spec(self._node, self._node.spec.weak())
+        return dataclasses.replace(self, kernel=None, _node=node)
 
     def abstract(self) -> Invocation[Cfg, Out]:
         """Return the call with types in place of arrays and tracers, so that it can be stored."""
+        if self.array_types:  # from `invocation_of`, which stores only types
+            return self
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
@@ -331,10 +334,6 @@ class Invocation(Generic[Cfg, Out]):
 
 def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
-
-
-def _weakly(node: Node | None) -> Node | None:
-    return None if node is None else with_spec(node, node.spec.weak())
 
 
 def _fields_of(kernel: object) -> Any:

@@ -14,7 +14,6 @@ from ejkernel.ops.core.callspec import prepared as prepared
 from ejkernel.ops.core.callspec import with_python_numbers as with_python_numbers
 from ejkernel.ops.core.hooks import Computation, _form
 from ejkernel.ops.core.hooks import check_config as check_config
-from ejkernel.ops.core.hooks import config_type_of as config_type_of
 from ejkernel.ops.core.hooks import has_backward_heuristic as has_backward_heuristic
 from ejkernel.ops.core.hooks import has_gradient_rule as has_gradient_rule
 from ejkernel.ops.core.hooks import hook as hook
@@ -49,6 +48,7 @@ class Kernel(Computation[Cfg, Out]):
 
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
+        config_type: The configuration type in the class definition, as in `Kernel[MyConfig, jax.Array]`, or `None`.
         choices: Parameters of `run` for which passing the default differs from omitting the argument.
         keeps_residuals: Whether a kernel without a gradient rule computes its forward only once under `grad`. The
             residuals that JAX saves for `run`, e.g. those of an inner `jax.custom_vjp`, then go to the backward, which

@@ -16,10 +16,9 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.config.policy import looking_only
-from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError

@@ -22,12 +22,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel import compat
+from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_of_gradients
 from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, shard_function, split
 from ejkernel.ops.core.transformations.autodiff import innermost
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError, ShardingWarning
 from ejkernel.ops.utils.messages.warn import warn
