@@ -38,7 +38,7 @@ class _Placeholder:
 
 
 _PLACEHOLDER = _Placeholder()
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type})
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type, type(None)})
 
 
 def _placeholder() -> Any:

@@ -17,7 +17,6 @@ from ejkernel import compat
 from ejkernel.ops.core.bucketing import StandIn, representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
-from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -71,10 +70,10 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(default_factory=compat.matmul_precision)
-    x64: bool = dataclasses.field(default_factory=compat.x64_enabled)
-    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
-    promotion: str = dataclasses.field(default_factory=lambda: _promotion(compat.numerics_in_force()))
+    precision: str | None = dataclasses.field(default_factory=lambda: _setting("default_matmul_precision"))
+    x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
+    prng: str = dataclasses.field(default_factory=lambda: _setting("default_prng_impl"))
+    promotion: str = dataclasses.field(default_factory=lambda: _setting("numpy_dtype_promotion"))
     span: compat.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
@@ -189,7 +188,7 @@ class Invocation(Generic[Cfg, Out]):
         args, kwargs = spec.join(types)
         # Nodes hold no shapes, so the representative can use this call's node. Types of batches, residuals and
         # cotangents (`array_types`) are computed later, on the measuring thread, where no trace of the caller is open.
-        node = None if self._node is None else with_spec(self._node, spec)
+        node = None if self._node is None else self._node.with_spec(spec)
         return dataclasses.replace(self, args=args, kwargs=kwargs, array_types=(), _node=node)
 
     @functools.cached_property
@@ -288,7 +287,7 @@ class Invocation(Generic[Cfg, Out]):
         return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
 
     def _wiring(self) -> list[dict[str, Any]]:
-        found = wiring(self._node) if self._node is not None else []
+        found = self._node.wiring() if self._node is not None else []
         return found if any(found) else []
 
     @functools.cached_property
@@ -320,7 +319,7 @@ class Invocation(Generic[Cfg, Out]):
 
         `dataclasses.replace(call, kernel=...)` restores it.
         """
-        node = None if self._node is None else with_spec(self._node, self._node.spec.weak())
+        node = None if self._node is None else self._node.with_spec(self._node.spec.weak())
         return dataclasses.replace(self, kernel=None, _node=node)
 
     def abstract(self) -> Invocation[Cfg, Out]:
@@ -343,8 +342,9 @@ def _fields_of(kernel: object) -> Any:
     return {field.name: describe_static(getattr(kernel, field.name)) for field in dataclasses.fields(kernel)}
 
 
-def _promotion(numerics: compat.Numerics) -> str:
-    return compat.settings_name(numerics.numpy_dtype_promotion)
+def _setting(name: str) -> Any:
+    value: Any = getattr(compat.numerics_in_force(), name)
+    return getattr(value, "value", value)  # some versions of JAX have enums
 
 
 def _bytes_of(array: HasType) -> int:
@@ -404,13 +404,14 @@ def config_for_types(
         NoConfigError: No platform has a configuration; the message is for the preferred platform.
         UnsupportedError: No platform can run the call; the message is for the preferred platform.
     """
+    assert inv.kernel is not None  # it is being traced
     refused: list[Exception] = []
     for each in dict.fromkeys((platform, *PLATFORMS)):
         # The fingerprint of a platform, not of the device here: the program may be lowered for another device.
         there = dataclasses.replace(inv, device=platform_fingerprint(each))
         try:
-            config = _config_on(there, each, choose)
-            hook(inv.node.spec.kernel, "run", each, config)  # raises if the platform has no form of `run`
+            config = _config_on(there, inv.kernel, choose)
+            hook(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:
@@ -418,11 +419,13 @@ def config_for_types(
     raise refused[0]
 
 
-def _config_on(inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]) -> Any:
+def _config_on(
+    inv: Invocation[Any, Any], kernel: Computation[Any, Any], choose: Callable[[Invocation[Any, Any]], Any]
+) -> Any:
     if inv.override_cfg is not None:
         return inv.override_cfg
     try:
-        return hook(inv.node.spec.kernel, "heuristic_cfg", platform)(inv)
+        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
     except NoConfigError:
         return choose(inv)
 

@@ -21,8 +21,7 @@ from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
-from ejkernel.ops.core.sharding.nodes import has_rule
-from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError
@@ -123,7 +122,7 @@ class Call:
         trace is lowered.
         """
         held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
-        return dataclasses.replace(self, held=held, node=with_spec(self.node, self.node.spec.weak()))
+        return dataclasses.replace(self, held=held, node=self.node.with_spec(self.node.spec.weak()))
 
 
 @dataclasses.dataclass(slots=True)
@@ -192,7 +191,7 @@ def _traced(call: Call, avals: Sequence[HasType]) -> Types:
     mesh = compat.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
     if mesh is None:
         return _traced_as_it_is(call, avals)
-    may_split = has_rule(call.node.spec.kernel)
+    may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if not may_split:
         with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
             return _traced_as_it_is(call, avals)

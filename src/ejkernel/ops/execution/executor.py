@@ -331,8 +331,8 @@ class _Default:
                 if self._executor is None:
                     now = settings.current()
                     policy = AutotunePolicy(
-                        autotune=now.autotune,
-                        heuristic=now.heuristic,
+                        autotune=now.on_miss == "tune",
+                        heuristic=now.on_miss != "error",
                         note_misses=now.note_misses,
                         stale=default_stale_policy(),
                     )

@@ -15,7 +15,6 @@ import jax
 
 from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
 from ejkernel.ops.core.transformations.autodiff import Linear, ResidualVjp, ThroughResiduals, Vjp
 from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped
@@ -25,17 +24,12 @@ from ejkernel.ops.utils.fingerprint import platform_fingerprint
 from ejkernel.ops.utils.values.signature import HasType, abstract
 
 
-def has_rule(kernel: Kernel[Any, Any]) -> bool:
-    """Return whether a kernel declares a sharding rule."""
-    return overrides(kernel, "sharding_rule")
-
-
 def factors(node: Node, arrays: Sequence[HasType]) -> Factors | None:
     """Return the named axes of a call's arguments and results; `None` if its kernel declares none.
 
     A result that lacks a sharded axis is the sum over shards, for example the gradient of a replicated argument.
     """
-    return _factors(node, arrays, 0) if has_rule(node.spec.kernel) else None
+    return _factors(node, arrays, 0) if overrides(node.spec.kernel, "sharding_rule") else None
 
 
 def _factors(node: Node, arrays: Sequence[HasType], depth: int) -> Factors | None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
+from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
     Choice,
     Flat,
@@ -39,6 +38,10 @@ class Discharged(NonlinearWrapper):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [*self.of.steps(), ["references", list(self.references)]]
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        return [*self.of.wiring(), {}]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
@@ -75,6 +78,11 @@ class Linear(Wrapper):
     outs: tuple[bool, ...]
 
     types_are_whole = False  # see `flat`
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        root = innermost(self.of)
+        return [*self.of.wiring(), {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
 
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
@@ -198,6 +206,10 @@ class ThroughResiduals(Linear):
         """See `Node`."""
         return self.num_saved
 
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`; `differentiate` applies the `vmap`s to the linear node, so this one differentiates a forward."""
+        return super().wiring()[-1:]
+
     def _saved_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         return list(jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own))
 
@@ -302,39 +314,8 @@ def differentiate(
     return forward, linear
 
 
-def with_spec(node: Any, spec: CallSpec) -> Any:
-    """Return the node with `spec`, a kernel call of the same structure, at its root."""
-    if isinstance(node, Forward):
-        return dataclasses.replace(node, spec=spec)
-    nested = ("of", "original") if isinstance(node, TransposedVmapped) else ("of",)
-    return dataclasses.replace(node, **{name: with_spec(getattr(node, name), spec) for name in nested})
-
-
 def innermost(node: Node) -> Node:
     """Return the node below all `vmap`s."""
     while isinstance(node, Vmapped):
         node = node.of
     return node
-
-
-def wiring(node: object) -> list[dict[str, Any]]:
-    """Return, for each of `node.steps()`, the facts that rebuilding needs and the key leaves out; mostly empty.
-
-    These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns its
-    residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
-    """
-    if isinstance(node, Discharged):
-        return [*wiring(node.of), {}]
-    if isinstance(node, Linear):
-        root = innermost(node.of)
-        through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
-        return [*([] if isinstance(node, ThroughResiduals) else wiring(node.of)), through]
-    if not isinstance(node, Vmapped):
-        return []
-    name = None if node.level.axis_name is None else node.level.axis_name.name
-    more: dict[str, Any] = {"axis_name": name} if type(name) is str else {}
-    if isinstance(node, LinearVmapped | TransposedVmapped):
-        more["axes"] = list(node.level.axes)
-    if isinstance(node, TransposedVmapped):
-        more["transposed"] = True
-    return [*wiring(node.of), more]

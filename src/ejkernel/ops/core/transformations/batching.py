@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
 
 
@@ -83,6 +84,11 @@ class Vmapped(NonlinearWrapper):
         axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
         return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
 
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        name = None if self.level.axis_name is None else self.level.axis_name.name
+        return [*self.of.wiring(), {"axis_name": name} if type(name) is str else {}]
+
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each of `count` arguments."""
         del count
@@ -120,6 +126,11 @@ class LinearVmapped(Vmapped):
         """See `Node`."""
         return TransposedVmapped(self.of.transpose, self.level, self)
 
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        *inner, own = super().wiring()
+        return [*inner, {**own, "axes": list(self.level.axes)}]
+
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """See `Node`."""
         return autodiff_vjp(self.flat(choice), count)
@@ -136,6 +147,15 @@ class TransposedVmapped(Vmapped):
     def transpose(self) -> Node:
         """See `Node`."""
         return self.original
+
+    def with_spec(self, spec: CallSpec) -> TransposedVmapped:
+        """See `Node`."""
+        return dataclasses.replace(self, of=self.of.with_spec(spec), original=self.original.with_spec(spec))
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        *inner, own = super().wiring()
+        return [*inner, {**own, "axes": list(self.level.axes), "transposed": True}]
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each argument; cotangents are batched along their first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +88,18 @@ class Node(Protocol):
     def transpose(self) -> Node:
         """The transpose of a linear node."""
 
+    def with_spec(self, spec: CallSpec) -> Node:
+        """The same node for `spec`, a kernel call of the same structure."""
+
     def steps(self) -> list[list[Any]]:
         """The transformations, innermost first, as plain data for the call's key."""
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """For each step, the facts that rebuilding the call needs and its key leaves out; mostly empty.
+
+        These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns
+        its residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
+        """
 
     def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Types of all arguments, given the types of the kernel's own arrays without batch axes."""
@@ -124,6 +134,10 @@ class Wrapper:
     def lead(self) -> int:
         """See `Node`."""
         return self.of.lead
+
+    def with_spec(self, spec: CallSpec) -> Any:
+        """See `Node`."""
+        return dataclasses.replace(cast(Any, self), of=self.of.with_spec(spec))
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -189,7 +203,15 @@ class Forward:
         """A forward is not linear."""
         raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
 
+    def with_spec(self, spec: CallSpec) -> Forward:
+        """See `Node`."""
+        return dataclasses.replace(self, spec=spec)
+
     def steps(self) -> list[list[Any]]:
+        """No transformation."""
+        return []
+
+    def wiring(self) -> list[dict[str, Any]]:
         """No transformation."""
         return []
 
