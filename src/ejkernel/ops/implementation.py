@@ -216,9 +216,12 @@ class Implementations(Mapping[str, Implementation[Any]]):
         """Return the platforms of an implementation; empty for all."""
         return self._platforms[name]
 
-    def is_for(self, name: str, platform: str | None) -> bool:
-        """Return whether an implementation is for a platform; `None` is any platform."""
-        return not self._platforms[name] or platform is None or platform in self._platforms[name]
+    def elsewhere(self, name: str, platform: str | None) -> str:
+        """Return why an implementation is not for a platform; `""` if it is. `None` is any platform."""
+        platforms = self._platforms[name]
+        if not platforms or platform in (None, *platforms):
+            return ""
+        return f"implementation={name!r} runs on {', '.join(platforms)}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""

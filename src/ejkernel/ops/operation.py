@@ -225,7 +225,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             # Without a platform, so that only reasons that apply on every platform count.
             away = dataclasses.replace(call, platform=None, device_fingerprint="")
             names = self._considered(inv.kwargs, away) or self.implementations
-            elsewhere = [name for name in names if not self.implementations.is_for(name, inv.platform)]
+            elsewhere = [name for name in names if self.implementations.elsewhere(name, inv.platform)]
             found, reasons_elsewhere = self._select(away, elsewhere, higher=self._is_higher(inv), named=True)
             reasons |= reasons_elsewhere
         if not found:
@@ -255,7 +255,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         names = self._names(options)
         if names is None or not call.backward:
             return names
-        here = [name for name in self.implementations if self.implementations.is_for(name, call.platform)]
+        here = [name for name in self.implementations if not self.implementations.elsewhere(name, call.platform)]
         return [*names, *(name for name in here if name not in names and self._follows(name, names))]
 
     def _follows(self, name: str, names: Sequence[str]) -> bool:
@@ -280,8 +280,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         reasons: dict[str, str] = {}
         considered: list[str] = []
         for name in self.implementations if names is None else names:
-            if not named and not self.implementations.is_for(name, call.platform):
-                reasons[name] = f"implementation={name!r} runs on {', '.join(self.implementations.platforms(name))}."
+            elsewhere = "" if named else self.implementations.elsewhere(name, call.platform)
+            if elsewhere:
+                reasons[name] = elsewhere
                 continue
             considered.append(name)
             reason = self.implementations.unsupported(name, call)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -229,17 +230,16 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: A static argument has no stable name.
         """
-        args, kwargs = self._canonical
+        args, kwargs, defaults = self._canonical()
         optional = {
-            "defaults": self._defaults(),
+            "defaults": defaults if any(defaults.values()) else None,
             "kernel": None if self.kernel is None else _fields_of(self.kernel),
-            "steps": self._steps(),
             "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
             "prng": self.prng if self.prng != DEFAULT_PRNG else None,
             "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
-            "wiring": self._wiring(),
+            **self._transformations(),
         }
         described = {
             "op": self.op_id_v,
@@ -249,23 +249,20 @@ class Invocation(Generic[Cfg, Out]):
         # Empty fields are left out, so that keys of other calls stay the same when a field is added.
         return described | {name: value for name, value in optional.items() if value}
 
-    @functools.cached_property
-    def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the representative; a positional parameter passed by keyword becomes positional."""
-        args, kwargs = self.representative.args, dict(self.representative.kwargs)
-        if self.kernel is None or self.representative._node is not None:  # a node's arguments are in this form
-            return tuple(args), kwargs
-        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
-        return spec.join([abstract(array) for array in arrays])
+    def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Return the arguments of the representative, and which of them equal their defaults.
 
-    def _defaults(self) -> dict[str, Any] | None:
-        """Return the number of trailing arguments, and the keywords, that equal their defaults."""
+        A positional parameter passed by keyword becomes positional. The third value has the number of trailing
+        arguments, and the keywords, that equal their defaults.
+        """
+        args, kwargs = self.representative.args, dict(self.representative.kwargs)
         if self.kernel is None:
-            return None
-        args, kwargs = self._canonical
+            return args, kwargs, {}
+        if self.representative._node is None:  # a node's arguments are in this form
+            spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+            args, kwargs = spec.join([abstract(array) for array in arrays])
         kept, rest = without_defaults(self.kernel, args, kwargs)
-        spelled_out = {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
-        return spelled_out if any(spelled_out.values()) else None
+        return args, kwargs, {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
 
     def _described(self, value: Any, name: str = "") -> Any:
         """Return the description of a keyword argument, or of all positional arguments.
@@ -279,16 +276,14 @@ class Invocation(Generic[Cfg, Out]):
             culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
             raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
-    def _steps(self) -> list[list[Any]]:
+    def _transformations(self) -> dict[str, Any]:
+        """Return the steps from the kernel's forward to this call, and their wiring; see `Node`."""
         if self._node is not None:
-            return [_step(*step) for step in self._node.steps()]
+            wiring = self._node.wiring()
+            return {"steps": [_step(*step) for step in self._node.steps()], "wiring": wiring if any(wiring) else None}
         axes = self.batch_axes or ()
-        sizes = self.batch_sizes or (None,) * len(axes)
-        return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
-
-    def _wiring(self) -> list[dict[str, Any]]:
-        found = self._node.wiring() if self._node is not None else []
-        return found if any(found) else []
+        levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
+        return {"steps": [["vmap", size, list(level)] for level, size in levels]}
 
     @functools.cached_property
     def call_key(self) -> str:
@@ -410,24 +405,18 @@ def config_for_types(
         # The fingerprint of a platform, not of the device here: the program may be lowered for another device.
         there = dataclasses.replace(inv, device=platform_fingerprint(each))
         try:
-            config = _config_on(there, inv.kernel, choose)
+            config = inv.override_cfg
+            if config is None:
+                with contextlib.suppress(NoConfigError):
+                    config = hook(inv.kernel, "heuristic_cfg", each)(there)
+            if config is None:
+                config = choose(there)
             hook(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:
             return config, each
     raise refused[0]
-
-
-def _config_on(
-    inv: Invocation[Any, Any], kernel: Computation[Any, Any], choose: Callable[[Invocation[Any, Any]], Any]
-) -> Any:
-    if inv.override_cfg is not None:
-        return inv.override_cfg
-    try:
-        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
-    except NoConfigError:
-        return choose(inv)
 
 
 def _example(aval: HasType, axis: int | None) -> jax.ShapeDtypeStruct:

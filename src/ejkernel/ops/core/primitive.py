@@ -276,7 +276,9 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
-        out = lower_split(ctx, values, splitting, gathered=_is_gathered(call, ctx.avals_in))
+        is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
+        gathered = is_explicit and types_of(call, ctx.avals_in).gathered
+        out = lower_split(ctx, values, splitting, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
         except compat.ShardingTypeError:  # from a gradient rule, traced only now: its types came from its arguments
@@ -294,11 +296,6 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
     body.label(out, values)
     return out
-
-
-def _is_gathered(call: Call, avals: Sequence[HasType]) -> bool:
-    whole = call.extent is Extent.WHOLE and compat.explicit_mesh(avals) is not None
-    return whole and types_of(call, avals).gathered
 
 
 def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:
