@@ -213,31 +213,19 @@ __all__ = [
     "vmap_with_config",
 ]
 
-_LAZY = {
-    "RayExecutor": "ejkernel.ops.autotuner.fleet.ray_executor",
-    "Measurement": "ejkernel.ops.autotuner.measure.measurement",
-    "benchmark": "ejkernel.ops.autotuner.measure.measurement",
-    "CandidateFinished": "ejkernel.ops.autotuner.trials.events",
-    "Event": "ejkernel.ops.autotuner.trials.events",
-    "SearchFinished": "ejkernel.ops.autotuner.trials.events",
-    "SearchStarted": "ejkernel.ops.autotuner.trials.events",
-    "WorkerRestarted": "ejkernel.ops.autotuner.trials.events",
-    "on_event": "ejkernel.ops.autotuner.trials.events",
-    "AutotuneData": "ejkernel.ops.autotuner.trials.outcome",
-    "Outcome": "ejkernel.ops.autotuner.trials.outcome",
-    "AutotuningResult": "ejkernel.ops.autotuner.trials.result",
-    "Entry": "ejkernel.ops.autotuner.trials.result",
-    "Autotuner": "ejkernel.ops.autotuner.tuner",
-    "ConfigurationDigest": "ejkernel.ops.config.agreement.digest",
-    "configuration_digest": "ejkernel.ops.config.agreement.digest",
-    "check_kernel": "ejkernel.ops.execution.checks.check_kernel",
-    "CheckReport": "ejkernel.ops.execution.checks.report",
-    "CheckRow": "ejkernel.ops.execution.checks.report",
-    "autotune": "ejkernel.ops.execution.offline",
-    "autotune_kernel": "ejkernel.ops.execution.offline",
-    "autotune_lowered": "ejkernel.ops.execution.offline",
-    "autotune_recorded": "ejkernel.ops.execution.offline",
+_LAZY_BY_MODULE = {
+    "autotuner.fleet.ray_executor": "RayExecutor",
+    "autotuner.measure.measurement": "Measurement benchmark",
+    "autotuner.trials.events": "CandidateFinished Event SearchFinished SearchStarted WorkerRestarted on_event",
+    "autotuner.trials.outcome": "AutotuneData Outcome",
+    "autotuner.trials.result": "AutotuningResult Entry",
+    "autotuner.tuner": "Autotuner",
+    "config.agreement.digest": "ConfigurationDigest configuration_digest",
+    "execution.checks.check_kernel": "check_kernel",
+    "execution.checks.report": "CheckReport CheckRow",
+    "execution.offline": "autotune autotune_kernel autotune_lowered autotune_recorded",
 }
+_LAZY = {name: f"ejkernel.ops.{module}" for module, names in _LAZY_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -18,7 +18,7 @@ from ejkernel import compat
 from ejkernel.ops.core.bucketing import StandIn, representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
-from ejkernel.ops.core.transformations.batching import Level, Vmapped
+from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
@@ -362,7 +362,7 @@ def invocation_of(
         if step[0] == "vmap":
             axes.append(tuple(step[2]))
             sizes.append(step[1])
-            example = [_example(aval, axis) for aval, axis in zip(example, step[2], strict=True)]
+            example = list(map(unbatched, example, step[2]))
     args, kwargs = node.spec.join([abstract(aval) for aval in example])
     return Invocation(
         kernel=node.spec.kernel,
@@ -417,11 +417,6 @@ def config_for_types(
         else:
             return config, each
     raise refused[0]
-
-
-def _example(aval: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
-    shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
 def _is_stable(value: object) -> bool:

@@ -21,7 +21,7 @@ from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import CallPart, Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
-from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.validation import asked, named
@@ -176,13 +176,9 @@ def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
 
 def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of the arrays of one example."""
-    found = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    found = [unbatched(array, None) for array in arrays]
     for axes in reversed(levels):
-        shapes = [
-            like.shape if axis is None else like.shape[:axis] + like.shape[axis + 1 :]
-            for like, axis in zip(found, axes, strict=True)
-        ]
-        found = [jax.ShapeDtypeStruct(shape, like.dtype) for shape, like in zip(shapes, found, strict=True)]
+        found = list(map(unbatched, found, axes))
     return found
 
 

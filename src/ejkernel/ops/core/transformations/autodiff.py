@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Final, cast
 
 import jax
 
@@ -21,6 +21,8 @@ from ejkernel.ops.core.transformations.nodes import (
     zero_tangent,
 )
 from ejkernel.ops.errors import GradientError
+
+SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,29 @@ class Linear(Wrapper):
     outs: tuple[bool, ...]
 
     types_are_whole = False  # see `flat`
+    kind: ClassVar[str] = ""  # of its step: "jvp" or "vjp"
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix + SUFFIXES[self.kind]
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return cast(Node, _TRANSPOSES[type(self)](*fields))
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [*self.of.steps(), [self.kind, list(self.wrt)]]  # without `outs`: they follow from the result types
+
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        primals = self.of.argument_types(choice, own)
+        if self.kind == "jvp":
+            return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
+        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
 
     def wiring(self) -> list[dict[str, Any]]:
         """See `Node`."""
@@ -97,44 +122,15 @@ class Linear(Wrapper):
             )
         return tuple(wanted)
 
-    def _tangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        primals = self.of.argument_types(choice, own)
-        return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
-
-    def _cotangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        primals = self.of.argument_types(choice, own)
-        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
-
     def _selected(self, results: Sequence[object]) -> tuple[Any, ...]:
         return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(Linear):
     """`(primals, tangents) -> tangents` of the results, for forward mode."""
 
-    @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix + ".jvp"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return Vjp(self.of, self.count, self.wrt, self.outs)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        # Without `outs`: they follow from the result types.
-        return [*self.of.steps(), ["jvp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return self._tangent_types(choice, own)
+    kind = "jvp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -156,23 +152,7 @@ class Jvp(Linear):
 class Vjp(Linear):
     """`(primals, cotangents) -> gradients`, for reverse mode."""
 
-    @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix + ".bwd"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return Jvp(self.of, self.count, self.wrt, self.outs)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [*self.of.steps(), ["vjp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return self._cotangent_types(choice, own)
+    kind = "vjp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -210,8 +190,10 @@ class ThroughResiduals(Linear):
         """See `Node`; `differentiate` applies the `vmap`s to the linear node, so this one differentiates a forward."""
         return super().wiring()[-1:]
 
-    def _saved_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        return list(jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own))
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        saved = jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own)
+        return [*saved, *super().argument_types(choice, own)]
 
     def _split(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         first, second = self.num_saved, self.num_saved + self.count
@@ -222,20 +204,7 @@ class ThroughResiduals(Linear):
 class ResidualJvp(ThroughResiduals):
     """The tangents; forward mode ignores the residuals and differentiates `run`."""
 
-    suffix = ".jvp"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return ResidualVjp(self.of, self.count, self.wrt, self.outs, self.trees)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [["jvp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return [*self._saved_types(choice, own), *self._tangent_types(choice, own)]
+    kind = "jvp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -253,20 +222,7 @@ class ResidualJvp(ThroughResiduals):
 class ResidualVjp(ThroughResiduals):
     """The gradients, from the kernel's `vjp` hook."""
 
-    suffix = ".bwd"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return ResidualJvp(self.of, self.count, self.wrt, self.outs, self.trees)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [["vjp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return [*self._saved_types(choice, own), *self._cotangent_types(choice, own)]
+    kind = "vjp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -284,6 +240,9 @@ class ResidualVjp(ThroughResiduals):
             return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
 
         return gradients
+
+
+_TRANSPOSES: dict[type, type] = {Jvp: Vjp, Vjp: Jvp, ResidualJvp: ResidualVjp, ResidualVjp: ResidualJvp}
 
 
 def differentiate(

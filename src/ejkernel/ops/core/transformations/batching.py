@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
+from ejkernel.ops.utils.values.signature import HasType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Level:
         if axis is not None:
             shape.insert(axis, self.size)
         return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
+
+
+def unbatched(array: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
+    """Return the type of one example of an array with batch axis `axis`."""
+    shape = tuple(length for index, length in enumerate(array.shape) if index != axis)
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=bool(getattr(array, "weak_type", False)))
 
 
 def _unbatch(gradient: jax.Array | None, axis: int | None) -> jax.Array | None:
