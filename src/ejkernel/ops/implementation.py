@@ -24,6 +24,7 @@ class OperationCall:
         platform: `gpu`, `tpu` or `cpu`; `None` if unknown.
         device_fingerprint: E.g. `gpu:nvidia_h200`; empty if unknown.
         backward: Whether this is a backward call.
+        higher: Whether the call computes tangents or higher derivatives.
         partitioned: Whether XLA's partitioner distributes the call over devices without control by the implementation.
         examples: The number of examples under `vmap`.
     """
@@ -31,6 +32,7 @@ class OperationCall:
     platform: str | None = None
     device_fingerprint: str = ""
     backward: bool = False
+    higher: bool = False
     partitioned: bool = False
     examples: int = 1
 
@@ -240,7 +242,12 @@ class Implementations(Mapping[str, Implementation[Any]]):
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
         unknown = call.features - found.features
-        return self._why_unknown(name, call, sorted(unknown)) if unknown else found.unsupported(call)
+        reason = self._why_unknown(name, call, sorted(unknown)) if unknown else found.unsupported(call)
+        if reason is not None or found.differentiable or not call.higher:
+            return reason
+        others = [other for other in self if self[other].differentiable]
+        hint = f"; use {others[0]!r}." if others else "."
+        return f"forward-mode differentiation is not available with implementation={name!r}{hint}"
 
     def _why_unknown(self, name: str, call: OperationCall, unknown: list[str]) -> str:
         # Suggest only implementations for all platforms: another platform's would not help here.
