@@ -136,19 +136,35 @@ def prepared(
         raise
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
-    given, named = _with_numbers(_signature(kernel).prepared, tuple(found[0]), found[1])
+    given, named = with_python_numbers(kernel, tuple(found[0]), found[1], are_prepared=True)
     return given, dict(named)
 
 
 def with_python_numbers(
-    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, are_prepared: bool = False
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments of a call with Python numbers in place of static NumPy and JAX scalars.
 
     The signatures of `prepare` and `run` determine the static parameters; see `parameters_taking`. Without such a
     scalar the result is the same objects.
+
+    Args:
+        kernel: The kernel.
+        args, kwargs: The arguments.
+        are_prepared: Whether they come from `prepare`.
     """
-    return _with_numbers(_signature(kernel).given, args, kwargs)
+    signature = _signature(kernel)
+    parameters = signature.prepared if are_prepared else signature.given
+    found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
+    if any(new is not old for new, old in zip(found, args, strict=False)):
+        args = (*found, *args[len(found) :])
+    others = parameters.others or Takes.ARRAYS
+    changed = {}
+    for name, value in kwargs.items():
+        number = python_numbers(value, parameters.named.get(name, others))
+        if number is not value:
+            changed[name] = number
+    return args, {**kwargs, **changed} if changed else kwargs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,21 +242,6 @@ def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[
         named={p.name: takes[p.name] for p in parameters if p.kind not in _VARIADIC},
         others=others[0] if others else None,
     )
-
-
-def _with_numbers(
-    parameters: _Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
-    if any(new is not old for new, old in zip(found, args, strict=False)):
-        args = (*found, *args[len(found) :])
-    others = parameters.others or Takes.ARRAYS
-    changed = {}
-    for name, value in kwargs.items():
-        number = python_numbers(value, parameters.named.get(name, others))
-        if number is not value:
-            changed[name] = number
-    return args, {**kwargs, **changed} if changed else kwargs
 
 
 def take_apart(
