@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many of our functions the first call of an operation runs: a reader who follows a call passes all of them."""
+"""The number of our functions that run in the first call of an operation: the path of a reader through the code."""
 
 from __future__ import annotations
 
