@@ -42,7 +42,9 @@ class Computation(Noted, Generic[Cfg, Out]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.config_type = _named_config_type(cls)
+        named = _named_config_type(cls)
+        if named is not None and "config_type" not in vars(cls):
+            cls.config_type = named
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
@@ -151,11 +153,11 @@ class _Directed(Protocol):
 
 
 def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
-    for owner in cls.__mro__:
-        for base in vars(owner).get("__orig_bases__", ()):
-            origin, args = typing.get_origin(base), typing.get_args(base)
-            if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
-                return args[0]
+    """Return the configuration type that a class names in its bases, as in `Kernel[MyConfig, jax.Array]`."""
+    for base in vars(cls).get("__orig_bases__", ()):
+        origin, args = typing.get_origin(base), typing.get_args(base)
+        if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
+            return args[0]
     return None
 
 
