@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
     from ejkernel.ops.autotuner.trials.result import Entry as Entry
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
-    from ejkernel.ops.config.agreement.digest import ConfigurationDigest as ConfigurationDigest
-    from ejkernel.ops.config.agreement.digest import configuration_digest as configuration_digest
+    from ejkernel.ops.config.agreement.decisions import ConfigurationDigest as ConfigurationDigest
+    from ejkernel.ops.config.agreement.decisions import configuration_digest as configuration_digest
     from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
     from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
     from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
@@ -220,7 +220,7 @@ _LAZY_BY_MODULE = {
     "autotuner.trials.outcome": "AutotuneData Outcome",
     "autotuner.trials.result": "AutotuningResult Entry",
     "autotuner.tuner": "Autotuner",
-    "config.agreement.digest": "ConfigurationDigest configuration_digest",
+    "config.agreement.decisions": "ConfigurationDigest configuration_digest",
     "execution.checks.check_kernel": "check_kernel",
     "execution.checks.report": "CheckReport CheckRow",
     "execution.offline": "autotune autotune_kernel autotune_lowered autotune_recorded",

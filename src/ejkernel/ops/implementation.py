@@ -218,12 +218,13 @@ class Implementations(Mapping[str, Implementation[Any]]):
         """Return the platforms of an implementation; empty for all."""
         return self._platforms[name]
 
-    def elsewhere(self, name: str, platform: str | None) -> str:
+    def elsewhere(self, name: str, platform: str | None, device: str | None = None) -> str:
         """Return why an implementation is not for a platform; `""` if it is. `None` is any platform."""
         platforms = self._platforms[name]
         if not platforms or platform in (None, *platforms):
             return ""
-        return f"implementation={name!r} runs on {', '.join(platforms)}."
+        wanted = " or ".join(kind.upper() for kind in platforms)
+        return f"implementation={name!r} needs a {wanted}, and this call is for {device or platform}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""

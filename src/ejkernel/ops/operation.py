@@ -228,7 +228,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             names = self._considered(inv.kwargs, call) or self.implementations
             elsewhere = [name for name in names if self.implementations.elsewhere(name, inv.platform)]
             found, reasons_elsewhere = self._select(call, elsewhere)
-            reasons |= reasons_elsewhere
+            # Name the device first: on this one, changing the arguments would not help.
+            for name, reason in reasons_elsewhere.items():
+                reasons[name] = " ".join(dict.fromkeys([*([reasons[name]] if name in reasons else []), reason]))
         if not found:
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
         return found, call
@@ -273,7 +275,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         considered: list[str] = []
         asks_for_platform = names is None or not anywhere
         for name in self.implementations if names is None else names:
-            elsewhere = self.implementations.elsewhere(name, call.platform) if asks_for_platform else ""
+            here = call.device_fingerprint or call.platform
+            elsewhere = self.implementations.elsewhere(name, call.platform, here) if asks_for_platform else ""
             if not elsewhere:
                 considered.append(name)
             reason = elsewhere or self.implementations.unsupported(name, call)

@@ -17,8 +17,8 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
-from ejkernel.ops.utils.instances import Noted
 from ejkernel.ops.utils.validation import asked, check_candidates
+from ejkernel.ops.utils.weak_caches import Noted
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 # The forms of a hook for each platform, in order of precedence.

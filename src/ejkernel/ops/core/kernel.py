@@ -26,9 +26,9 @@ from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.instances import living
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import named
+from ejkernel.ops.utils.weak_caches import living
 
 
 class Kernel(Computation[Cfg, Out]):
