@@ -70,7 +70,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def __init__(self) -> None:
         super().__init__(name="flash_attention")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional, in the order of their gradients
         self,
         query: Any,
         key: Any,
@@ -78,7 +78,10 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         bias: Any = None,
         attention_mask: Any = None,
         segment_ids: Any = None,
-        *others: Any,
+        lengths: Any = None,
+        sinks: Any = None,
+        dropout_key: Any = None,
+        *,
         causal: bool = False,
         softmax_scale: float | None = None,
         sliding_window: arguments.SlidingWindow | None = None,
@@ -92,10 +95,9 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and return the canonical form of the call.
 
-        `others` are the pair of lengths, the sinks and the dropout key. Options at their default are omitted, so they
-        are not part of the call's key.
+        `lengths` is the pair `(query_lengths, key_lengths)`. Options at their default are omitted, so they are not part
+        of the call's key.
         """
-        lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
         full = arguments.full_shape(query, key)
         rate, dropout_key = arguments.canonical_dropout(dropout_rate, dropout_key)

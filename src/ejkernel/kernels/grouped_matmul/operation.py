@@ -21,8 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.kernels._numbers import accumulator, balanced, has_small_range, normalized
 from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
