@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels.linear_cross_entropy._chunks import estimated_bytes
 from ejkernel.kernels.linear_cross_entropy.xla import XlaParams
 from ejkernel.modules import (
     LinearCrossEntropy,
@@ -302,6 +303,24 @@ def test_no_product_is_computed_twice_or_in_vain(name):
     assert loops == 0
 
 
+CHUNKED = {
+    "mean": (lambda x, w: linear_cross_entropy(x, w, ZEROS, cfg=ROWS), [1, 2, 2, 3]),
+    "none": (lambda x, w: linear_cross_entropy(x, w, ZEROS, reduction="none", cfg=EACH).sum(), [1, 3, 3, 4]),
+}
+ZEROS = np.zeros(TOKENS, np.int32)
+EACH = LinearCrossEntropyConfig(fwd=XlaParams(chunk=16), bwd=XlaParams(chunk=16))
+
+
+@pytest.mark.parametrize("reduction", CHUNKED)
+def test_loops_over_chunks_have_no_product_too_many(reduction):
+    function, expected = CHUNKED[reduction]
+    x, weight, found = jnp.ones((TOKENS, INNER)), jnp.ones((INNER, VOCABULARY)), []
+    for wrt in ((), (0,), (1,), (0, 1)):
+        program = jax.jit(jax.value_and_grad(function, wrt) if wrt else function).lower(x, weight).compile()
+        found.append(len(re.findall(r"\bdot\(", program.as_text())))
+    assert expected == found
+
+
 def test_scan_over_micro_batches_runs_three_products_per_step():
     x, weight = jnp.ones((TOKENS, INNER)), jnp.ones((INNER, VOCABULARY))
     program = jax.jit(micro_batches).lower(x, weight).compile()
@@ -326,7 +345,7 @@ def test_memory_limit_bounds_heuristic_and_space(kernel):
     call = kernel.call_of(inv)
     configs = [kernel.heuristic_cfg(inv), *kernel.config_space(inv)]
     assert configs
-    assert all(estimated_bytes(call, c.fwd.form, c.fwd.chunk) <= limit for c in configs)
+    assert all(kernel.implementations[c.implementation].temporaries(call, c.fwd) <= limit for c in configs)
     assert len(configs) < len(list(kernel.config_space(invocation(kernel, 8192))))
 
 

@@ -260,7 +260,7 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
         (8, ("rows", 16384)),
         (4, ("rows", 4096)),
         (3, ("vocabulary", 8192)),
-        (1, ("vocabulary", 8192)),
+        (1, ("vocabulary", 256)),
     ],
     ids=lambda x: f"{x} GiB" if isinstance(x, int) else "",
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .memory import plgpu
+from .launch import plgpu
 from .pipeline import Pipeline
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import compat
-from ejkernel.kernels._numbers import accumulator, has_small_range
-from ejkernel.kernels._small_range import normalized
+from ejkernel.kernels._numbers import accumulator, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 
 from .common import Coefficients, LinearCrossEntropyCall, Statistics, finite_top, log_of_sum

@@ -42,8 +42,8 @@ import numpy as np
 from jax import lax
 
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation

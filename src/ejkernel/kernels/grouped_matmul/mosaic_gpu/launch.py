@@ -12,8 +12,7 @@ from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
-from .params import ProductParams, WgradParams
-from .plan import ProductPlan, product_plan, wgrad_plan
+from .plan import ProductParams, ProductPlan, WgradParams, product_plan, wgrad_plan
 
 
 def product(

@@ -18,8 +18,7 @@ from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
-_COLUMN_CHUNKS = (32768, 16384, 8192)
-_LEAST = ("vocabulary", 8192)  # the form with the least memory
+_COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
 def unsupported_reason(call: LinearCrossEntropyCall) -> str | None:
@@ -102,8 +101,8 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     for choice in _choices(call):
         if _fits_in_memory(call, choice):
             return choice
-    form, chunk = _LEAST
-    return dataclasses.replace(base, form=form, chunk=chunk)
+    able = [choice for choice in _choices(call) if params_fault(call, choice) is None]
+    return min(able, key=lambda choice: estimated_bytes(call, choice))
 
 
 def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
@@ -115,6 +114,7 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
     rows = [MosaicGpuParams()]
     rows += [MosaicGpuParams(chunk=n) for n in _ROW_CHUNKS if max(1024, call.inner) <= n < call.tokens]
     columns = [MosaicGpuParams(form="vocabulary", chunk=n) for n in _COLUMN_CHUNKS if n < call.columns]
+    columns = columns or [MosaicGpuParams(form="vocabulary")]
     return [*rows, *columns]
 
 
@@ -136,6 +136,12 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         tile = {name: getattr(params, name) for name in axes if name != "chunks"}
         return {"chunks": _chunk_name(params), **tile}
 
+    known = chunks
+
+    def fits_in_memory(chunks: str, block_n: int) -> bool:
+        params = dataclasses.replace(known[chunks], block_n=block_n)
+        return params == first or estimated_bytes(call, params) <= memory_limit(call)
+
     def fits(block_n: int, stages: int, out_slots: int) -> bool:
         params = dataclasses.replace(first, block_n=block_n, stages=stages, out_slots=out_slots)
         return params_fault(call, params) is None
@@ -147,7 +153,7 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         "panel": (8, 16, 32),
         "out_slots": (1, 2, 4),
     }
-    return ConfigSpace(axes, constraints=fits, build=build, read=read)
+    return ConfigSpace(axes, constraints=(fits, fits_in_memory), build=build, read=read)
 
 
 def _chunk_name(params: MosaicGpuParams) -> str:
