@@ -637,8 +637,8 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
-        ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
-        ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
+        ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
+        ("testing/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child, or an executor's

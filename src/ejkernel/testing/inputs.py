@@ -22,12 +22,12 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import tolerance
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
-from ejkernel.ops.execution.checks.numbers import Numbers, error_line
-from ejkernel.ops.execution.checks.programs import Results, all_deviations, alone, computed, cotangents_of, pulled
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.testing.numbers import Numbers, error_line
+from ejkernel.testing.programs import Results, all_deviations, alone, computed, cotangents_of, pulled
+from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
 

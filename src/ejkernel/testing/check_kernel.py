@@ -10,7 +10,7 @@ from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.execution.checks.report import CheckReport
+from ejkernel.testing.report import CheckReport
 
 GROUPS: Final = (
     "gradient",
@@ -84,7 +84,7 @@ def check_kernel(
     unknown = [name for name in without if name not in GROUPS]
     if unknown:
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
-    from ejkernel.ops.execution.checks.running import checked  # most programs never need it
+    from ejkernel.testing.running import checked  # most programs never need it
 
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
     report = on_measuring_thread(

@@ -15,9 +15,9 @@ from tests.ops import sample_kernels, wrong_kernels
 from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
 from ejkernel.ops import ArgumentError, CheckRow, KernelCheckError, check_kernel
-from ejkernel.ops.execution.checks.check_kernel import GROUPS
-from ejkernel.ops.execution.checks.report import CheckReport
-from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.testing.check_kernel import GROUPS
+from ejkernel.testing.report import CheckReport
+from ejkernel.testing.subject import Subject
 
 pytestmark = pytest.mark.slow
 

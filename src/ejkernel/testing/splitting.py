@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ejkernel.ops.core.sharding.nodes import factors, has_rule
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
-from ejkernel.ops.execution.checks.programs import Arrays, all_deviations, alone, cotangents_of, pulled
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.testing.programs import Arrays, all_deviations, alone, cotangents_of, pulled
+from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
 _AXIS = "devices"

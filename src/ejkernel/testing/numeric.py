@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.transformations.nodes import is_inexact
-from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.testing.programs import Arrays, Results, compiled
+from ejkernel.testing.report import CheckRow, CheckStatus
 
 _CHECK: Final = "gradient, by differences"
 _STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # relative to an argument: balances rounding and curvature

@@ -8,7 +8,7 @@ import pytest
 from tests.ops import wrong_in_places as kernels
 
 from ejkernel.ops import Kernel, check_kernel
-from ejkernel.ops.execution.checks.check_kernel import GROUPS
+from ejkernel.testing.check_kernel import GROUPS
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
-from ejkernel.ops.execution.checks.programs import compiled, gradient_deviations
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
+from ejkernel.testing.programs import compiled, gradient_deviations
+from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
 

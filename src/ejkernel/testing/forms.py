@@ -23,12 +23,12 @@ from ejkernel.ops.core.kernel import Kernel, hook, run_forms
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
-from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.testing.programs import Arrays, compiled, cotangents_of, pulled
+from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
 

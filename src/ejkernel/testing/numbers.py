@@ -17,8 +17,9 @@ from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.checks.numeric import numeric_row
-from ejkernel.ops.execution.checks.programs import (
+from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.testing.numeric import numeric_row
+from ejkernel.testing.programs import (
     BATCHES,
     Arrays,
     Job,
@@ -34,10 +35,9 @@ from ejkernel.ops.execution.checks.programs import (
     pulled,
     pushed,
 )
-from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.rules import pair_rows, rule_row
-from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.rules import pair_rows, rule_row
+from ejkernel.testing.subject import Subject
 
 _ALONE = Pattern("under grad")
 _ELEMENTS = max(*BATCHES, 6)  # examples for the largest batch

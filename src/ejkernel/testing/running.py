@@ -21,7 +21,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
-from ejkernel.ops.execution.checks.forms import (
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import arguments
+from ejkernel.testing.forms import (
     backward_call,
     dtype_rows,
     export_row,
@@ -30,14 +32,12 @@ from ejkernel.ops.execution.checks.forms import (
     platform_rows,
     weak_type_row,
 )
-from ejkernel.ops.execution.checks.inputs import is_rounding, size_rows, value_rows
-from ejkernel.ops.execution.checks.numbers import Numbers
-from ejkernel.ops.execution.checks.programs import BATCHES
-from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.splitting import split_rows
-from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import arguments
+from ejkernel.testing.inputs import is_rounding, size_rows, value_rows
+from ejkernel.testing.numbers import Numbers
+from ejkernel.testing.programs import BATCHES
+from ejkernel.testing.report import CheckReport, CheckRow, CheckStatus
+from ejkernel.testing.splitting import split_rows
+from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
 
