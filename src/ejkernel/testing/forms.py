@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import pickle  # noqa: TID251 - only unpickles a copy of this process's kernel, as worker processes do
@@ -16,7 +17,6 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
@@ -26,8 +26,9 @@ from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.testing.programs import Arrays, compiled, cotangents_of, pulled
-from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.numbers import Numbers
+from ejkernel.testing.programs import Arrays, Results, compiled, cotangents_of, pulled
+from ejkernel.testing.report import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -39,66 +40,40 @@ _CLAIMED_BY: Final = {  # variants of `run` for one platform only
     "tpu": ("run_pallas", "run_tpu"),
 }
 _TARGET: Final = "nvidia_h200"  # the GPU to lower for on machines without one
-_OTHER_DTYPES: Final = ("float32", "bfloat16", "float16")
+_CUDNN: Final = [f"__cudnn$fmha{bias}Softmax{end}" for bias in ("", "ScaleBias") for end in ("", "Backward")]
 
 
-def _row(check: str, config: object, reason: str, *, status: CheckStatus = CheckStatus.FAILED) -> CheckRow:
-    return CheckRow(check=check, config=config, status=status if reason else CheckStatus.OK, reason=reason)
-
-
-def _error_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _difference(subject: Subject, got: Sequence[object], want: Sequence[object], whose: str) -> str:
-    """Return how two lists of results differ; empty if they agree."""
-    inv = subject.inv
-    found = deviations(got, want, platform=inv.platform, precision=inv.precision)
-    return next((d.reason.replace("the reference", whose) for d in found if d.reason), "")
-
-
-# --- dtypes ---
-
-
-def dtype_rows(subject: Subject, rows_of: Callable[[Subject, str], Iterator[CheckRow]]) -> Iterator[CheckRow]:
-    """Yield rows that check the call with other dtypes of its floating-point arrays."""
-    for dtype in _OTHER_DTYPES:
-        cast = [_cast(array, dtype) for array in subject.elements(1)[0]]
-        if all(new.dtype == like.dtype for new, like in zip(cast, subject.types, strict=True)):
-            continue
-        try:
-            yield from rows_of(subject.with_arrays(cast), dtype)
-        except Exception as error:  # noqa: BLE001 - a kernel need not take every dtype
-            yield _row(dtype, None, f"not supported: {_error_line(error)}", status=CheckStatus.SKIPPED)
-
-
-def _cast(array: Any, dtype: str) -> Any:
-    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
-def weak_type_row(subject: Subject, config: object) -> CheckRow | None:
+def weak_type_row(numbers: Numbers, config: object, want: Results) -> CheckRow | None:
     """Return a row that compares weakly and strongly typed arrays; `None` if no array can be weakly typed.
 
     Arithmetic with Python numbers makes weakly typed arrays.
     """
-    arrays = subject.elements(1)[0]
     default = {jnp.dtype(jnp.result_type(float)), jnp.dtype(jnp.result_type(int))}
+    arrays, run = numbers.examples[0], numbers.subject.executed(config)
     if not any(array.dtype in default for array in arrays):
         return None
-    run = subject.executed(config)
 
-    def both(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        weak = [compat.weakly_typed(array) if array.dtype in default else array for array in given]
-        return run(*given), run(*weak)
+    def weakly(*given: Any) -> Sequence[Any]:
+        return run(*[compat.weakly_typed(array) if array.dtype in default else array for array in given])
 
+    def found() -> Sequence[Any]:
+        outs: Sequence[Any] = compiled(weakly, *arrays)(*arrays)
+        dtypes = [[str(out.dtype) for out in each] for each in (outs, want.outs)]
+        if dtypes[0] != dtypes[1]:
+            raise TypeError(f"the results are {dtypes[0]}, not {dtypes[1]}")
+        return outs
+
+    return _same_row(numbers, "weak types", config, found, want, "that of strong types")
+
+
+def _same_row(
+    numbers: Numbers, check: str, config: object, outs: Callable[[], Sequence[Any]], want: Results, whose: str
+) -> CheckRow:
+    """Return a row that compares the results of another form of the call with its own."""
     try:
-        strong, weak = compiled(both, *arrays)(*arrays)
+        return compared(check, config, numbers.subject.compare(Results(outs()), want, whose))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return _row("weak types", config, _error_line(error))
-    if [out.dtype for out in weak] != [out.dtype for out in strong]:
-        reason = f"the results are {[str(out.dtype) for out in weak]}, not {[str(out.dtype) for out in strong]}"
-        return _row("weak types", config, reason)
-    return _row("weak types", config, _difference(subject, weak, strong, "that of strong types"))
+        return row(check, config, error_line(error))
 
 
 # --- platforms ---
@@ -129,11 +104,11 @@ class _Recording:
         return hook(kernel, "heuristic_cfg", inv.platform)(inv)
 
 
-def backward_call(subject: Subject, cotangents: Sequence[Any]) -> Invocation[Any, Any] | None:
+def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:
     """Return the backward call of the kernel; `None` if its gradient makes no such call."""
-    recording, arrays = _Recording(), subject.elements(1)[0]
+    recording, subject = _Recording(), numbers.subject
     run = _with_executor(subject, Executor(recording)).executed(None)
-    jax.jit(pulled(run, subject.differentiable())).lower(arrays, cotangents)
+    jax.jit(pulled(run, numbers.wrt)).lower(numbers.examples[0], numbers.cotangents[0])
     return next((inv for inv in recording.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
 
 
@@ -154,52 +129,38 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
         try:
             configs = configs_for(inv)
         except Exception as error:  # noqa: BLE001 - a kernel need not support every platform
-            yield _row(check, None, _error_line(error), status=CheckStatus.FAILED if claims else CheckStatus.SKIPPED)
+            yield row(check, None, error_line(error), skipped=not claims)
             continue
         # If the kernel has no variant for the platform, try one configuration, to report whether it works.
         for config in configs if claims else configs[:1]:
-            with _target_context(platform):
-                yield _lowered_row(subject, check, platform, config, claims)
+            # Use a chooser, because `cfg=` would also set the gradient's configuration.
+            run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
+            with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
+                try:
+                    _lower(subject, run, compat.lowering_names(platform))
+                    yield row(check, config)
+                except Exception as error:  # noqa: BLE001 - the row has the reason
+                    # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
+                    skipped = not claims or compat.lacks_lowering(error)
+                    yield row(check, config, error_line(error), skipped=skipped)
 
 
-def _target_context(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which traced code sees a GPU, for lowering in a process without one."""
-    return contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered()
-
-
-def _lowered_row(subject: Subject, check: str, platform: str, config: object, claims: bool) -> CheckRow:
-    # Use a chooser, because `cfg=` would also set the gradient's configuration.
-    run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
-    arrays = subject.elements(1)[0]
-    names = compat.lowering_names(platform)
+def _lower(subject: Subject, run: Flat, names: tuple[str, ...]) -> None:
+    """Lower a call, and its gradient if it has one."""
+    arrays, wrt = subject.elements(1)[0], subject.differentiable()
+    jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
     try:
-        jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
-        is_fault = claims and not compat.lacks_lowering(error)
-        return _row(check, config, _error_line(error), status=CheckStatus.FAILED if is_fault else CheckStatus.SKIPPED)
-    wrt = subject.differentiable()
-    try:
-        cotangents = cotangents_of(run, arrays, np.random.default_rng((subject.seed, 1)))
+        cotangents = cotangents_of(run, arrays, np.random.default_rng((subject.scope.seed, 1)))
         traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
     except Exception as error:  # noqa: BLE001 - another row reports the missing gradient
-        logger.debug("%s: gradient not lowered for %s: %s", subject.kernel.op_id, platform, error_text(error))
-        return _row(check, config, "")
-    try:
-        if traced is not None:
-            traced.lower(lowering_platforms=names)
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return _row(
-            check,
-            config,
-            f"gradient: {_error_line(error)}",
-            status=CheckStatus.FAILED if claims else CheckStatus.SKIPPED,
-        )
-    return _row(check, config, "")
+        logger.debug("%s: gradient not lowered for %s: %s", subject.kernel.op_id, names, error_text(error))
+        return
+    if traced is not None and "gradient" not in subject.scope.without:
+        traced.lower(lowering_platforms=names)
 
 
 def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
-    return Subject(subject.kernel, subject.args, subject.kwargs, subject.inv, subject.seed, executor)
+    return Subject(subject.kernel, subject.args, subject.kwargs, subject.inv, subject.scope, executor)
 
 
 # --- keys, pickles, exports ---
@@ -208,13 +169,11 @@ def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
 def key_row(subject: Subject) -> CheckRow:
     """Return a row that checks whether another process would compute the same keys for the call and derived calls."""
     run, arrays = subject.executed(subject.inv.override_cfg), subject.elements(3)
-    reason = ""
     try:
         calls = [subject.inv, *_derived(subject, run, arrays)]
-        reason = next(filter(None, (_key_error(inv) for inv in calls)), "")
+        return row("key", None, next(filter(None, (_key_error(inv) for inv in calls)), ""))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        reason = _error_line(error)
-    return _row("key", None, reason)
+        return row("key", None, error_line(error))
 
 
 def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Invocation[Any, Any]]:
@@ -247,66 +206,55 @@ def _key_error(inv: Invocation[Cfg, Out]) -> str:
         # Through JSON, as in labels and in notes of misses.
         again = rebuild(json.loads(json.dumps(inv.description)), key=inv.call_key)
     except EjkernelError as error:
-        return f"{inv.op_id}: {_error_line(error)}"
+        return f"{inv.op_id}: {error_line(error)}"
     same = again.call_key == inv.call_key
     return "" if same else f"{inv.op_id}: the call's description gives another key: {again.call_key}"
 
 
-def pickle_row(subject: Subject, config: object) -> CheckRow:
+def pickle_row(numbers: Numbers, config: object, want: Results) -> CheckRow:
     """Return a row that checks whether a pickled copy of the kernel is the same, because workers receive a copy."""
-    kernel = subject.kernel
+    subject, kernel = numbers.subject, numbers.subject.kernel
     if kernel.__module__ == "__main__":
-        return _row(
-            "pickle", None, "the kernel is defined in a script, which cannot be imported", status=CheckStatus.SKIPPED
-        )
+        reason = "the kernel is defined in a script, which cannot be imported"
+        return row("pickle", None, reason, skipped=True)
     try:
         copy = pickle.loads(pickle.dumps(kernel))  # noqa: S301 - see above
     except Exception as error:  # noqa: BLE001 - pickling may raise anything
-        return _row("pickle", None, f"it cannot be sent to a worker process: {_error_line(error)}")
-    return _row("pickle", None, _copy_error(subject, copy, config))
-
-
-def _copy_error(subject: Subject, copy: object, config: object) -> str:
-    kernel, inv = subject.kernel, subject.inv
+        return row("pickle", None, f"it cannot be sent to a worker process: {error_line(error)}")
     if copy is kernel:
-        return ""
+        return row("pickle")
     if type(copy) is not type(kernel) or copy.op_id_v != kernel.op_id_v:
-        return f"{kernel!r} is unpickled as {copy!r}"
+        return row("pickle", None, f"{kernel!r} is unpickled as {copy!r}")
+
+    def outs() -> Sequence[Any]:
+        calls = [Invocation(kernel=which, args=subject.inv.args, kwargs=subject.inv.kwargs) for which in (copy, kernel)]
+        if calls[0].call_key != calls[1].call_key:
+            raise ValueError("the call has a different key with the unpickled kernel")
+        return subject.executed(config, kernel=copy)(*numbers.examples[0])
+
+    return _same_row(numbers, "pickle", None, outs, want, "that of the original kernel")
+
+
+def export_row(numbers: Numbers, config: object, want: Results) -> CheckRow:
+    """Return a row that compares the exported call and its gradient; skipped if plain JAX cannot export them either."""
+    run = numbers.subject.executed(config)
     try:
-        again = Invocation(kernel=copy, args=inv.args, kwargs=inv.kwargs)
-        if again.call_key != Invocation(kernel=kernel, args=inv.args, kwargs=inv.kwargs).call_key:
-            return "the call has a different key with the unpickled kernel"
-        arrays = subject.elements(1)[0]
-        results = [subject.executed(config, kernel=which)(*arrays) for which in (copy, kernel)]
-        return _difference(subject, results[0], results[1], "that of the original kernel")
+        return compared("export", config, numbers.subject.compare(_exported(numbers, run), want, "the call itself"))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return f"with the unpickled kernel: {_error_line(error)}"
-
-
-def export_row(subject: Subject, config: object) -> CheckRow:
-    """Return a row that compares the exported call with the call; skipped if plain JAX cannot export it either."""
-    arrays, run = subject.elements(1)[0], subject.executed(config)
+        reason = error_line(error)
     try:
-        results = _exported(run, arrays)
-    except Exception as error:  # noqa: BLE001 - the kernel's fault only if plain JAX can export it
-        plain = subject.plain(Choice(config=config, platform=subject.platform))
-        status = CheckStatus.SKIPPED if _fails(plain, arrays) else CheckStatus.FAILED
-        return _row("export", config, _error_line(error), status=status)
-    return _row("export", config, _difference(subject, results, jax.jit(run)(*arrays), "that of the call itself"))
+        _exported(numbers, numbers.subject.plain(Choice(config=config, platform=numbers.subject.platform)))
+    except Exception as error:  # noqa: BLE001 - then it is not the kernel's fault
+        logger.debug("plain JAX cannot export it either: %s", error_text(error))
+        return row("export", config, reason, skipped=True)
+    return row("export", config, reason)
 
 
-def _exported(function: Any, arrays: Arrays) -> Sequence[Any]:
+def _exported(numbers: Numbers, function: Flat) -> Results:
     import jax.export
 
-    exported = jax.export.export(jax.jit(function))(*arrays)
-    found: Sequence[Any] = jax.export.deserialize(exported.serialize()).call(*arrays)
-    return found
-
-
-def _fails(function: object, arrays: Arrays) -> bool:
-    try:
-        _exported(function, arrays)
-    except Exception as error:  # noqa: BLE001 - the function returns whether it fails
-        logger.debug("plain JAX cannot export it either: %s", error_text(error))
-        return True
-    return False
+    derived, inputs = numbers.derived(function), (numbers.examples[0], numbers.cotangents[0])
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUDNN]
+    program = jax.jit(lambda *given: dataclasses.astuple(derived(*given)))
+    exported = jax.export.export(program, disabled_checks=checks)(*inputs)
+    return Results(*jax.export.deserialize(exported.serialize()).call(*inputs))

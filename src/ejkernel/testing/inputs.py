@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks with other inputs: large and small values, zeros, and odd sizes.
+"""Checks with other inputs: large and small values, zeros, odd sizes, and other dtypes.
 
 A false alarm costs more trust than a missed fault. Values are therefore compared with an allowance for rounding: the
 change of the reference when its inputs change by a few units in the last place. Gradients must be finite if the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,14 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import tolerance
+from ejkernel.ops.autotuner.measure.correctness import Deviation, tolerance
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
+from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
-from ejkernel.testing.numbers import Numbers, error_line
-from ejkernel.testing.programs import Results, all_deviations, alone, computed, cotangents_of, pulled
-from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.compare import wide
+from ejkernel.testing.numbers import Numbers
+from ejkernel.testing.programs import Results
+from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -42,46 +43,37 @@ _HEADROOM: Final = 64  # results must stay below the largest number by this fact
 _DRAWS: Final = 2
 _MARGIN_IN_HALF: Final = 4  # the same for 16-bit dtypes
 _SIZES: Final = 4  # lengths to change one by one
+_OTHER_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 # --- values ---
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Variant:
-    """Inputs with other values, and the reference's results for them.
-
-    Attributes:
-        name: The row's name.
-        arrays: The inputs.
-        true: Results and gradients of the reference.
-        slack: For each result, the accepted error of each element in addition to the tolerance.
-    """
-
-    name: str
-    arrays: list[Any]
-    true: Results
-    slack: Sequence[Any]
-
-
-def value_rows(subject: Subject, numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
+def value_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
     """Yield rows that compare the call with the reference for scaled inputs and zeros, under each configuration."""
-    floats = [index for index, array in enumerate(numbers.examples[0]) if _may_change(subject, array)]
+    given = numbers.examples[0]
+    floats = [index for index, array in enumerate(given) if _may_change(numbers.subject, array)]
     if not floats:
-        reason = "no floating-point argument accepts other values"
-        yield CheckRow(check="scaled inputs, zeros", config=None, status=CheckStatus.SKIPPED, reason=reason)
+        yield row("scaled inputs, zeros", None, "no floating-point argument accepts other values", skipped=True)
         return
-    made = list(_variants(subject, numbers, floats))
-    yield from (variant for variant in made if isinstance(variant, CheckRow))
-    for config in configs:
-        try:
-            program = numbers.program(config)
-        except Exception as error:  # noqa: BLE001 - the row of the gradient reports it
-            logger.debug("other values are not checked under %r: %s", config, error_text(error))
-            continue
-        for variant in made:
-            if isinstance(variant, _Variant):
-                yield _value_row(subject, program, config, variant)
+    usual = [_size(out) for out in numbers.true().outs]
+    for factors in SCALES:
+        for factor in factors:
+            scaled = _changed(given, floats, functools.partial(_scaled, factor=factor))
+            truth = _true_and_slack(numbers, scaled, floats, usual)
+            if truth is not None and _has_headroom(truth[0]):
+                yield from (_value_row(numbers, config, f"scaled by {factor:g}", scaled, *truth) for config in configs)
+                break
+        else:
+            yield row(f"scaled by {factors[0]:g}", None, "the reference is not finite for such inputs", skipped=True)
+    names = {"zeros": list(floats)}
+    if len(floats) > 1:
+        names |= {f"zeros in {numbers.subject.names[index]}": [index] for index in floats[:_ZEROED]}
+    for name, which in names.items():
+        zeros = _changed(given, which, jnp.zeros_like)
+        truth = _true_and_slack(numbers, zeros, floats, usual)
+        if truth is not None:
+            yield from (_value_row(numbers, config, name, zeros, *truth) for config in configs)
 
 
 def _may_change(subject: Subject, array: Any) -> bool:
@@ -92,28 +84,6 @@ def _may_change(subject: Subject, array: Any) -> bool:
     return not overrides(subject.kernel, "example_inputs") or bool((values < 0).any() and (values > 0).any())
 
 
-def _variants(subject: Subject, numbers: Numbers, floats: Sequence[int]) -> Iterator[_Variant | CheckRow]:
-    given = numbers.examples[0]
-    usual = [_size(out) for out in numbers.true_of(given).outs]
-    for factors in SCALES:
-        for factor in factors:
-            scaled = _changed(given, floats, functools.partial(_scaled, factor=factor))
-            variant = _variant(f"scaled by {factors[0]:g}", numbers, scaled, floats, usual)
-            if variant is not None and _has_headroom(variant.true):
-                yield variant if factor == factors[0] else dataclasses.replace(variant, name=f"scaled by {factor:g}")
-                break
-        else:
-            name, reason = f"scaled by {factors[0]:g}", "the reference is not finite for such inputs"
-            yield CheckRow(check=name, config=None, status=CheckStatus.SKIPPED, reason=reason)
-    names = {"zeros": list(floats)}
-    if len(floats) > 1:
-        names |= {f"zeros in {subject.names[index]}": [index] for index in floats[:_ZEROED]}
-    for name, which in names.items():
-        zeroed = _variant(name, numbers, _changed(given, which, jnp.zeros_like), floats, usual)
-        if zeroed is not None:
-            yield zeroed
-
-
 def _scaled(array: Any, factor: float) -> Any:
     return (array * factor).astype(array.dtype)
 
@@ -122,90 +92,93 @@ def _changed(arrays: Sequence[Any], which: Sequence[int], change: Callable[[Any]
     return [change(array) if index in which else array for index, array in enumerate(arrays)]
 
 
-def _variant(
-    name: str, numbers: Numbers, arrays: list[Any], floats: Sequence[int], usual: Sequence[float]
-) -> _Variant | None:
-    """Return inputs and the reference's results; `None` if the reference fails."""
-    rng = np.random.default_rng(0)
+def _true_and_slack(
+    numbers: Numbers, arrays: list[Any], floats: Sequence[int], usual: Sequence[float]
+) -> tuple[Results, list[Any]] | None:
+    """Return the reference's results, and for each the accepted error of each element in addition to the tolerance.
+
+    If the reference fails, return `None`.
+    """
     try:
-        true = numbers.true_of(arrays)
-        moved = [numbers.true_of(_changed(arrays, floats, lambda a: _rounded(a, rng))).outs for _ in range(_DRAWS)]
+        true = numbers.truth.of(arrays, numbers.cotangents[0])
+        moved = _when_rounded(numbers, arrays, floats)
     except Exception as error:  # noqa: BLE001 - a reference may reject such values
-        logger.debug("%s: the reference fails: %s", name, error_text(error))
+        logger.debug("the reference fails for other values: %s", error_text(error))
         return None
     slack: list[Any] = []
     for index, (out, size) in enumerate(zip(true.outs, usual, strict=True)):
-        if not is_inexact(out):
+        if is_inexact(out):
+            units = float(compat.finfo(out.dtype).eps)
+            apart = _furthest([other.outs[index] for other in moved], out)
+            # After cancellation, the error of a result is of the size of rounding errors of its terms.
+            slack.append(_MARGIN * (np.nan_to_num(apart, nan=np.inf) + units * size))
+        else:
             slack.append(np.inf)
-            continue
-        wide, units = _wide(out), float(compat.finfo(out.dtype).eps)
-        with np.errstate(all="ignore"):
-            apart = np.max([np.abs(_wide(outs[index]) - wide) for outs in moved], axis=0) if wide.size else 0.0
-        # After cancellation, the error of a result is of the size of rounding errors of its terms.
-        slack.append(_MARGIN * (np.nan_to_num(apart, nan=np.inf) + units * size))
-    return _Variant(name, arrays, true, slack)
+    return true, slack
+
+
+def _when_rounded(numbers: Numbers, arrays: list[Any], floats: Sequence[int]) -> list[Results]:
+    """Return the reference's results for inputs that differ by rounding errors."""
+    rng = np.random.default_rng(0)
+    moved = (_changed(arrays, floats, functools.partial(_rounded, rng=rng)) for _ in range(_DRAWS))
+    return [numbers.truth.of(each, numbers.cotangents[0]) for each in moved]
+
+
+def _furthest(moved: Sequence[Any], true: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return np.max([np.abs(wide(other) - wide(true)) for other in moved], axis=0) if true.size else 0.0
 
 
 def _rounded(array: Any, rng: np.random.Generator) -> Any:
     """Return the array with each element changed by up to `_ROUNDED` units in the last place (16-bit dtypes: one)."""
     units = 1 if array.dtype.itemsize == _HALF else _ROUNDED
     by = 1 + units * float(compat.finfo(array.dtype).eps) * rng.uniform(-1, 1, array.shape)
-    return jnp.asarray(_wide(array) * by, array.dtype)
-
-
-def _wide(array: Any) -> Any:
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return np.asarray(array).astype(np.complex128 if is_complex else np.float64)
+    return jnp.asarray(wide(array) * by, array.dtype)
 
 
 def _size(out: Any) -> float:
     """Return the root mean square of the finite elements."""
     if not is_inexact(out) or not out.size:
         return 0.0
-    wide = np.abs(_wide(out))
-    finite = wide[np.isfinite(wide)]
+    sizes = np.abs(wide(out))
+    finite = sizes[np.isfinite(sizes)]
     return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
 
 
 def _has_headroom(true: Results) -> bool:
     """Return whether all results are finite, and far below the largest number of their dtype."""
     # A comparison with NaN is never true.
-    return all(np.abs(_wide(array)).max() < float(compat.finfo(array.dtype).max) / _HEADROOM for array in _every(true))
+    return all(np.abs(wide(array)).max() < float(compat.finfo(array.dtype).max) / _HEADROOM for array in _every(true))
 
 
-def _value_row(subject: Subject, program: Callable[[Any], Results], config: Any, variant: _Variant) -> CheckRow:
+def _value_row(
+    numbers: Numbers, config: Any, name: str, arrays: list[Any], true: Results, slack: Sequence[Any]
+) -> CheckRow:
     try:
-        found = program(variant.arrays)
-        worst, reason = _worst(subject, found, variant)
+        found = numbers.results(config, arrays)
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return CheckRow(check=variant.name, config=config, status=CheckStatus.FAILED, reason=error_line(error))
-    status = CheckStatus.FAILED if reason else CheckStatus.OK
-    return CheckRow(check=variant.name, config=config, status=status, reason=reason, error=worst, allowed=1.0)
+        return row(name, config, error_line(error))
+    deviations = [
+        _value_deviation(index, *each, numbers.subject.platform)
+        for index, each in enumerate(zip(found.outs, true.outs, slack, strict=True))
+        if is_inexact(each[1]) and each[1].size
+    ]
+    for index, (got, want) in enumerate(zip(found.gradients or (), true.gradients or (), strict=False)):
+        if (~np.isfinite(wide(got)) & np.isfinite(wide(want))).any():
+            deviations.append(Deviation(np.inf, 1.0, f"gradient {index} is not finite, but the reference's is"))
+    return compared(name, config, deviations or [Deviation(0.0, 1.0)])
 
 
-def _worst(subject: Subject, found: Results, variant: _Variant) -> tuple[float, str]:
-    """Return the largest error as a fraction of the allowance, and the first fault."""
-    worst, reason = 0.0, ""
-    for index, (got, want, slack) in enumerate(zip(found.outs, variant.true.outs, variant.slack, strict=True)):
-        if not is_inexact(want) or not want.size:
-            continue
-        off, where = _relative_error(
-            got, want, slack, tolerance(want.dtype, platform=subject.platform, precision=None).worst
-        )
-        if off > 1 and not reason:
-            values = f"{_wide(got).ravel()[where]:.6g} instead of {_wide(want).ravel()[where]:.6g}"
-            reason = f"result {index} differs from the reference: {values}"
-        worst = max(worst, off)
-    for index, (got, want) in enumerate(zip(found.gradients or (), variant.true.gradients or (), strict=False)):
-        bad = ~np.isfinite(_wide(got)) & np.isfinite(_wide(want))
-        if bad.any() and not reason:
-            worst, reason = np.inf, f"gradient {index} is not finite, but the reference's is"
-    return worst, reason
+def _value_deviation(index: int, got: Any, want: Any, slack: Any, platform: str) -> Deviation:
+    """Return the largest error as a fraction of the allowance."""
+    off, where = _relative_error(got, want, slack, tolerance(want.dtype, platform=platform, precision=None).worst)
+    values = f"{wide(got).ravel()[where]:.6g} instead of {wide(want).ravel()[where]:.6g}"
+    return Deviation(off, 1.0, f"result {index} differs from the reference: {values}" if off > 1 else "")
 
 
 def _relative_error(got: Any, want: Any, slack: Any, relative: float) -> tuple[float, int]:
     """Return the largest difference as a fraction of the allowance, and its position."""
-    mine, true = _wide(got), _wide(want)
+    mine, true = wide(got), wide(want)
     finite = np.isfinite(true)
     # Close to the largest number, a different order of summation may overflow.
     near = np.abs(np.where(finite, true, 0)) > float(compat.finfo(want.dtype).max) / _HEADROOM
@@ -220,27 +193,25 @@ def _relative_error(got: Any, want: Any, slack: Any, relative: float) -> tuple[f
 # --- rounding ---
 
 
-def is_rounding(numbers: Numbers, config: Any) -> bool:
-    """Return whether rounding of the inputs changes the reference as much as the configuration's results differ.
+def _is_rounding(numbers: Numbers, found: Results, true: Results) -> bool:
+    """Return whether rounding of the inputs changes the reference as much as the results differ.
 
     Only for 16-bit dtypes: if a sum cancels, its result is mostly rounding errors.
     """
-    program, rng = numbers.program(config), np.random.default_rng(0)
-    for arrays in numbers.examples:
-        floats = [index for index, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
-        if any(arrays[index].dtype.itemsize != _HALF for index in floats):
+    arrays = numbers.examples[0]
+    floats = [index for index, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
+    if any(arrays[index].dtype.itemsize != _HALF for index in floats):
+        return False
+    moved = [_every(other) for other in _when_rounded(numbers, arrays, floats)]
+    for index, (got, want) in enumerate(zip(_every(found), _every(true), strict=True)):
+        apart = _furthest([other[index] for other in moved], want)
+        slack = _MARGIN_IN_HALF * float(np.sqrt(np.mean(apart**2)))
+        allowed = tolerance(want.dtype, platform="cpu", precision=None)
+        if _relative_error(got, want, slack + _MARGIN_IN_HALF * apart, allowed.worst)[0] > 1:
             return False
-        true = _every(numbers.true_of(arrays))
-        moved = [_every(numbers.true_of(_changed(arrays, floats, lambda a: _rounded(a, rng)))) for _ in range(_DRAWS)]
-        for index, (got, want) in enumerate(zip(_every(program(arrays)), true, strict=True)):
-            apart = np.max([np.abs(_wide(other[index]) - _wide(want)) for other in moved], axis=0)
-            slack = _MARGIN_IN_HALF * float(np.sqrt(np.mean(apart**2)))
-            allowed = tolerance(want.dtype, platform="cpu", precision=None)
-            if _relative_error(got, want, slack + _MARGIN_IN_HALF * apart, allowed.worst)[0] > 1:
-                return False
-            off = float(np.sqrt(np.mean(np.abs(_wide(got) - _wide(want)) ** 2)))
-            if off > allowed.overall * _size(want) + slack:
-                return False
+        off = float(np.sqrt(np.mean(np.abs(wide(got) - wide(want)) ** 2)))
+        if off > allowed.overall * _size(want) + slack:
+            return False
     return True
 
 
@@ -248,35 +219,46 @@ def _every(found: Results) -> list[Any]:
     return [array for array in (*found.outs, *(found.gradients or ())) if is_inexact(array) and array.size]
 
 
-# --- sizes ---
+# --- sizes and dtypes ---
 
 
-def size_rows(
-    subject: Subject, configs_for: Callable[[Subject], Sequence[Any]], *, gradients: bool
-) -> Iterator[CheckRow]:
+def size_rows(numbers: Numbers, configs_for: Callable[[Subject], Sequence[Any]]) -> Iterator[CheckRow]:
     """Yield rows that compare the call with the reference for odd sizes; equal lengths change together.
 
     All lengths change at once. If the kernel or the reference rejects that, they change one by one.
 
     Args:
-        subject: The call.
+        numbers: The call.
         configs_for: Returns the configurations to check for a changed call, the heuristic's first.
-        gradients: Whether to compare gradients.
     """
+    subject = numbers.subject
     taken = [leaf for leaf in jax.tree.leaves((subject.args, subject.kwargs)) if _is_integer(leaf)]
     lengths = sorted({length for like in subject.types for length in like.shape if length > 1})
     free = [length for length in lengths if length not in taken]
     if not free:
-        yield _size_row("odd sizes", None, "no array has a length that can change", CheckStatus.SKIPPED)
+        yield row("odd sizes", None, "no array has a length that can change", skipped=True)
         return
-    changes = [{length: _odd(length) for length in free}]
-    rows = _changed_rows(subject, configs_for, "odd sizes", changes[0], gradients)
-    if len(free) == 1 or any(row.status != CheckStatus.SKIPPED for row in rows):
-        yield from rows
-        return
-    for length in free[:_SIZES]:
-        name = f"{_odd(length)} instead of {length}"
-        yield from _changed_rows(subject, configs_for, name, {length: _odd(length)}, gradients)
+    # Use dtypes of JAX's arrays, because NumPy's may be wider.
+    given = subject.elements(1)[0]
+
+    def changed(name: str, lengths: Sequence[int]) -> list[CheckRow]:
+        shapes = [tuple(_odd(n) if n in lengths else n for n in array.shape) for array in given]
+        like = [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)]
+        return list(_changed_rows(numbers, name, like, configs_for))
+
+    rows = changed("odd sizes", free)
+    if len(free) > 1 and all(each.status == CheckStatus.SKIPPED for each in rows):
+        rows = [each for n in free[:_SIZES] for each in changed(f"{_odd(n)} instead of {n}", [n])]
+    yield from rows
+
+
+def dtype_rows(numbers: Numbers, configs_for: Callable[[Subject], Sequence[Any]]) -> Iterator[CheckRow]:
+    """Yield rows that compare the call with the reference for other dtypes of its floating-point arrays."""
+    for dtype in _OTHER_DTYPES:
+        given = numbers.subject.elements(1)[0]
+        cast = [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in given]
+        if any(new.dtype != like.dtype for new, like in zip(cast, numbers.subject.types, strict=True)):
+            yield from _changed_rows(numbers, dtype, cast, configs_for)
 
 
 def _is_integer(leaf: Any) -> bool:
@@ -287,56 +269,30 @@ def _odd(length: int) -> int:
     return length + 1 + length % 2
 
 
-def _size_row(check: str, config: Any, reason: str, status: CheckStatus, **found: Any) -> CheckRow:
-    return CheckRow(check=check, config=config, status=status, reason=reason, **found)
-
-
 def _changed_rows(
-    subject: Subject,
-    configs_for: Callable[[Subject], Sequence[Any]],
-    name: str,
-    change: Mapping[int, int],
-    gradients: bool,
-) -> list[CheckRow]:
-    shapes = [tuple(change.get(length, length) for length in like.shape) for like in subject.types]
-    # Use dtypes of JAX's arrays, because NumPy's may be wider.
-    given = subject.elements(1)[0]
-    like = [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)]
+    numbers: Numbers, name: str, arrays: Sequence[Any], configs_for: Callable[[Subject], Sequence[Any]]
+) -> Iterator[CheckRow]:
+    """Yield a row for each configuration of the call with other arrays; skipped if it does not take them."""
     try:
-        other: Subject = subject.with_arrays(like)
-        configs = configs_for(other)
-        arrays = other.elements(1)[0]
-        truth = other.plain(Choice(config=configs[0], platform=other.platform, reference=other.has_reference))
-        runs = {str(index): other.executed(config) for index, config in enumerate(configs)}
-        jax.eval_shape(runs["0"], *arrays)
-    except Exception as error:  # noqa: BLE001 - a kernel need not support every size
-        return [_size_row(name, None, f"not supported: {error_line(error)}", CheckStatus.SKIPPED)]
+        subject = numbers.subject.with_arrays(arrays)
+        configs = configs_for(subject)
+        other = numbers.like(subject, configs[0])
+        jax.eval_shape(subject.executed(configs[0]), *other.examples[0])
+    except Exception as error:  # noqa: BLE001 - a kernel need not support every size and dtype
+        yield row(name, None, f"not supported: {error_line(error)}", skipped=True)
+        return
     try:
-        cotangents = cotangents_of(truth, arrays, np.random.default_rng((subject.seed, 3)))
+        true = other.true()
     except Exception as error:  # noqa: BLE001 - nor does a reference
-        return [_size_row(name, None, f"the reference fails: {error_line(error)}", CheckStatus.SKIPPED)]
-    wrt = other.differentiable()
-    of = (lambda run: pulled(run, wrt)) if gradients and any(wrt) and cotangents else alone
-    true = computed({"true": (of(truth), arrays, cotangents)})["true"]
-    if isinstance(true, Exception):
-        return [_size_row(name, None, f"the reference fails: {error_line(true)}", CheckStatus.SKIPPED)]
-    found = computed({key: (of(run), arrays, cotangents) for key, run in runs.items()})
-    return [_compared(other, name, config, found[str(index)], true) for index, config in enumerate(configs)]
-
-
-def _compared(subject: Subject, name: str, config: Any, found: Results | Exception, true: Results) -> CheckRow:
-    if isinstance(found, Exception):
-        return _size_row(name, config, f"not supported: {error_line(found)}", CheckStatus.SKIPPED)
-    types = f"{', '.join(f'{like.dtype}{list(like.shape)}' for like in subject.types)}: "
-    for got, want in ((found.outs, true.outs), (found.gradients or (), true.gradients or ())):
-        if len(got) != len(want):
-            return _size_row(name, config, f"{types}{len(got)} results instead of {len(want)}", CheckStatus.FAILED)
-    worst: Any = None
-    for what, one in all_deviations(found, true, platform=subject.platform, precision=subject.inv.precision):
-        if one.reason:
-            reason = f"{types}{what}{one.reason}"
-            return _size_row(name, config, reason, CheckStatus.FAILED, error=one.error, allowed=one.allowed)
-        if worst is None or one.error * worst.allowed > worst.error * one.allowed:
-            worst = one
-    found_ = {} if worst is None else {"error": float(worst.error), "allowed": worst.allowed}
-    return _size_row(name, config, "", CheckStatus.OK, **found_)
+        yield row(name, None, f"the reference fails: {error_line(error)}", skipped=True)
+        return
+    found = other.all_results(configs)
+    types = ", ".join(f"{like.dtype}{list(like.shape)}" for like in subject.types)
+    for config, one in zip(configs, found, strict=True):
+        if isinstance(one, Exception):
+            yield row(name, config, f"not supported: {error_line(one)}", skipped=True)
+            continue
+        made = other.row_of(name, config, one)
+        if made.status == CheckStatus.FAILED and len(one.outs) == len(true.outs) and _is_rounding(other, one, true):
+            made = dataclasses.replace(made, status=CheckStatus.OK, reason="")
+        yield dataclasses.replace(made, reason=f"{types}: {made.reason}" if made.reason else "")

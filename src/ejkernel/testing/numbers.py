@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
-from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.testing.compare import BY_JAX, HEURISTIC, REFERENCE
 from ejkernel.testing.numeric import numeric_row
 from ejkernel.testing.programs import (
     BATCHES,
@@ -25,29 +25,40 @@ from ejkernel.testing.programs import (
     Job,
     Pattern,
     Results,
+    Together,
     alone,
+    brief_patterns,
     compiled,
-    computed,
     cotangents_of,
     curved,
-    gradient_deviations,
     patterns,
     pulled,
     pushed,
 )
-from ejkernel.testing.report import CheckRow, CheckStatus
-from ejkernel.testing.rules import pair_rows, rule_row
+from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row
+from ejkernel.testing.rules import rule_row
 from ejkernel.testing.subject import Subject
+from ejkernel.testing.truth import Truth, function_of, listed, types_of
 
-_ALONE = Pattern("under grad")
-_ELEMENTS = max(*BATCHES, 6)  # examples for the largest batch
+_ALONE = "under grad"
 _BEFORE = "the same call before"
 _REPEATS = 2  # further calls, whose results must be the same
+_NUMERIC = ("gradient", "second derivative", "tangents", "vmap")
 
 
-def error_line(error: Exception) -> str:
-    """Return the error's type and message, as the reason in a row."""
-    return f"{type(error).__name__}: {error}"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Check:
+    """A function of the call, and the results that it should have."""
+
+    function: Callable[[Arrays, Arrays], Results]
+    arrays: Arrays
+    more: Arrays
+    want: Callable[[], Results]
+    what: str = "gradient"
+
+    @property
+    def job(self) -> Job:
+        return self.function, self.arrays, self.more
 
 
 class Numbers:
@@ -56,406 +67,324 @@ class Numbers:
     Args:
         subject: The call.
         baseline: The heuristic's configuration.
-        without: Groups of checks to leave out.
+        like: The same call with arrays of other types; it has the same derivatives.
+
+    Attributes:
+        truth: The results that the call should have.
     """
 
-    def __init__(self, subject: Subject, baseline: object, without: Sequence[str] = ()) -> None:
-        self._subject, self._baseline, self._without = subject, baseline, without
-        self._truth = subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
-        self._wrt = subject.differentiable()
-        self._elements = subject.elements(_ELEMENTS)
-        self._kept = [[_copied(array) for array in element] for element in self._elements]
-        rng = np.random.default_rng((subject.seed, 1))  # different numbers than for the arguments
-        self._cotangents = [cotangents_of(self._truth, self._elements[0], rng) for _ in self._elements]
-        self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
-        self._batches: dict[str, Results] = {}
-        self._choose_derivatives()
+    truth: Truth
 
-    def _choose_derivatives(self) -> None:
-        """Determine whether the kernel has a gradient, and which derivative to compare it with."""
-        run = self._subject.executed(self._baseline)
-        self._why_none = ""
-        if not any(self._wrt):
-            self._why_none = "no argument has a gradient"
-        elif not self._cotangents[0]:
-            self._why_none = "no result has a gradient"
-        own = None if self._why_none else self._trace_error(pulled(run, self._wrt), self._cotangents[0])
-        self._own_error = own
-        if own is not None and not has_gradient_rule(self._subject.kernel):
-            self._why_none = f"the kernel has no gradient: {error_line(own)}"
-        known = self.has_gradient and self._trace_error(pulled(self._truth, self._wrt), self._cotangents[0]) is None
-        self._derivative = self._truth if known else run
-        rule = has_gradient_rule(self._subject.kernel)
+    def __init__(self, subject: Subject, baseline: object, like: Numbers | None = None) -> None:
+        self.subject, self._baseline, self._scope = subject, baseline, subject.scope
+        self.examples = subject.elements(1 if like else 2 if self._scope.is_brief else max(*BATCHES, 6))
+        self._kept = [[_copied(array) for array in example] for example in self.examples]
+        function, rng = function_of(subject, baseline), np.random.default_rng((subject.scope.seed, 1))
+        self.cotangents = [cotangents_of(function, self.examples[0], rng) for _ in self.examples]
+        self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
+        self._programs: dict[int, Together] = {}
+        self._choose_derivatives(subject.executed(baseline), function, like)
+
+    def _choose_derivatives(self, run: Flat, function: Flat, like: Numbers | None) -> None:
+        """Determine which derivatives the kernel has, and which to compare them with."""
+        self.wrt, self._why_none = self.subject.differentiable(), ""
+        self.own_error: Exception | None = None
+        known, rule = True, has_gradient_rule(self.subject.kernel)
+        if not any(self.wrt) or not self.cotangents[0]:
+            self._why_none = f"no {'result' if any(self.wrt) else 'argument'} has a gradient"
+        elif like is not None:
+            self._why_none, self.own_error, known = like._why_none, like.own_error, not like.truth.has_rule
+        elif not self._scope.is_brief:
+            self.own_error = self._trace_error(pulled(run, self.wrt), self.cotangents[0])
+            if self.own_error is not None and not rule:
+                self._why_none = f"the kernel has no gradient: {error_line(self.own_error)}"
+            known = self.has_gradient and self._trace_error(pulled(function, self.wrt), self.cotangents[0]) is None
+        self.truth = Truth(
+            self.subject, self._baseline, self.wrt if self._has_gradients else (), rule=None if known else run
+        )
         # Without a reference and without a rule, the kernel's gradient is JAX's derivative of `run`, and comparing the
         # two shows nothing.
-        self._is_independent = known and (self._subject.has_reference or rule)
-        self._tangents_of = tuple(map(is_inexact, self._subject.types))
-        pushes = pushed(run, self._tangents_of), pushed(self._truth, self._tangents_of)
-        errors = [] if not self._tangents else [self._trace_error(push, self._tangents) for push in pushes]
-        self._why_no_tangents = next((f"no tangents: {error_line(e)}" for e in errors if e is not None), "")
-        if not self._tangents or not self._cotangents[0]:
-            self._why_no_tangents = "no argument, or no result, has a tangent"
-
-    @functools.cached_property
-    def _why_no_second(self) -> str:
-        """Reason for not comparing second derivatives; empty if they are compared."""
-        if not self.has_gradient or not self._is_independent:
-            return "no independent second derivative to compare with"
-        dtypes = {array.dtype for array in (*self._elements[0], *self._cotangents[0]) if is_inexact(array)}
-        if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4 for dtype in dtypes):
-            return "these dtypes are too inaccurate"
-        runs = self._subject.executed(self._baseline), self._truth
-        errors = (self._trace_error(self._curved(run), self._ways) for run in runs)
-        return next((f"no second derivative: {error_line(error)}" for error in errors if error is not None), "")
-
-    @functools.cached_property
-    def _ways(self) -> Arrays:
-        """Cotangents, followed by the directions along which gradients are differentiated."""
-        rng = np.random.default_rng((self._subject.seed, 2))
-        likes = [like for like, has in zip(self._subject.types, self._wrt, strict=True) if has]
-        return [*self._cotangents[0], *(random_array(like, rng) for like in likes)]
-
-    def _curved(self, run: Flat) -> Any:
-        return curved(run, self._wrt, len(self._cotangents[0]))
+        self._is_independent = known and (self.subject.has_reference or rule)
+        self._whose = REFERENCE if self.subject.has_reference else HEURISTIC
+        derivative = "the reference's" if self.subject.has_reference else BY_JAX
+        self._whose_derivative = derivative if self._is_independent else HEURISTIC
 
     @property
     def has_gradient(self) -> bool:
         """Whether the kernel has a gradient under the heuristic's configuration."""
-        return not self._why_none and self._own_error is None
+        return not self._why_none and self.own_error is None
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self.has_gradient and "gradient" not in self._scope.without
+
+    @functools.cached_property
+    def _why_no_tangents(self) -> str:
+        if not self._tangents or not self.cotangents[0]:
+            return "no argument, or no result, has a tangent"
+        pushes = (pushed(run, self._inexact) for run in (self.subject.executed(self._baseline), self.truth.function))
+        return self._first_error("no tangents", pushes, self._tangents)
+
+    @functools.cached_property
+    def _why_no_second(self) -> str:
+        if not self.has_gradient or not self._is_independent:
+            return "no independent second derivative to compare with"
+        dtypes = {array.dtype for array in (*self.examples[0], *self.cotangents[0]) if is_inexact(array)}
+        if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4 for dtype in dtypes):
+            return "these dtypes are too inaccurate"
+        runs = self.subject.executed(self._baseline), self.truth.function
+        return self._first_error("no second derivative", map(self._curved, runs), self._ways)
+
+    @functools.cached_property
+    def _ways(self) -> Arrays:
+        """Cotangents, followed by the directions along which gradients are differentiated."""
+        rng = np.random.default_rng((self._scope.seed, 2))
+        likes = [like for like, has in zip(self.subject.types, self.wrt, strict=True) if has]
+        return [*self.cotangents[0], *(random_array(like, rng) for like in likes)]
+
+    @property
+    def _inexact(self) -> tuple[bool, ...]:
+        return tuple(map(is_inexact, self.subject.types))
+
+    def _curved(self, run: Flat) -> Any:
+        return curved(run, self.wrt, len(self.cotangents[0]))
+
+    def _first_error(self, what: str, functions: Any, more: Arrays) -> str:
+        if self._scope.is_brief:
+            return ""
+        errors = (self._trace_error(function, more) for function in functions)
+        return next((f"{what}: {error_line(error)}" for error in errors if error is not None), "")
 
     def _trace_error(self, function: Any, more: Arrays) -> Exception | None:
         try:
-            jax.jit(function).lower(self._elements[0], more)  # JAX only calls a gradient rule when lowering
+            jax.jit(function).lower(self.examples[0], more)  # JAX only calls a gradient rule when lowering
         except Exception as error:  # noqa: BLE001 - the function returns the error
             return error
         return None
 
     # --- one configuration ---
 
-    def rows(self, config: object, *, second: bool = False) -> Iterator[CheckRow]:
+    def rows(self, config: object, *, fully: bool = False) -> Iterator[CheckRow]:
         """Yield all rows of a configuration; only the reason if it does not run.
 
         Args:
             config: The configuration.
-            second: Whether to compare second derivatives.
+            fully: Whether to compare second derivatives, nested batches, and batches of one array.
         """
         try:
             differs = self._types_differ(config)
         except Exception as error:  # noqa: BLE001 - a configuration may fail in any way; the row has the reason
-            yield CheckRow(check="types", config=config, status=CheckStatus.FAILED, reason=error_line(error))
-            return
-        yield CheckRow(
-            check="types", config=config, status=CheckStatus.FAILED if differs else CheckStatus.OK, reason=differs
-        )
+            differs = error_line(error)
+        yield row("types", config, differs)
         if differs:
             return
-        outputs = list(self._eager_rows(config))
-        yield from outputs
-        # The call does not run, or writes to its arguments: all further checks would fail for the same reason.
-        if any(row.reason and row.error is None for row in outputs):
-            return
-        yield from self._compiled_rows(config, second=second and "second derivative" not in self._without)
-        if "gradient" not in self._without:
-            yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
+        if not self._scope.is_brief:
+            outputs = list(self._eager_rows(config))
+            yield from outputs
+            # The call does not run, or writes to its arguments: all further checks would fail for the same reason.
+            if any(found.reason and found.error is None for found in outputs):
+                return
+        unavailable = self._scope.reasons(self.subject.kernel, config)
+        yield from (row(name, config, unavailable[name], skipped=True) for name in _NUMERIC if name in unavailable)
+        without = self._scope.without | unavailable.keys()
+        yield from self._compiled_rows(config, without, fully=fully)
+        if "gradient" not in without:
+            yield from rule_row(self.subject, config, self.examples[0], self.cotangents[0])
             # Under the heuristic only, because the other configurations are compared with it.
             if config is self._baseline and self.has_gradient and not self._is_independent:
-                gradient = pulled(self._subject.executed(config), self._wrt)
-                called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
-                yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], called)
+                gradient = pulled(self.subject.executed(config), self.wrt)
+                called = [name if has else None for name, has in zip(self.subject.names, self.wrt, strict=True)]
+                yield numeric_row(gradient, config, self.examples[0], self.cotangents[0], called)
 
     def _types_differ(self, config: object) -> str:
-        platform = self._subject.platform
-        found, want = (
-            [_type(out) for out in jax.eval_shape(self._subject.plain(choice), *self._elements[0])]
-            for choice in (
-                Choice(config=config, platform=platform),
-                Choice(config=self._baseline, platform=platform),
-            )
-        )
-        return "" if found == want else f"the results are {_listed(found)}; under the heuristic {_listed(want)}"
+        runs = [Choice(config=which, platform=self.subject.platform) for which in (config, self._baseline)]
+        if self._scope.is_brief:
+            runs[1] = dataclasses.replace(runs[1], reference=True)
+        found, want = (types_of(self.subject.plain(choice), self.examples[0]) for choice in runs)
+        whose = REFERENCE if runs[1].reference else "under the heuristic"
+        return "" if found == want else f"the results are {listed(found)}; {whose} {listed(want)}"
 
     def _eager_rows(self, config: object) -> Iterator[CheckRow]:
-        run = self._subject.executed(config)
+        run = self.subject.executed(config)
         try:
             # Use other inputs as well, because a kernel may return a previous result; and repeat the first ones,
             # because its results may be random.
-            first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
-            jax.block_until_ready((first, fresh, again))
+            calls = [Results(run(*self.examples[index])) for index in (0, 1, *[0] * _REPEATS)]
+            first, fresh, *again = jax.block_until_ready(calls)
         except Exception as error:  # noqa: BLE001 - the row has the reason
-            yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=error_line(error))
+            yield row("outputs", config, error_line(error))
             return
-        truths = [self._true(_ALONE, element).outs for element in (0, 1)]
-        found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
-        yield self._judged("outputs", config, found)
-        repeated = [deviation for other in again for deviation in self._deviations(other, first, whose=_BEFORE)]
-        yield self._judged("repeated", config, repeated)
-        yield self._intact(config)
+        found = [self.subject.compare(got, self.true(n), self._whose) for n, got in enumerate((first, fresh))]
+        yield compared("outputs", config, [*found[0], *found[1]])
+        yield compared("repeated", config, [d for other in again for d in self.subject.compare(other, first, _BEFORE)])
+        yield row("arguments", config, self._modified())
 
-    def _intact(self, config: object) -> CheckRow:
-        """Return a row that checks whether the call has modified its inputs, and restore them if so."""
+    def _modified(self) -> str:
+        """Return which inputs a call has modified, and restore them."""
         changed = [
             name
-            for element, kept in zip(self._elements, self._kept, strict=True)
-            for name, array, before in zip(self._subject.names, element, kept, strict=True)
+            for example, kept in zip(self.examples, self._kept, strict=True)
+            for name, array, before in zip(self.subject.names, example, kept, strict=True)
             if _copied(array).tobytes() != before.tobytes()
         ]
-        if not changed:
-            return CheckRow(check="arguments", config=config, status=CheckStatus.OK)
-        types = self._subject.types
-        self._elements = [
-            [_restored(array, like) for array, like in zip(kept, types, strict=True)] for kept in self._kept
-        ]
-        reason = f"the call modifies its argument {', '.join(dict.fromkeys(changed))}"
-        return CheckRow(check="arguments", config=config, status=CheckStatus.FAILED, reason=reason)
+        if changed:
+            types = self.subject.types
+            self.examples = [[_restored(*each) for each in zip(kept, types, strict=True)] for kept in self._kept]
+        return f"the call modifies its argument {', '.join(dict.fromkeys(changed))}" if changed else ""
 
-    def _compiled_rows(self, config: object, *, second: bool) -> Iterator[CheckRow]:
-        run = self._subject.executed(config)
-        differentiates, why = self._differentiates(config, run)
-        with_gradient = differentiates and "gradient" not in self._without
-        batches = [] if "vmap" in self._without or self._why_no_batches else self._patterns
-        jobs = self._jobs(run, batches, with_gradient=with_gradient)
-        with_tangents = "tangents" not in self._without
-        if with_tangents and not self._why_no_tangents:
-            jobs["tangents"] = (pushed(run, self._tangents_of), self._elements[0], self._tangents)
-        second = second and with_gradient
-        if second and not self._why_no_second:
-            jobs["second derivative"] = (self._curved(run), self._elements[0], self._ways)
-        found = computed(jobs)
-        yield self._outputs_row("jit", config, found["jit"])
-        for pattern in batches:
-            yield self._pattern_row(config, pattern, found[pattern.name])
-        if self._why_no_batches and "vmap" not in self._without:
-            yield CheckRow(check="vmap", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_batches)
-        if with_gradient:
-            rows = list(self._gradient_rows(config, found[_ALONE.name]))
-            yield from rows
-            # The derivative of a wrong gradient is wrong, too.
-            if second and not any(row.status == CheckStatus.FAILED for row in rows):
-                yield self._second_row(config, found.get("second derivative"))
-        elif "gradient" not in self._without:
-            status = CheckStatus.SKIPPED if self._why_none else CheckStatus.FAILED
-            yield CheckRow(check="gradient", config=config, status=status, reason=self._why_none or why)
-        if "tangents" in jobs:
-            yield self._tangent_row(config, found["tangents"])
-        elif with_tangents:
-            yield CheckRow(check="tangents", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_tangents)
+    def _compiled_rows(self, config: object, without: frozenset[str], *, fully: bool) -> Iterator[CheckRow]:
+        run = self.subject.executed(config)
+        differentiates, why = self._differentiates(config, run, without)
+        checks = dict(self._checks(run, without, differentiates=differentiates, fully=fully))
+        residuals: dict[str, Job] = (
+            {"residuals": (self._left(config), self.examples[0], [])} if self._scope.check_residuals else {}
+        )
+        program = self._programs[id(config)] = Together({name: c.job for name, c in checks.items()} | residuals)
+        found = program()
+        rows = [made for name, c in checks.items() for made in self._check_rows(name, config, found[name], c)]
+        wrong = any(made.status == CheckStatus.FAILED for made in rows if made.check.startswith("gradient of "))
+        # The derivative of a wrong gradient is wrong, too.
+        yield from (made for made in rows if made.check != "second derivative" or not wrong)
+        if residuals:
+            yield row("residuals", config, self._residuals_error(found["residuals"]))
+        if "gradient" not in without and not differentiates:
+            yield row("gradient", config, self._why_none or why, skipped=bool(self._why_none))
+        elif fully and differentiates and "second derivative" not in without | checks.keys() and not wrong:
+            yield row("second derivative", config, self._why_no_second, skipped=True)
+        if "tangents" not in without | checks.keys():
+            yield row("tangents", config, self._why_no_tangents, skipped=True)
+        if "vmap" not in without and self._why_no_batches:
+            yield row("vmap", config, self._why_no_batches, skipped=True)
 
-    def _jobs(self, run: Flat, batches: Sequence[Pattern], *, with_gradient: bool) -> dict[str, Job]:
-        """Return the functions to compile in one program, because compiling takes longer than running."""
-        jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
-        for pattern in [*([_ALONE] if with_gradient else []), *batches]:
-            batched = pattern.batched(run)
-            function = pulled(batched, self._wrt) if with_gradient else alone(batched)
-            jobs[pattern.name] = (function, pattern.inputs(self._elements), self._batched_cotangents(pattern))
-        return jobs
-
-    def _differentiates(self, config: object, run: Flat) -> tuple[bool, str]:
-        """Return whether a configuration has a gradient, and an error if only this configuration has none."""
-        if self._why_none:
+    def _differentiates(self, config: object, run: Flat, without: frozenset[str]) -> tuple[bool, str]:
+        """Return whether to differentiate, and an error if this configuration has no gradient."""
+        if self._why_none or "gradient" in without:
             return False, ""
-        if config is self._baseline:
-            error = self._own_error
-        else:
-            error = self._trace_error(pulled(run, self._wrt), self._cotangents[0])
+        error = self.own_error
+        if config is not self._baseline:
+            error = self._trace_error(pulled(run, self.wrt), self.cotangents[0])
         return error is None, "" if error is None else error_line(error)
 
-    def _outputs_row(self, check: str, config: object, found: Results | Exception) -> CheckRow:
+    def _checks(
+        self, run: Flat, without: frozenset[str], *, differentiates: bool, fully: bool
+    ) -> Iterator[tuple[str, _Check]]:
+        """Yield the functions to compile in one program, because compiling takes longer than running."""
+        arrays, cotangents = self.examples[0], self.cotangents[0]
+        derived = functools.partial(pulled, wrt=self.wrt) if differentiates else alone
+        yield "jit", _Check(alone(run), arrays, [], self.true)
+        if differentiates:
+            yield _ALONE, _Check(derived(run), arrays, cotangents, self.true)
+        if "vmap" not in without and not self._why_no_batches:
+            for pattern in self._patterns if fully or self._scope.is_brief else self._patterns[:1]:
+                inputs, batched = pattern.inputs(self.examples), self._batched_cotangents(pattern)
+                want = functools.partial(self.truth.gathered, pattern, self.examples, self.cotangents)
+                yield pattern.name, _Check(derived(pattern.batched(run)), inputs, batched, want)
+        if "tangents" not in without and not self._why_no_tangents:
+            push = functools.partial(pushed, wrt=self._inexact)
+            want = functools.partial(self.truth.by, "tangents", push, arrays, self._tangents)
+            yield "tangents", _Check(push(run), arrays, self._tangents, want, "tangent")
+        if fully and differentiates and "second derivative" not in without and not self._why_no_second:
+            want = functools.partial(self.truth.by, "second", self._curved, arrays, self._ways)
+            yield "second derivative", _Check(self._curved(run), arrays, self._ways, want, "second derivative")
+
+    def _check_rows(self, name: str, config: object, found: Any, check: _Check) -> Iterator[CheckRow]:
         if isinstance(found, Exception):
-            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=error_line(found))
-        return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
+            yield row(name, config, error_line(found))
+            return
+        true = check.want()
+        other = self._whose_derivative
+        if check.what == "tangent" and not self.subject.has_reference:
+            other = "JAX's tangent of `run`"
+        deviations = self.subject.compare(found, true, self._whose, what=check.what, other=other)
+        own = len(true.outs) if name == _ALONE else len(deviations)
+        yield compared(name, config, deviations[:own])
+        names = [each for each, has in zip(self.subject.names, self.wrt, strict=True) if has]
+        for argument, deviation in zip(names, deviations[own:], strict=False):
+            yield compared(f"gradient of {argument}", config, [deviation])
 
-    def _pattern_row(self, config: object, pattern: Pattern, found: Results | Exception) -> CheckRow:
-        if isinstance(found, Exception):
-            return CheckRow(check=pattern.name, config=config, status=CheckStatus.FAILED, reason=error_line(found))
-        true = self._gathered(pattern)
-        gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
-        return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
+    def _left(self, config: object) -> Callable[..., Any]:
+        """Return a function that computes the residuals of a forward."""
 
-    def _gradient_rows(self, config: object, found: Results | Exception) -> Iterator[CheckRow]:
-        """Yield a row for each argument's gradient, and one for the results, which a rule with residuals recomputes."""
-        yield self._outputs_row(_ALONE.name, config, found)
-        if not isinstance(found, Exception):
-            names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
-            deviations_ = self._gradient_deviations(found.gradients, self._true(_ALONE, 0).gradients)
-            for name, deviation in zip(names, deviations_, strict=True):
-                yield self._judged(f"gradient of {name}", config, [deviation])
+        def left(arrays: Arrays, _: Arrays) -> Any:
+            spec, own = self.subject.taken_apart(arrays)
+            trees: list[Any] = []
+            choice = Choice(config=config, platform=self.subject.platform, trees=trees)
+            found = Forward(spec, residuals=True).flat(choice)(*own)
+            return jax.tree.unflatten(trees[1], found[trees[0].num_leaves :])
 
-    def _gradient_deviations(
-        self, got: Sequence[jax.Array] | None, want: Sequence[jax.Array] | None, what: str = "gradient"
-    ) -> list[Deviation]:
-        names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
-        called = [f"the {what} of {name}" for name in names]
-        return self._deviations(got or (), want or (), called, self._whose_derivative, compare=gradient_deviations)
+        return left
 
-    def _tangent_row(self, config: object, found: Results | Exception) -> CheckRow:
-        if isinstance(found, Exception):
-            return CheckRow(check="tangents", config=config, status=CheckStatus.FAILED, reason=error_line(found))
-        true = self._true_tangents
-        names = [f"the tangent of result {index}" for index in range(len(true.gradients or ()))]
-        whose = "the reference's" if self._subject.has_reference else "JAX's tangent of `run`"
-        compared = self._deviations(found.gradients or (), true.gradients or (), names, whose)
-        return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
+    def _residuals_error(self, found: Any) -> str:
+        try:
+            if isinstance(found, Exception):
+                raise found
+            assert self._scope.check_residuals is not None  # the caller asks for it
+            self._scope.check_residuals(found)
+        except Exception as error:  # noqa: BLE001 - the row has the reason
+            return error_line(error)
+        return ""
 
-    def _second_row(self, config: object, found: Results | Exception | None) -> CheckRow:
-        check = "second derivative"
-        if found is None:
-            return CheckRow(check=check, config=config, status=CheckStatus.SKIPPED, reason=self._why_no_second)
-        if isinstance(found, Exception):
-            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=error_line(found))
-        true = self._true_second.gradients
-        return self._judged(check, config, self._gradient_deviations(found.gradients, true, "second derivative"))
+    # --- other inputs ---
 
-    # --- one input of several configurations ---
+    def like(self, subject: Subject, baseline: object) -> Numbers:
+        """Return the same call with arrays of other types."""
+        return Numbers(subject, baseline, self)
 
-    def pair_rows(self, forwards: Sequence[Any], backwards: Sequence[Any] | None) -> Iterator[CheckRow]:
-        """Yield rows that check every backward after every forward; see `rules.pair_rows`."""
-        if self.has_gradient and "gradient" not in self._without:
-            yield from pair_rows(self._subject, forwards, backwards, self._elements[0], self._cotangents[0])
+    def all_results(self, configs: Sequence[Any]) -> list[Any]:
+        """Return results and gradients of one input, or an error, for each configuration."""
+        inputs = self.examples[0], self.cotangents[0]
+        runs = {str(n): (self.derived(self.subject.executed(config)), *inputs) for n, config in enumerate(configs)}
+        return list(Together(runs)().values())
 
-    def brief_rows(self, configs: Sequence[Any]) -> Iterator[CheckRow]:
-        """Yield a row for each configuration that checks results and gradients of one input, in one program."""
-        differentiates = self.has_gradient and "gradient" not in self._without
-        of = functools.partial(pulled, wrt=self._wrt) if differentiates else alone
-        runs = {str(index): of(self._subject.executed(config)) for index, config in enumerate(configs)}
-        inputs = self._elements[0], self._cotangents[0]
-        found, true = computed({key: (run, *inputs) for key, run in runs.items()}), self.true_of(inputs[0])
-        for config, one in zip(configs, found.values(), strict=True):
-            if isinstance(one, Exception):
-                yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=error_line(one))
-                continue
-            gradients = [] if one.gradients is None else self._gradient_deviations(one.gradients, true.gradients)
-            yield self._judged("outputs", config, [*self._deviations(one.outs, true.outs), *gradients])
+    def usual(self, config: object) -> Results:
+        """Return the call's results and gradients for the first example."""
+        try:
+            return self.results(config, self.examples[0])
+        except Exception:  # noqa: BLE001 - another row reports it
+            return Results(self.subject.executed(config)(*self.examples[0]))
 
-    def program(self, config: object) -> Callable[[Arrays], Results]:
-        """Return a compiled function from the call's arrays to its results and gradients under a configuration."""
-        run, differentiates = self._subject.executed(config), self.has_gradient and "gradient" not in self._without
-        function = pulled(run, self._wrt) if differentiates else alone(run)
-        program = compiled(function, self._elements[0], self._cotangents[0])
-        return lambda arrays: program(arrays, self._cotangents[0])
-
-    def true_of(self, arrays: Arrays, index: int = 0) -> Results:
-        """Return the reference results for other arrays, with the cotangents of one example."""
-        found: Results = self._truth_program(arrays, self._cotangents[index])
-        # In this case `found` is computed by the kernel itself, so take the outputs from the reference.
-        if self.has_gradient and self._derivative is not self._truth:
-            return Results(self._outputs_program(arrays, self._cotangents[index]).outs, found.gradients)
+    def results_of(self, function: Flat, arrays: Arrays) -> Results:
+        """Return results and gradients of another form of the call."""
+        found: Results = compiled(self.derived(function), arrays, self.cotangents[0])(arrays, self.cotangents[0])
         return found
 
-    @property
-    def examples(self) -> list[Arrays]:
-        """Inputs of the call, the given ones first."""
-        return [list(element) for element in self._elements[:2]]
+    def derived(self, function: Flat) -> Any:
+        """Return the function with its gradients, if these are checked."""
+        return pulled(function, self.wrt) if self._has_gradients else alone(function)
 
-    @property
-    def cotangents(self) -> Arrays:
-        """Cotangents of the results for the first inputs."""
-        return self._cotangents[0]
+    def row_of(self, check: str, config: object, found: Results) -> CheckRow:
+        """Return the row that compares results for the first example."""
+        return compared(
+            check, config, self.subject.compare(found, self.true(), self._whose, other=self._whose_derivative)
+        )
 
-    # --- reference results ---
+    def true(self, index: int = 0) -> Results:
+        """Return the reference results for one example."""
+        return self.truth.of(self.examples[index], self.cotangents[index])
+
+    def results(self, config: object, arrays: Arrays) -> Results:
+        """Return the call's results and gradients for other arrays, from the program of a checked configuration."""
+        found: dict[str, Any] = self._programs[id(config)]({"jit": (arrays, []), _ALONE: (arrays, self.cotangents[0])})
+        chosen = found.get(_ALONE, found["jit"])
+        if isinstance(chosen, Exception):
+            raise chosen
+        return Results(chosen.outs, chosen.gradients)
 
     @property
     def _why_no_batches(self) -> str:
-        kinds = [compat.key_implementation(like.dtype) for like in self._subject.types if _is_key(like)]
+        kinds = [compat.key_implementation(like.dtype) for like in self.subject.types if _is_key(like)]
         if any(kind in ("rbg", "unsafe_rbg") for kind in kinds):
             return "under vmap, random keys of this kind give different numbers than one by one"
-        return "" if self._subject.types else "no array to batch"
+        return "" if self.subject.types else "no array to batch"
 
     @functools.cached_property
     def _patterns(self) -> list[Pattern]:
-        return patterns(self._subject.names, self._subject.types)
-
-    @functools.cached_property
-    def _true_tangents(self) -> Results:
-        inputs = self._elements[0], self._tangents
-        found: Results = compiled(pushed(self._truth, self._tangents_of), *inputs)(*inputs)
-        return found
-
-    @functools.cached_property
-    def _true_second(self) -> Results:
-        inputs = self._elements[0], self._ways
-        found: Results = compiled(self._curved(self._truth), *inputs)(*inputs)
-        return found
-
-    @functools.cached_property
-    def _truth_program(self) -> Any:
-        function = pulled(self._derivative, self._wrt) if self.has_gradient else alone(self._truth)
-        return compiled(function, self._elements[0], self._cotangents[0])
-
-    @functools.cached_property
-    def _outputs_program(self) -> Any:
-        return compiled(alone(self._truth), self._elements[0], self._cotangents[0])
-
-    def _true(self, pattern: Pattern, index: int) -> Results:
-        """Return the reference results for one example of a batch, or of the call if the pattern has no batch."""
-        own = pattern.own(self._elements, index) if pattern.levels else self._elements[index]
-        return self.true_of(own, index)
-
-    def _gathered(self, pattern: Pattern) -> Results:
-        """Return the reference results for a batch, computed one example at a time."""
-        if pattern.name not in self._batches:
-            results = [self._true(pattern, index) for index in range(pattern.count)]
-            self._batches[pattern.name] = pattern.gathered(results, self._wrt)
-        return self._batches[pattern.name]
+        ways = brief_patterns if self._scope.is_brief else patterns
+        return ways(self.subject.names, self.subject.types)
 
     def _batched_cotangents(self, pattern: Pattern) -> Arrays:
-        axes = (0,) * len(self._cotangents[0])
-        return stacked(self._cotangents[: pattern.count], [(axes, size) for size in pattern.sizes])
-
-    @property
-    def _whose_derivative(self) -> str:
-        if not self._is_independent:
-            return "the heuristic's"
-        return "the reference's" if self._subject.has_reference else "JAX's gradient of `run`"
-
-    def _deviations(
-        self,
-        got: Sequence[jax.Array],
-        want: Sequence[jax.Array],
-        names: Sequence[str] = (),
-        whose: str = "",
-        compare: Callable[..., Iterable[Deviation]] = deviations,
-    ) -> list[Deviation]:
-        """Return the deviations of results. NaN is only correct where the reference has NaN."""
-        inv = self._subject.inv
-        whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
-        try:
-            found = list(compare(got, want, platform=inv.platform, precision=inv.precision, names=names))
-        except CandidateError as error:
-            return [Deviation(np.inf, 0.0, str(error))]
-        called = names or [f"result {index}" for index in range(len(got))]
-        return [
-            _with_nan(name, array, d._replace(reason=d.reason.replace("the reference", whose)), whose)
-            for name, array, d in zip(called, got, found, strict=True)
-        ]
-
-    def _judged(self, check: str, config: object, found: Sequence[Deviation]) -> CheckRow:
-        found = found or [Deviation(0.0, 0.0)]
-        wrong = next((deviation for deviation in found if deviation.reason), None)
-        worst = wrong or max(found, key=lambda d: d.error / d.allowed if d.allowed else 0.0)
-        status = CheckStatus.OK if wrong is None else CheckStatus.FAILED
-        return CheckRow(
-            check=check,
-            config=config,
-            status=status,
-            reason=worst.reason,
-            error=float(worst.error),
-            allowed=worst.allowed,
-        )
-
-
-def _with_nan(name: str, array: jax.Array, deviation: Deviation, whose: str) -> Deviation:
-    # If two configurations both compute NaN, both are wrong, unless a reference has NaN as well.
-    if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
-        return deviation
-    return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and no reference confirms it")
-
-
-def _type(out: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(out.shape), str(out.dtype)
-
-
-def _listed(types: Sequence[tuple[tuple[int, ...], str]]) -> str:
-    return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in types)
+        axes = (0,) * len(self.cotangents[0])
+        return stacked(self.cotangents[: pattern.count], [(axes, size) for size in pattern.sizes])
 
 
 def _is_key(array: Any) -> bool:
@@ -471,7 +400,3 @@ def _restored(kept: Any, like: Any) -> Any:
     if not _is_key(like):
         return jnp.array(kept)
     return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
-
-
-def _has_nan(array: jax.Array) -> bool:
-    return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())

@@ -13,10 +13,11 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.testing.programs import Arrays, Results, compiled
-from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.report import CheckRow, compared, row
 
 _CHECK: Final = "gradient, by differences"
 _STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # relative to an argument: balances rounding and curvature
@@ -44,7 +45,7 @@ def numeric_row(
     dtypes |= {str(cotangent.dtype) for cotangent in cotangents}
     if not dtypes <= set(_STEP):
         reason = f"finite differences are too inaccurate in {', '.join(sorted(dtypes - set(_STEP)))}"
-        return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
+        return row(_CHECK, config, reason, skipped=True)
     program = compiled(gradient, arrays, cotangents)
     rng, worst, reason = np.random.default_rng(0), 0.0, ""
     gradients = iter(program(arrays, cotangents).gradients or ())
@@ -58,10 +59,8 @@ def numeric_row(
                 reason = f"the gradient of {called[index]} differs from finite differences: {error:.2g} relative"
             worst = max(worst, error)
     if not math.isfinite(worst):
-        reason = "the results are not finite"
-        return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
-    status = CheckStatus.FAILED if worst > _ALLOWED else CheckStatus.OK
-    return CheckRow(check=_CHECK, config=config, status=status, reason=reason, error=worst, allowed=_ALLOWED)
+        return row(_CHECK, config, "the results are not finite", skipped=True)
+    return compared(_CHECK, config, [Deviation(worst, _ALLOWED, reason)])
 
 
 def _relative_error(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: object, direction: Any) -> float:

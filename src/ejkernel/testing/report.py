@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.errors import KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
 
@@ -45,6 +46,26 @@ class CheckRow:
     reason: str = ""
     error: float | None = None
     allowed: float | None = None
+
+
+def error_line(error: BaseException) -> str:
+    """Return the error's type and message, as the reason in a row."""
+    return f"{type(error).__name__}: {error}"
+
+
+def row(check: str, config: Any = None, reason: str = "", *, skipped: bool = False) -> CheckRow:
+    """Return a row without a comparison: a check with a reason has failed, unless it was skipped."""
+    status = CheckStatus.SKIPPED if skipped else CheckStatus.FAILED if reason else CheckStatus.OK
+    return CheckRow(check=check, config=config, status=status, reason=reason)
+
+
+def compared(check: str, config: Any, found: Sequence[Deviation]) -> CheckRow:
+    """Return the row of a comparison: its first fault, or the largest deviation."""
+    found = found or [Deviation(0.0, 0.0)]
+    worst = next((deviation for deviation in found if deviation.reason), None) or max(found, key=_share)
+    status = CheckStatus.FAILED if worst.reason else CheckStatus.OK
+    error, allowed = float(worst.error), worst.allowed
+    return CheckRow(check=check, config=config, status=status, reason=worst.reason, error=error, allowed=allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +136,10 @@ def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
     return name, status, f"{worst.error:.2g}", f"{worst.allowed:g}", of
 
 
-def _share(row: CheckRow) -> float:
-    assert row.error is not None  # only rows with a comparison get here
-    if row.allowed:
-        return row.error / row.allowed
-    return math.inf if row.error else 0.0
+def _share(found: Any) -> float:
+    if found.allowed:
+        return float(found.error / found.allowed)
+    return math.inf if found.error else 0.0
 
 
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,54 +14,46 @@ from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
-from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.testing.programs import compiled, gradient_deviations
-from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.compare import Comparison
+from ejkernel.testing.programs import Arrays, Results, Together
+from ejkernel.testing.report import CheckRow, error_line, row
 from ejkernel.testing.subject import Subject
+from ejkernel.testing.truth import listed, types_of
 
-logger = logging.getLogger(__name__)
 
-
-def rule_row(
-    subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]
-) -> Iterator[CheckRow]:
+def rule_row(subject: Subject, config: object, arrays: Arrays, cotangents: Arrays) -> Iterator[CheckRow]:
     """Yield a row that checks whether each gradient of the kernel's rule has its argument's dtype, if it has a rule."""
     if not has_gradient_rule(subject.kernel) or not cotangents:
         return
     try:
-        reasons = _wrong_types(subject, config, arrays, cotangents)
+        reason = "; ".join(_wrong_types(subject, config, arrays, cotangents))
     except Exception as error:  # noqa: BLE001 - a rule may fail in any way; the row has the reason
-        reasons = [f"{type(error).__name__}: {error}"]
-    yield CheckRow(
-        check="gradient types",
-        config=config,
-        status=CheckStatus.FAILED if reasons else CheckStatus.OK,
-        reason="; ".join(reasons),
-    )
+        reason = error_line(error)
+    yield row("gradient types", config, reason)
 
 
 def pair_rows(
     subject: Subject,
     forwards: Sequence[Any],
     backwards: Sequence[Any] | None,
-    arrays: Sequence[Any],
-    cotangents: Sequence[Any],
+    arrays: Arrays,
+    cotangents: Arrays,
 ) -> Iterator[CheckRow]:
     """Yield rows that check whether each backward configuration computes the same gradients after every forward one.
 
     Args:
         subject: The call.
-        forwards: Configurations of the forward, the heuristic's first.
-        backwards: Configurations of the backward call, the heuristic's first; `None`: those of the forward.
         arrays: Inputs of the call.
         cotangents: One for each floating-point result.
+        forwards: Configurations of the forward, the heuristic's first.
+        backwards: Configurations of the backward call, the heuristic's first; `None`: those of the forward.
     """
-    if not cotangents or not (has_residual_form(subject.kernel) or has_gradient_rule(subject.kernel)):
+    leaves_residuals = has_residual_form(subject.kernel)
+    if not cotangents or not (leaves_residuals or has_gradient_rule(subject.kernel)):
         return
-    pairs = _Pairs(subject, forwards, backwards, arrays, cotangents)
-    if pairs.count > 1:
-        yield from pairs.rows()
+    if len(forwards if backwards is None else backwards) > 1 and (leaves_residuals or backwards is not None):
+        yield from _Pairs(subject, forwards, backwards, arrays, cotangents).rows()
 
 
 class _Pairs:
@@ -72,44 +64,45 @@ class _Pairs:
         subject: Subject,
         forwards: Sequence[Any],
         backwards: Sequence[Any] | None,
-        arrays: Sequence[Any],
-        cotangents: Sequence[Any],
+        arrays: Arrays,
+        cotangents: Arrays,
     ) -> None:
         self._subject, self._cotangents = subject, cotangents
-        self._spec, self._own = subject.taken_apart(arrays)
-        self._leaves_residuals = has_residual_form(subject.kernel)
+        self._spec, self._own = self._subject.taken_apart(arrays)
+        self._leaves_residuals = has_residual_form(self._subject.kernel)
         # A rule that only takes the arguments does not depend on the forward's configuration.
         self._forwards = list(forwards if self._leaves_residuals else forwards[:1])
         self._has_own_space = backwards is not None
         self._backwards = list(forwards if backwards is None else backwards)
         self._trees: list[Any] = []
 
-    @property
-    def count(self) -> int:
-        """Number of pairs that no other check covers."""
-        return len(self._backwards) if self._has_own_space or self._leaves_residuals else 0
-
     def rows(self) -> Iterator[CheckRow]:
         """Yield a row for each backward configuration, and for each forward that fails or returns other types."""
-        saved: dict[int, Any] = {}
         types: list[Any] = []
+        jobs: dict[str, Any] = {}
+        reasons: dict[int, str] = {}
         for index, config in enumerate(self._forwards):
             try:
                 found = self._types(config)
                 types = types or found
-                reason = "" if found == types else _differing_types(found, types)
-                saved[index] = self._saved(config) if not reason else None
+                reasons[index] = "" if found == types else _differing_types(found, types)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way; the row has the reason
-                reason = f"{type(error).__name__}: {error}"
+                reasons[index] = error_line(error)
+            if not reasons[index]:
+                jobs[str(index)] = (functools.partial(self._forward, config), self._own, [])
+        saved = Together(jobs)()
+        for index, config in enumerate(self._forwards):
+            left = saved.get(str(index))
+            reason = reasons[index] or (error_line(left) if isinstance(left, Exception) else "")
             if reason:
-                yield _pair_row(config, reason)
-                if index == 0:
-                    return
-                saved.pop(index, None)
+                yield row("residuals", config, reason)
+                saved.pop(str(index), None)
+        if "0" not in saved:
+            return
         gradients = self._gradients(saved)
         for number, config in enumerate(self._backwards):
-            if self._has_own_space or number in saved:
-                yield _pair_row(config, self._difference(number, gradients))
+            if self._has_own_space or str(number) in saved:
+                yield row("residuals", config, self._difference(str(number), gradients))
 
     def _choice(self, config: Any, trees: list[Any] | None = None) -> Choice:
         return Choice(config=config, platform=self._subject.platform, trees=trees)
@@ -119,100 +112,71 @@ class _Pairs:
         if not self._leaves_residuals:
             return []
         trees: list[Any] = []
-        found = jax.eval_shape(Forward(self._spec, residuals=True).flat(self._choice(config, trees)), *self._own)
+        found = types_of(Forward(self._spec, residuals=True).flat(self._choice(config, trees)), self._own)
         self._trees = self._trees or list(trees)
-        results = trees[0].num_leaves
-        return [trees[1], *((like.shape, str(like.dtype)) for like in found[results:])]
+        return [trees[1], *found[trees[0].num_leaves :]]
 
-    def _saved(self, config: Any) -> Any:
+    def _forward(self, config: Any, own: Arrays, _: Arrays) -> Any:
         """Return the forward's results and residuals."""
         if not self._leaves_residuals:
             return ()
-        run = Forward(self._spec, residuals=True).flat(self._choice(config))
-        return compiled(lambda own: run(*own), self._own)(self._own)
+        return Forward(self._spec, residuals=True).flat(self._choice(config))(*own)
 
-    def _backward(self, config: Any, saved: Sequence[Any], own: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def _backward(self, config: Any, saved: Sequence[Any], own: Arrays) -> Results:
         if self._leaves_residuals:
-            count = self._trees[0].num_leaves
-            given = jax.tree.leaves(_outputs(self._trees[0], saved[:count], cotangents))
+            outs = saved[: self._trees[0].num_leaves]
+            given = jax.tree.leaves(_outputs(self._trees[0], outs, self._cotangents))
             found = run_vjp(self._spec, self._choice(config), (self._trees[0], self._trees[1]), saved, own, given)
         else:
             outs = jax.eval_shape(Forward(self._spec).flat(self._choice(self._forwards[0])), *own)
-            full = jax.tree.leaves(_outputs(jax.tree.structure(list(outs)), outs, cotangents))
+            full = jax.tree.leaves(_outputs(jax.tree.structure(list(outs)), outs, self._cotangents))
             found = Forward(self._spec).flat_vjp(self._choice(config), len(own))(*own, *full)
-        return list(found)
+        return Results((), list(found))
 
-    def _gradients(self, saved: dict[int, Any]) -> dict[tuple[int, int], Any]:
+    def _gradients(self, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
         """Return the gradients, or the error, of each pair of a forward and a backward, by their indices."""
-        numbers = range(len(self._backwards))
-        try:
-            programs = [(numbers, self._compiled(numbers, saved[0]))]
-        except Exception as error:  # noqa: BLE001 - compiling each alone shows which of them fails
-            logger.debug("backwards are compiled one by one, because together they fail: %s", error_text(error))
-            programs = [(range(number, number + 1), self._alone(number, saved[0])) for number in numbers]
-        found: dict[tuple[int, int], Any] = {}
-        for forward, left in saved.items():
-            for which, program in programs:
-                answers = program(left, self._own, self._cotangents) if callable(program) else [program]
-                found |= {(forward, number): answer for number, answer in zip(which, answers, strict=True)}
-        return found
+        program = Together(
+            {
+                str(number): (functools.partial(self._backward, config), saved["0"], self._own)
+                for number, config in enumerate(self._backwards)
+            }
+        )
+        numbers = [str(number) for number in range(len(self._backwards))]
+        return {
+            (forward, number): found
+            for forward, left in saved.items()
+            for number, found in program(dict.fromkeys(numbers, (left, self._own))).items()
+        }
 
-    def _compiled(self, numbers: Sequence[int], saved: Any) -> Any:
-        configs = [self._backwards[number] for number in numbers]
-
-        def program(saved: Any, own: Any, cotangents: Any) -> list[Any]:
-            return [self._backward(config, saved, own, cotangents) for config in configs]
-
-        return compiled(program, saved, self._own, self._cotangents)
-
-    def _alone(self, number: int, saved: Any) -> Any:
-        try:
-            return self._compiled([number], saved)
-        except Exception as error:  # noqa: BLE001 - the row has the reason
-            return error
-
-    def _difference(self, number: int, gradients: dict[tuple[int, int], Any]) -> str:
+    def _difference(self, number: str, gradients: Mapping[tuple[str, str], Any]) -> str:
         """Return how the gradients of one backward depend on the forward's configuration; empty if they do not."""
         # Other checks cover the gradient with the same configuration for both, but not a separate backward space.
-        first = (0, 0) if self._has_own_space else (number, number)
-        want = gradients.get(first, gradients[0, 0])
-        names = array_names(self._spec)
+        first = ("0", "0") if self._has_own_space else (number, number)
+        want = gradients.get(first, gradients["0", "0"])
         for (forward, backward), got in gradients.items():
             if backward != number:
                 continue
             if isinstance(got, Exception):
-                return f"{type(got).__name__}: {got}"
+                return error_line(got)
             if isinstance(want, Exception):
                 return ""
-            reason = self._first_reason(names, got, want)
+            reason = self._first_reason(got.gradients, want.gradients)
             if reason:
-                return f"after the forward of {compact(self._forwards[forward])}: {reason}"
+                return f"after the forward of {compact(self._forwards[int(forward)])}: {reason}"
         return ""
 
-    def _first_reason(self, names: Sequence[str], got: Sequence[Any], want: Sequence[Any]) -> str:
-        both = [(name, g, w) for name, g, w in zip(names, got, want, strict=False) if g is not None and w is not None]
-        if not both:
-            return ""
-        called, mine, theirs = zip(*both, strict=True)
-        found = gradient_deviations(
-            mine,
-            theirs,
-            platform=self._subject.platform,
-            precision=self._subject.inv.precision,
-            names=[f"the gradient of {name}" for name in called],
-        )
+    def _first_reason(self, got: Sequence[Any], want: Sequence[Any]) -> str:
+        names = array_names(self._spec)
+        both = [each for each in zip(names, got, want, strict=False) if each[1] is not None and each[2] is not None]
         whose = "the heuristic's" if self._has_own_space else "that after its own forward"
-        return next((d.reason.replace("the reference", whose) for d in found if d.reason), "")
-
-
-def _pair_row(config: object, reason: str) -> CheckRow:
-    status = CheckStatus.FAILED if reason else CheckStatus.OK
-    return CheckRow(check="residuals", config=config, status=status, reason=reason)
+        compare = Comparison(self._subject.platform, self._subject.inv.precision)
+        called = [f"the gradient of {name}" for name, _, _ in both]
+        found = compare([mine for _, mine, _ in both], [true for _, _, true in both], whose, called) if both else []
+        return next((deviation.reason for deviation in found if deviation.reason), "")
 
 
 def _differing_types(found: Sequence[Any], want: Sequence[Any]) -> str:
-    listed = [", ".join(f"{dtype}{list(shape)}" for shape, dtype in types[1:]) for types in (found, want)]
-    return f"the residuals depend on the configuration: {listed[0]}; under the heuristic {listed[1]}"
+    return f"the residuals depend on the configuration: {listed(found[1:])}; under the heuristic {listed(want[1:])}"
 
 
 def _wrong_types(

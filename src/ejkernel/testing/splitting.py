@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ejkernel.ops.core.sharding.nodes import factors, has_rule
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
-from ejkernel.ops.utils.error_text import error_text
-from ejkernel.testing.programs import Arrays, all_deviations, alone, cotangents_of, pulled
-from ejkernel.testing.report import CheckRow, CheckStatus
+from ejkernel.testing.numbers import Numbers
+from ejkernel.testing.programs import Arrays, Results
+from ejkernel.testing.report import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
-logger = logging.getLogger(__name__)
 _AXIS = "devices"
 
 
@@ -54,36 +52,46 @@ class _Placement(NamedTuple):
         return lambda *arrays: jax.lax.with_sharding_constraint(run(*arrays), wanted)
 
 
-def split_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
+def split_rows(numbers: Numbers, config: object, whole: Results) -> Iterator[CheckRow]:
     """Yield a row for each axis of the sharding rule that compares the split call and its gradient with the whole one.
 
     A kernel without a rule has no rows.
     """
+    subject, arrays = numbers.subject, numbers.examples[0]
     if not has_rule(subject.kernel):
         return
     try:
-        arrays = subject.elements(1)[0]
         spec, own = subject.taken_apart(arrays)
         found = factors(Forward(spec), own)
     except Exception as error:  # noqa: BLE001 - the author's rule; the row has the reason
-        yield _row("split", config, CheckStatus.FAILED, f"{type(error).__name__}: {error}")
+        yield row("split", config, error_line(error))
         return
     if found is None:
-        yield _row("split", config, CheckStatus.SKIPPED, "the rule does not split this call")
+        yield row("split", config, "the rule does not split this call", skipped=True)
         return
-    for name in sorted(found.splittable):
-        yield _split_row(subject, config, name, arrays, _placement(subject, config, found, own, name))
-
-
-def _row(check: str, config: object, status: CheckStatus, reason: str = "") -> CheckRow:
-    return CheckRow(check=check, config=config, status=status, reason=reason)
-
-
-def _placement(subject: Subject, config: object, found: Factors, own: Sequence[Any], name: str) -> _Placement | None:
-    """Return the shardings that split a call along an axis; `None` if `prepare` changes its arrays' shapes."""
     # The rule describes the kernel's arrays, but only the arguments of the call can be placed.
-    if [array.shape for array in own] != [like.shape for like in subject.types]:
-        return None
+    changes = [array.shape for array in own] != [like.shape for like in subject.types]
+    for name in sorted(found.splittable):
+        placement = None if changes else _placement(subject, config, found, own, name)
+        yield _split_row(numbers, config, f"split along {name}", whole, placement)
+
+
+def _split_row(numbers: Numbers, config: object, check: str, whole: Results, placement: _Placement | None) -> CheckRow:
+    if placement is None or placement.devices == 1:
+        count = jax.device_count()
+        one = f"no number from 2 to {count} divides it" if count > 1 else "one device"
+        return row(check, config, one if placement else "prepare changes the arrays' shapes", skipped=True)
+    # Use automatic axes and arrays placed like a user's, so that XLA's partitioner uses the rule.
+    function = placement.constrain(numbers.subject.executed(config))
+    try:
+        split = numbers.results_of(function, placement.place(numbers.examples[0]))
+        return compared(check, config, numbers.subject.compare(split, whole, "the whole call"))
+    except Exception as error:  # noqa: BLE001 - the row has the reason
+        return row(check, config, error_line(error))
+
+
+def _placement(subject: Subject, config: object, found: Factors, own: Sequence[Any], name: str) -> _Placement:
+    """Return the shardings that split a call along an axis."""
     specs = [
         [PartitionSpec(*[_AXIS if other == name else None for other in names]) for names in arrays]
         for arrays in (found.operands, found.results)
@@ -104,36 +112,3 @@ def _lengths(factors: Sequence[Sequence[Factor]], arrays: Sequence[Any], name: s
         for length, other in zip(array.shape, names, strict=True)
         if other == name
     ]
-
-
-def _split_row(subject: Subject, config: object, name: str, arrays: Arrays, placement: _Placement | None) -> CheckRow:
-    check = f"split along {name}"
-    if placement is None:
-        return _row(check, config, CheckStatus.SKIPPED, "prepare changes the arrays' shapes")
-    if placement.devices == 1:
-        reason = f"no number from 2 to {jax.device_count()} divides it" if jax.device_count() > 1 else "one device"
-        return _row(check, config, CheckStatus.SKIPPED, reason)
-    try:
-        reason = _difference(subject, config, arrays, placement)
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        reason = f"{type(error).__name__}: {error}"
-    return _row(check, config, CheckStatus.FAILED if reason else CheckStatus.OK, reason)
-
-
-def _difference(subject: Subject, config: object, arrays: Arrays, placement: _Placement) -> str:
-    """Return how results and gradients of the split call differ from those of the whole call; empty if they agree."""
-    run, wrt, inv = subject.executed(config), subject.differentiable(), subject.inv
-    cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
-    computed = (lambda run: pulled(run, wrt)) if any(wrt) and cotangents else alone
-    try:
-        whole = jax.jit(computed(run))(arrays, cotangents)
-    except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient; another row reports it
-        logger.debug("%s: split without its gradient: %s", inv.op_id, error_text(error))
-        computed = alone
-        whole = jax.jit(computed(run))(arrays, cotangents)
-    # Use automatic axes and arrays placed like a user's, so that XLA's partitioner uses the rule.
-    split = jax.jit(computed(placement.constrain(run)))(placement.place(arrays), cotangents)
-    for what, one in all_deviations(split, whole, platform=inv.platform, precision=inv.precision):
-        if one.reason:
-            return f"{what}{one.reason.replace('the reference', 'the whole call')}"
-    return ""

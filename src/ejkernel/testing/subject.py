@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.examples import example_arrays
@@ -20,10 +21,44 @@ from ejkernel.ops.core.transformations.naming import leaf_name
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.implementation import OperationConfig
+from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.testing.compare import REFERENCE, Comparison
+from ejkernel.testing.programs import Arrays, Results
 
-Arrays = list[Any]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What is checked, and how.
+
+    Attributes:
+        without: Groups of checks to leave out.
+        unavailable: Groups that the kernel does not have, with the reason.
+        seed: Seed of random inputs and of samples.
+        tolerance: See `Comparison`; `None`: the tolerances of tuning.
+        is_brief: Whether this is one of many calls of a suite. Then the reference computes in at least float32, batches
+            are small, and no call runs eagerly.
+        programs: Compiled references, for calls with equal shapes and options.
+        check_residuals: Raises an error if a forward leaves wrong residuals.
+    """
+
+    without: frozenset[str] = frozenset()
+    unavailable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    tolerance: float | None = None
+    is_brief: bool = False
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    check_residuals: Callable[[Any], None] | None = None
+
+    def reasons(self, kernel: object, config: object) -> dict[str, str]:
+        """Return the groups that a kernel does not have under a configuration, with the reasons."""
+        declared: Mapping[str, str] = {}
+        if isinstance(kernel, Operation) and isinstance(config, OperationConfig):
+            declared = kernel.implementations[config.implementation].unavailable
+        given = {**declared, **self.unavailable}
+        return {group: reason for group, reason in given.items() if group not in self.without}
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +69,7 @@ class Subject:
         kernel: The kernel.
         args, kwargs: The arguments of the call; arrays may be abstract.
         inv: The call as the kernel sees it.
-        seed: Seed of the random inputs.
+        scope: What is checked, and how.
         executor: Runs the call; it does not share or save configurations.
     """
 
@@ -42,11 +77,11 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inv: Invocation[Any, Any]
-    seed: int = 0
+    scope: Scope = dataclasses.field(default_factory=Scope)
     executor: Executor[Any, Any] = dataclasses.field(default_factory=lambda: Executor(ConfigSelectorChain()))
 
     @classmethod
-    def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Subject:
+    def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Subject:
         """Return the subject of a call."""
         args, named = with_python_numbers(kernel, args, kwargs)
         kwargs = dict(named)
@@ -64,7 +99,7 @@ class Subject:
 
         # `prepare` runs under JAX's tracing, and the arrays may be abstract.
         jax.eval_shape(prepare, *(leaves[index] for index in at))
-        return cls(kernel, args, kwargs, seen[0], seed)
+        return cls(kernel, args, kwargs, seen[0], scope)
 
     def __post_init__(self) -> None:
         paths, self._tree = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
@@ -84,6 +119,20 @@ class Subject:
         """Platform on which the checks run."""
         return self.inv.platform
 
+    def compare(
+        self, got: Results, want: Results, whose: str = REFERENCE, *, what: str = "gradient", other: str = ""
+    ) -> list[Deviation]:
+        """Return the deviations of results and of derivatives; `other` names the origin of the wanted derivatives."""
+        compare = Comparison(self.platform, self.inv.precision, self.scope.tolerance)
+        found = compare(got.outs, want.outs, whose)
+        if got.gradients is None or want.gradients is None:
+            return found
+        has = zip(self.names, self.differentiable(), strict=True)
+        names = [f"the {what} of {name}" for name, has_gradient in has if has_gradient]
+        if what == "tangent":
+            names = [f"the tangent of result {index}" for index in range(len(want.gradients))]
+        return [*found, *compare(got.gradients, want.gradients, other or whose, names)]
+
     @property
     def has_reference(self) -> bool:
         """Whether the kernel has a reference."""
@@ -92,7 +141,7 @@ class Subject:
     def with_arrays(self, arrays: Sequence[Any]) -> Subject:
         """Return the same call with other arrays, which may be abstract."""
         args, kwargs = self.join(arrays)
-        return Subject.of(self.kernel, args, kwargs, self.seed)
+        return Subject.of(self.kernel, args, kwargs, self.scope)
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
@@ -138,10 +187,14 @@ class Subject:
 
     def elements(self, count: int) -> list[Arrays]:
         """Return `count` inputs of the call: the given one, unless it is abstract, and examples."""
-        rng = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(self.scope.seed)
         concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
         # Copy, so that a kernel that writes to its arguments does not modify its author's arrays.
         first = [[jnp.array(array) for array in self.given]] if concrete else []
+        if self.scope.is_brief and concrete:
+            # Other integers, such as the sizes of groups, need not make sense.
+            turned = [array[::-1] if is_inexact(array) and array.ndim else array for array in first[0]]
+            return [*first, turned][:count]
         return [*first, *(self._example(rng) for _ in range(count - len(first)))]
 
     def _example(self, rng: np.random.Generator) -> Arrays:
