@@ -26,7 +26,7 @@ from ejkernel.ops.utils.values.signature import is_array
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
 
 
-class _Selected(NamedTuple):
+class Selected(NamedTuple):
     """The selected implementation, with the description of the call and the parameters."""
 
     implementation: Implementation[Any]
@@ -182,7 +182,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """Return the output."""
         selected = self._running(cfg, args, options)
 
-        def output(selected: _Selected, *args: Any) -> Any:
+        def output(selected: Selected, *args: Any) -> Any:
             return selected.implementation.output(selected.call, *args, params=selected.params)
 
         # Not `forward`: without residuals, cuDNN can use a kernel that does not write the log-sum-exp.
@@ -192,7 +192,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """Return the output, and the residuals of the implementation."""
         selected = self._running(cfg, args, options)
 
-        def forward(selected: _Selected, *args: Any) -> Any:
+        def forward(selected: Selected, *args: Any) -> Any:
             return selected.implementation.forward(selected.call, *args, params=selected.params)
 
         return cast("tuple[Any, Any]", self._differentiable(forward, selected, args))
@@ -203,7 +203,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """Return the gradient of each positional argument."""
         selected = self._running(cfg, args, options, backward=True)
 
-        def backward(selected: _Selected, *given: Any) -> Any:
+        def backward(selected: Selected, *given: Any) -> Any:
             return selected.implementation.backward(selected.call, *given, params=selected.params)
 
         found = self._differentiable(backward, selected, (residuals, out, cotangents, *args))
@@ -336,7 +336,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def _running(
         self, cfg: OpCfg, args: tuple[Any, ...], options: Mapping[str, Any], *, backward: bool = False
-    ) -> _Selected:
+    ) -> Selected:
         """Return the implementation and parameters of `cfg`, or a fallback.
 
         A gradient may get the configuration of its forward, and a partitioned program may get a configuration measured
@@ -366,7 +366,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         fault = chosen.params_fault(call, params)
         if fault is not None:
             raise ConfigError(f"{self._called(call)}: {params!r} is invalid for this call: {fault}")
-        return _Selected(chosen, call, params)
+        return Selected(chosen, call, params)
 
     def _fallback(
         self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
@@ -382,7 +382,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _called(self, call: CallT) -> str:
         return f"{self.op_id}.bwd" if call.backward else self.op_id
 
-    def _differentiable(self, function: Callable[..., Any], selected: _Selected, given: tuple[Any, ...]) -> Any:
+    def _differentiable(self, function: Callable[..., Any], selected: Selected, given: tuple[Any, ...]) -> Any:
         """Return `function(selected, *given)`, or another implementation's tangents if JAX cannot differentiate it."""
         other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
         if other is None:
@@ -391,7 +391,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-        def compute(selected: _Selected, arrays: tuple[Any, ...]) -> Any:
+        def compute(selected: Selected, arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
             return function(selected, *jax.tree.unflatten(tree, filled))
@@ -407,14 +407,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         return computed(*arrays)
 
-    def _differentiable_alternative(self, selected: _Selected) -> _Selected | None:
+    def _differentiable_alternative(self, selected: Selected) -> Selected | None:
         for name in self.implementations:
             # Only implementations for all platforms, because the platform may be unknown here.
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
             other, reason = self.implementations[name], self.implementations.unsupported(name, selected.call)
             if other.residuals == selected.implementation.residuals and reason is None:
-                return _Selected(other, selected.call, other.heuristic(selected.call))
+                return Selected(other, selected.call, other.heuristic(selected.call))
         return None
 
 

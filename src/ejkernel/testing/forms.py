@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
+import jax.export
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -27,7 +27,7 @@ from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.testing.numbers import Numbers
-from ejkernel.testing.programs import Arrays, Results, compiled, cotangents_of, pulled
+from ejkernel.testing.programs import Arrays, Results, compiled, pulled
 from ejkernel.testing.report import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
@@ -40,7 +40,11 @@ _CLAIMED_BY: Final = {  # variants of `run` for one platform only
     "tpu": ("run_pallas", "run_tpu"),
 }
 _TARGET: Final = "nvidia_h200"  # the GPU to lower for on machines without one
-_CUDNN: Final = [f"__cudnn$fmha{bias}Softmax{end}" for bias in ("", "ScaleBias") for end in ("", "Backward")]
+CUDNN: Final = [  # calls whose serialized form JAX does not promise to keep
+    jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmha{bias}Softmax{end}")
+    for bias in ("", "ScaleBias")
+    for end in ("", "Backward")
+]
 
 
 def weak_type_row(numbers: Numbers, config: object, want: Results) -> CheckRow | None:
@@ -145,17 +149,25 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
                     yield row(check, config, error_line(error), skipped=skipped)
 
 
+def lowered(subject: Subject, run: Flat) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield a call and its gradient, if it has one, as functions to be lowered, with their arguments."""
+    arrays, wrt = subject.types, subject.differentiable()
+    yield jax.jit(run), tuple(arrays)
+    outs = jax.eval_shape(run, *arrays) if any(wrt) and "gradient" not in subject.scope.without else ()
+    cotangents = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs if is_inexact(out)]
+    if cotangents:
+        yield jax.jit(pulled(run, wrt)), (list(arrays), cotangents)
+
+
 def _lower(subject: Subject, run: Flat, names: tuple[str, ...]) -> None:
-    """Lower a call, and its gradient if it has one."""
-    arrays, wrt = subject.elements(1)[0], subject.differentiable()
-    jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
-    try:
-        cotangents = cotangents_of(run, arrays, np.random.default_rng((subject.scope.seed, 1)))
-        traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
-    except Exception as error:  # noqa: BLE001 - another row reports the missing gradient
-        logger.debug("%s: gradient not lowered for %s: %s", subject.kernel.op_id, names, error_text(error))
-        return
-    if traced is not None and "gradient" not in subject.scope.without:
+    for function, given in lowered(subject, run):
+        try:
+            traced = function.trace(*given)
+        except Exception as error:
+            if isinstance(given[0], list):
+                logger.debug("%s: gradient not lowered: %s", subject.kernel.op_id, error_text(error))
+                return
+            raise
         traced.lower(lowering_platforms=names)
 
 
@@ -251,10 +263,7 @@ def export_row(numbers: Numbers, config: object, want: Results) -> CheckRow:
 
 
 def _exported(numbers: Numbers, function: Flat) -> Results:
-    import jax.export
-
     derived, inputs = numbers.derived(function), (numbers.examples[0], numbers.cotangents[0])
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUDNN]
     program = jax.jit(lambda *given: dataclasses.astuple(derived(*given)))
-    exported = jax.export.export(program, disabled_checks=checks)(*inputs)
+    exported = jax.export.export(program, disabled_checks=CUDNN)(*inputs)
     return Results(*jax.export.deserialize(exported.serialize()).call(*inputs))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.sharding.nodes import factors, has_rule
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
@@ -69,6 +70,9 @@ def split_rows(numbers: Numbers, config: object, whole: Results) -> Iterator[Che
     if found is None:
         yield row("split", config, "the rule does not split this call", skipped=True)
         return
+    yield _shard_map_row(numbers, config, whole, found)
+    if subject.scope.is_brief:
+        return
     # The rule describes the kernel's arrays, but only the arguments of the call can be placed.
     changes = [array.shape for array in own] != [like.shape for like in subject.types]
     for name in sorted(found.splittable):
@@ -90,19 +94,37 @@ def _split_row(numbers: Numbers, config: object, check: str, whole: Results, pla
         return row(check, config, error_line(error))
 
 
+def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Factors) -> CheckRow:
+    """Return a row that runs the call and its gradient inside a `shard_map`: split, if its parts are calls as well."""
+    subject, arrays, run = numbers.subject, numbers.examples[0], numbers.subject.executed(config)
+    mesh = Mesh(np.array(jax.devices()[:2]), (_AXIS,))
+    name, inside = None, [PartitionSpec()] * len(arrays)
+    if len(found.operands) == len(arrays) and not overrides(subject.kernel, "part_arguments"):
+        shared = [name for name in sorted(found.splittable) if all(name in names for names in found.results)]
+        lengths = {name: _lengths(found.operands, arrays, name) for name in shared}
+        name = next((each for each in shared if lengths[each] and lengths[each][0] % mesh.size == 0), None)
+        inside = _specs(found.operands, name)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=tuple(inside), out_specs=tuple(_specs(found.results, name)))
+    try:
+        split = numbers.results_of(mapped, arrays)
+        return compared("shard_map", config, subject.compare(split, whole, "the call itself"))
+    except Exception as error:  # noqa: BLE001 - the row has the reason
+        return row("shard_map", config, error_line(error))
+
+
+def _specs(factors: Sequence[Sequence[Factor]], name: str | None) -> list[PartitionSpec]:
+    return [PartitionSpec(*[_AXIS if name and other == name else None for other in names]) for names in factors]
+
+
 def _placement(subject: Subject, config: object, found: Factors, own: Sequence[Any], name: str) -> _Placement:
     """Return the shardings that split a call along an axis."""
-    specs = [
-        [PartitionSpec(*[_AXIS if other == name else None for other in names]) for names in arrays]
-        for arrays in (found.operands, found.results)
-    ]
     lengths, results = _lengths(found.operands, own, name), None
     if not lengths:
         # No argument has the axis, so shard the results.
-        results = specs[1]
+        results = _specs(found.results, name)
         lengths = _lengths(found.results, jax.eval_shape(subject.executed(config), *own), name)
     count = next((n for n in range(jax.device_count(), 1, -1) if lengths and lengths[0] % n == 0), 1)
-    return _Placement(count, specs[0], results)
+    return _Placement(count, _specs(found.operands, name), results)
 
 
 def _lengths(factors: Sequence[Sequence[Factor]], arrays: Sequence[Any], name: str) -> list[int]:
