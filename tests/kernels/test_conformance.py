@@ -86,6 +86,27 @@ def test_an_operation_passes_the_checks_of_programs(ready, row, name):
     assert report.ok, str(report)
 
 
+def test_suite_notices_a_wrong_gradient_a_wrong_dtype_and_wrong_residuals(monkeypatch):
+    row = Row(SUBJECTS["rms_norm"], "xla")
+    kind, forward = type(row.implementation), type(row.implementation).forward
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "backward", lambda self, call, residuals, out, cts, *args, params: args)
+        assert {each.check for each in row.report("rows", "float32", "gradient").failures} == {
+            "gradient of x",
+            "gradient of weight",
+        }
+
+    def wrong(self, *args, params):
+        out, residuals = forward(self, *args, params=params)
+        return out.astype("float16"), residuals
+
+    monkeypatch.setattr(kind, "forward", wrong)
+    assert {each.check for each in row.report("rows", "float32", "gradient").failures} == {"under grad"}
+    wrong_residuals = dataclasses.replace(row.subject, check_residuals=lambda *given: 1 / 0)
+    failures = Row(wrong_residuals, "xla").report("rows", "float32", "gradient").failures
+    assert "ZeroDivisionError: division by zero" in {each.reason for each in failures if each.check == "residuals"}
+
+
 # --- platforms: on any machine ---
 
 
@@ -107,8 +128,8 @@ def test_a_call_and_its_gradient_export_for_the_platforms_that_the_implementatio
     )
     args, options = supported_call(row, platform)
     subject = Called.of(row.subject.operation, args, options | {"implementation": row.name}, Scope())
-    for function, structs in lowered(subject, subject.executed(None)):
-        exported = jax.export.export(function, platforms=[platform], disabled_checks=CUDNN)(*structs)
+    for function in lowered(subject, subject.executed(None)):
+        exported = jax.export.export(function, platforms=[platform], disabled_checks=CUDNN)(*subject.types)
         assert exported.platforms == (platform,)
 
 
@@ -140,8 +161,7 @@ def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request,
         for found in chosen_of(space, whole=request.config.getoption("--whole-spaces")):
             if row.implementation.params_fault(own, found) is None:
                 run = subject.executed(operation.config_type(implementation=row.name, **{direction: found}))
-                function, structs = list(lowered(subject, run))[own.backward]
-                function.trace(*structs).lower(lowering_platforms=(platform,))
+                lowered(subject, run)[own.backward].trace(*subject.types).lower(lowering_platforms=(platform,))
 
 
 def chosen_of(space, *, whole):

@@ -27,7 +27,7 @@ from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.testing.numbers import Numbers
-from ejkernel.testing.programs import Arrays, Results, compiled, pulled
+from ejkernel.testing.programs import Arrays, Results, compiled
 from ejkernel.testing.report import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
@@ -96,8 +96,8 @@ class _Named:
         return hook(kernel, "heuristic_cfg", inv.platform)(inv)
 
 
-class _Recording:
-    """Chooses each call's heuristic, and records the calls."""
+class _Noting:
+    """Chooses each call's heuristic, and notes the calls; unlike `discover`, it leaves no record."""
 
     def __init__(self) -> None:
         self.calls: list[Invocation[Any, Any]] = []
@@ -110,10 +110,10 @@ class _Recording:
 
 def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:
     """Return the backward call of the kernel; `None` if its gradient makes no such call."""
-    recording, subject = _Recording(), numbers.subject
-    run = _with_executor(subject, Executor(recording)).executed(None)
-    jax.jit(pulled(run, numbers.wrt)).lower(numbers.examples[0], numbers.cotangents[0])
-    return next((inv for inv in recording.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
+    noting, subject = _Noting(), numbers.subject
+    run = _with_executor(subject, Executor(noting)).executed(None)
+    jax.jit(_gradient(run, numbers.wrt)).lower(*numbers.examples[0])
+    return next((inv for inv in noting.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
 
 
 def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]) -> Iterator[CheckRow]:
@@ -149,26 +149,32 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
                     yield row(check, config, error_line(error), skipped=skipped)
 
 
-def lowered(subject: Subject, run: Flat) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield a call and its gradient, if it has one, as functions to be lowered, with their arguments."""
-    arrays, wrt = subject.types, subject.differentiable()
-    yield jax.jit(run), tuple(arrays)
-    outs = jax.eval_shape(run, *arrays) if any(wrt) and "gradient" not in subject.scope.without else ()
-    cotangents = [jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs if is_inexact(out)]
-    if cotangents:
-        yield jax.jit(pulled(run, wrt)), (list(arrays), cotangents)
+def lowered(subject: Subject, run: Flat) -> list[Any]:
+    """Return a call and its gradient as functions to be lowered."""
+    wrt = subject.differentiable()
+    has_gradient = any(wrt) and "gradient" not in subject.scope.without
+    return [jax.jit(run), *([jax.jit(_gradient(run, wrt))] if has_gradient else [])]
+
+
+def _gradient(run: Flat, wrt: Sequence[bool]) -> Any:
+    """Return the gradient of the sum of the call's results."""
+
+    def total(*arrays: jax.Array) -> Any:
+        return sum(jnp.real(out).astype(jnp.float32).sum() for out in run(*arrays) if is_inexact(out))
+
+    return jax.grad(total, [index for index, has in enumerate(wrt) if has])
 
 
 def _lower(subject: Subject, run: Flat, names: tuple[str, ...]) -> None:
-    for function, given in lowered(subject, run):
+    call, *gradients = lowered(subject, run)
+    call.trace(*subject.types).lower(lowering_platforms=names)
+    for gradient in gradients:
         try:
-            traced = function.trace(*given)
-        except Exception as error:
-            if isinstance(given[0], list):
-                logger.debug("%s: gradient not lowered: %s", subject.kernel.op_id, error_text(error))
-                return
-            raise
-        traced.lower(lowering_platforms=names)
+            traced = gradient.trace(*subject.types)
+        except Exception as error:  # noqa: BLE001 - another row reports the missing gradient
+            logger.debug("%s: gradient not lowered: %s", subject.kernel.op_id, error_text(error))
+        else:
+            traced.lower(lowering_platforms=names)
 
 
 def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
@@ -196,7 +202,7 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
         batched = [jnp.stack(examples) for examples in zip(*elements, strict=True)]
         programs.append((jax.vmap(run), batched))
     if any(wrt):
-        programs.append((lambda *own: _summed_gradient(run, own, wrt), arrays))
+        programs.append((_gradient(run, wrt), arrays))
     found: list[Invocation[Any, Any]] = []
     for function, given in programs:
         try:
@@ -204,12 +210,6 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
         except Exception as error:  # noqa: BLE001 - another row reports that it cannot be traced
             logger.debug("%s: keys of derived calls not checked: %s", subject.kernel.op_id, error_text(error))
     return found
-
-
-def _summed_gradient(run: Flat, arrays: Sequence[jax.Array], wrt: Sequence[bool]) -> Any:
-    outs = jax.eval_shape(run, *arrays)
-    cotangents = [jnp.ones(out.shape, out.dtype) for out in outs if is_inexact(out)]
-    return pulled(run, wrt)(list(arrays), cotangents).gradients
 
 
 def _key_error(inv: Invocation[Cfg, Out]) -> str:

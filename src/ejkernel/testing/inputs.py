@@ -24,10 +24,9 @@ from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
-from ejkernel.testing.compare import wide
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
-from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row
+from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row, wide
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)

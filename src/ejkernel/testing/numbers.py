@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,8 @@ from ejkernel import compat
 from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.testing.compare import BY_JAX, HEURISTIC, REFERENCE
-from ejkernel.testing.numeric import numeric_row
 from ejkernel.testing.programs import (
     BATCHES,
     Arrays,
@@ -35,10 +35,11 @@ from ejkernel.testing.programs import (
     pulled,
     pushed,
 )
-from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row
-from ejkernel.testing.rules import rule_row
-from ejkernel.testing.subject import Subject
-from ejkernel.testing.truth import Truth, function_of, listed, types_of
+from ejkernel.testing.report import BY_JAX, HEURISTIC, REFERENCE, CheckRow, CheckStatus, compared, error_line, row
+from ejkernel.testing.rules import numeric_row, rule_row
+from ejkernel.testing.subject import Subject, Truth, function_of, listed, types_of
+
+logger = logging.getLogger(__name__)
 
 _ALONE = "under grad"
 _BEFORE = "the same call before"
@@ -172,7 +173,7 @@ class Numbers:
             fully: Whether to compare second derivatives, nested batches, and batches of one array.
         """
         try:
-            differs = self._types_differ(config)
+            differs = "" if self._scope.is_brief else self._types_differ(config)
         except Exception as error:  # noqa: BLE001 - a configuration may fail in any way; the row has the reason
             differs = error_line(error)
         yield row("types", config, differs)
@@ -188,7 +189,8 @@ class Numbers:
         yield from (row(name, config, unavailable[name], skipped=True) for name in _NUMERIC if name in unavailable)
         without = self._scope.without | unavailable.keys()
         yield from self._compiled_rows(config, without, fully=fully)
-        if "gradient" not in without:
+        several = len({array.dtype for array in self.examples[0] if is_inexact(array)}) > 1
+        if "gradient" not in without and (several or not self._scope.is_brief or "vmap" not in without):
             yield from rule_row(self.subject, config, self.examples[0], self.cotangents[0])
             # Under the heuristic only, because the other configurations are compared with it.
             if config is self._baseline and self.has_gradient and not self._is_independent:
@@ -197,12 +199,9 @@ class Numbers:
                 yield numeric_row(gradient, config, self.examples[0], self.cotangents[0], called)
 
     def _types_differ(self, config: object) -> str:
-        runs = [Choice(config=which, platform=self.subject.platform) for which in (config, self._baseline)]
-        if self._scope.is_brief:
-            runs[1] = dataclasses.replace(runs[1], reference=True)
-        found, want = (types_of(self.subject.plain(choice), self.examples[0]) for choice in runs)
-        whose = REFERENCE if runs[1].reference else "under the heuristic"
-        return "" if found == want else f"the results are {listed(found)}; {whose} {listed(want)}"
+        choices = (Choice(config=which, platform=self.subject.platform) for which in (config, self._baseline))
+        found, want = (types_of(self.subject.plain(choice), self.examples[0]) for choice in choices)
+        return "" if found == want else f"the results are {listed(found)}; under the heuristic {listed(want)}"
 
     def _eager_rows(self, config: object) -> Iterator[CheckRow]:
         run = self.subject.executed(config)
@@ -271,7 +270,8 @@ class Numbers:
         """Yield the functions to compile in one program, because compiling takes longer than running."""
         arrays, cotangents = self.examples[0], self.cotangents[0]
         derived = functools.partial(pulled, wrt=self.wrt) if differentiates else alone
-        yield "jit", _Check(alone(run), arrays, [], self.true)
+        if not (self._scope.is_brief and differentiates):
+            yield "jit", _Check(alone(run), arrays, [], self.true)
         if differentiates:
             yield _ALONE, _Check(derived(run), arrays, cotangents, self.true)
         if "vmap" not in without and not self._why_no_batches:
@@ -298,6 +298,10 @@ class Numbers:
         deviations = self.subject.compare(found, true, self._whose, what=check.what, other=other)
         own = len(true.outs) if name == _ALONE else len(deviations)
         yield compared(name, config, deviations[:own])
+        if self._scope.is_brief and name == _ALONE:
+            types = [(out.shape, str(out.dtype)) for out in found.outs]
+            want = types_of(self.truth.function, self.examples[0])
+            yield row("types", config, "" if types == want else f"the results are {listed(types)}, not {listed(want)}")
         names = [each for each, has in zip(self.subject.names, self.wrt, strict=True) if has]
         for argument, deviation in zip(names, deviations[own:], strict=False):
             yield compared(f"gradient of {argument}", config, [deviation])
@@ -340,7 +344,8 @@ class Numbers:
         """Return the call's results and gradients for the first example."""
         try:
             return self.results(config, self.examples[0])
-        except Exception:  # noqa: BLE001 - another row reports it
+        except Exception as error:  # noqa: BLE001 - the row of the gradient reports it
+            logger.debug("%s: compared without gradients: %s", self.subject.kernel.op_id, error_text(error))
             return Results(self.subject.executed(config)(*self.examples[0]))
 
     def results_of(self, function: Flat, arrays: Arrays) -> Results:
@@ -365,7 +370,7 @@ class Numbers:
     def results(self, config: object, arrays: Arrays) -> Results:
         """Return the call's results and gradients for other arrays, from the program of a checked configuration."""
         found: dict[str, Any] = self._programs[id(config)]({"jit": (arrays, []), _ALONE: (arrays, self.cotangents[0])})
-        chosen = found.get(_ALONE, found["jit"])
+        chosen = found[_ALONE] if _ALONE in found else found["jit"]
         if isinstance(chosen, Exception):
             raise chosen
         return Results(chosen.outs, chosen.gradients)

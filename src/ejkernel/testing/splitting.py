@@ -100,9 +100,10 @@ def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Fact
     mesh = Mesh(np.array(jax.devices()[:2]), (_AXIS,))
     name, inside = None, [PartitionSpec()] * len(arrays)
     if len(found.operands) == len(arrays) and not overrides(subject.kernel, "part_arguments"):
-        shared = [name for name in sorted(found.splittable) if all(name in names for names in found.results)]
-        lengths = {name: _lengths(found.operands, arrays, name) for name in shared}
-        name = next((each for each in shared if lengths[each] and lengths[each][0] % mesh.size == 0), None)
+        # Other axes may need more than their parts, as heads that share a key head.
+        first = found.operands[0][0] if found.operands and arrays[0].ndim else None
+        shared = first in found.splittable and all(first in names for names in found.results)
+        name = first if shared and arrays[0].shape[0] % mesh.size == 0 else None
         inside = _specs(found.operands, name)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=tuple(inside), out_specs=tuple(_specs(found.results, name)))
     try:
