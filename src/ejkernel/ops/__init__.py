@@ -100,9 +100,6 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
     from ejkernel.ops.config.agreement.decisions import ConfigurationDigest as ConfigurationDigest
     from ejkernel.ops.config.agreement.decisions import configuration_digest as configuration_digest
-    from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
-    from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
-    from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
     from ejkernel.ops.execution.offline import autotune as autotune
     from ejkernel.ops.execution.offline import autotune_kernel as autotune_kernel
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
