@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.correctness import Deviation
+from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.sharding.nodes import factors, has_rule
+from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
 from ejkernel.testing.numbers import Numbers
@@ -59,7 +59,7 @@ def split_rows(numbers: Numbers, config: object, whole: Results) -> Iterator[Che
     A kernel without a rule has no rows.
     """
     subject, arrays = numbers.subject, numbers.examples[0]
-    if not has_rule(subject.kernel):
+    if not overrides(subject.kernel, "sharding_rule"):
         return
     try:
         spec, own = subject.taken_apart(arrays)
