@@ -140,9 +140,9 @@ def test_its_processes_leave_the_devices_alone_and_end_with_it():
     processes = CompileProcesses(1)
     inv = Invocation(kernel=plain, args=(X,)).abstract()
     processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE)
-    (process,) = processes._started
-    assert process._worker.call(platforms_and_caching) == ("cpu", False)
-    pid = process._worker.pid
+    (slot,) = processes._slots
+    assert slot.worker.call(platforms_and_caching) == ("cpu", False)
+    pid = slot.worker.pid
     processes.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -156,8 +156,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced():
     try:
         for _ in range(2):
             assert processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE).code
-            (process,) = processes._started
-            process._worker.kill()
+            processes._slots[0].worker.kill()
     finally:
         processes.close()
 

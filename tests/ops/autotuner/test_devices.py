@@ -12,13 +12,14 @@ import pytest
 from tests.ops.faulty_kernels import BEST, SHAPE, plain
 
 from ejkernel.ops.autotuner.process import devices
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.devices import spread
+from ejkernel.ops.autotuner.process.serve import reports
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.process.worker import (
-    WorkerDiedError,
+    Worker,
     WorkerSlot,
     in_slot,
-    reports,
     shared_worker,
     this_slot,
 )
@@ -62,7 +63,7 @@ def for_ever():
 @pytest.fixture
 def ctrl_c(monkeypatch):
     """Have Ctrl-C come as soon as work has begun, `times` times."""
-    begun, look = threading.Event(), devices._look_at
+    begun, look = threading.Event(), devices._wait_for
 
     def come(times):
         left = [KeyboardInterrupt] * times
@@ -73,7 +74,7 @@ def ctrl_c(monkeypatch):
                 raise left.pop()
             look(members)
 
-        monkeypatch.setattr(devices, "_look_at", look_at)
+        monkeypatch.setattr(devices, "_wait_for", look_at)
         return begun
 
     return come
@@ -148,7 +149,7 @@ def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
 
 
 def test_a_slot_that_was_abandoned_gets_no_other_worker():
-    slot = WorkerSlot()
+    slot = WorkerSlot(Worker)
     slot.abandon()
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         ask(os.getpid)

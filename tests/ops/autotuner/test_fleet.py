@@ -22,10 +22,18 @@ from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops import RayExecutor
 from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
-from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Instruction
-from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
-from ejkernel.ops.autotuner.process.messages import Happened
+from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine
+from ejkernel.ops.autotuner.fleet.place import (
+    Assignment,
+    Location,
+    RefusedError,
+    devices_of,
+    leased,
+    tune_at_place,
+    versions,
+)
+from ejkernel.ops.autotuner.process.messages import Happened, unpickled
+from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import SearchStarted, on_event
 from ejkernel.ops.config.persistent import PersistentCache
@@ -166,27 +174,27 @@ def assignment_of(call, line, **changes):
 
 
 def test_a_worker_with_another_jax_refuses(line):
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
-    assert isinstance(answer.outcome, Refused)
-    assert answer.outcome.reason.endswith(", the caller JAX 0.1 and jaxlib 0.2")
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
+    assert isinstance(answer.error, RefusedError)
+    assert str(answer.error).endswith(", the caller JAX 0.1 and jaxlib 0.2")
 
 
 def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
-    assert answer.outcome.reason.endswith("sees no GPU, but the call is for gpu:abacus")
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
+    assert str(answer.error).endswith("sees no GPU, but the call is for gpu:abacus")
 
 
 @pytest.mark.slow
 def test_a_worker_with_another_device_refuses(line):
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
-    assert answer.outcome.reason.endswith("but the call is for cpu:abacus_x7")
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
+    assert str(answer.error).endswith("but the call is for cpu:abacus_x7")
 
 
 def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
     line.close()
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
-    assert "KeyboardInterrupt" in str(answer.outcome.error)
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
+    assert "KeyboardInterrupt" in str(answer.error)
 
 
 # --- whole searches ---
@@ -296,15 +304,16 @@ def cluster():
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
-    take_note, killed, reasons = dispatch._Attempt.take_note, [], []
+    receive, killed, reasons = dispatch.ExecutorWorker.receive, [], []
 
-    def kill_the_first(attempt, message):
-        take_note(attempt, message)
-        if isinstance(message, Happened) and not killed:
-            killed.append(attempt.where)
-            os.kill(attempt.where.pid, signal.SIGKILL)
+    def kill_the_first(worker):
+        message = receive(worker)
+        if message is not None and isinstance(unpickled(message), Happened) and not killed:
+            killed.append(worker.where)
+            os.kill(worker.where.pid, signal.SIGKILL)
+        return message
 
-    monkeypatch.setattr(dispatch._Attempt, "take_note", kill_the_first)
+    monkeypatch.setattr(dispatch.ExecutorWorker, "receive", kill_the_first)
     with RayExecutor("auto", num_cpus=2) as executor, on_event(lambda e: reasons.append(getattr(e, "reason", ""))):
         result = tuned_by(executor, CALLS)
     assert [entry.cfg for entry in result.entries] == [BEST] * 2

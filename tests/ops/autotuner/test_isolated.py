@@ -25,7 +25,8 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.process.serve import reports
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, worker_session
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError
+from ejkernel.ops.autotuner.process.worker import Worker, worker_session
 from ejkernel.ops.autotuner.trials.events import SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from ejkernel.ops.autotuner.process import serve
-from ejkernel.ops.autotuner.process.messages import Began
-from ejkernel.ops.autotuner.process.pipes import Exchange, read_message, write_message
+from ejkernel.ops.autotuner.process.messages import Began, Exchange, read_message, write_message
 
 LARGE = os.urandom(1 << 22)  # more than a pipe holds
 

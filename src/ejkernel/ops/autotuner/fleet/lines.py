@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import enum
 import fcntl
 import functools
 import os
@@ -23,17 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from ejkernel.ops.autotuner.process.watch import Instruction
+
 _LENGTH = struct.Struct("<Q")
 _PREFIX = "ejkernel-lines-"
 _NEW = 60.0  # seconds before other processes may remove an unlocked folder
-
-
-class Instruction(enum.IntEnum):
-    """The caller's instruction for a search."""
-
-    GO_ON = 0
-    END = 1  # with the best so far
-    END_AT_ONCE = 2
 
 
 class LineEnd(Protocol):

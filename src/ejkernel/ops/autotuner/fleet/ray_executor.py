@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
+from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text
 
