@@ -7,21 +7,20 @@ import concurrent.futures
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tests.ops import faulty_kernels
+from tests.ops.autotuner.fake_workers import FakeWorker
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops import RayExecutor
-from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
+from ejkernel.ops.autotuner.fleet import dispatch, lines, place, ray_executor
 from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine
 from ejkernel.ops.autotuner.fleet.place import (
     Assignment,
@@ -32,6 +31,7 @@ from ejkernel.ops.autotuner.fleet.place import (
     tune_at_place,
     versions,
 )
+from ejkernel.ops.autotuner.process import worker as workers
 from ejkernel.ops.autotuner.process.messages import Happened, unpickled
 from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -59,35 +59,22 @@ def line():
     made.close()
 
 
-HAS_LINE = """
-from ejkernel.ops.autotuner.fleet.lines import FolderLine
-print(FolderLine().end.folder, flush=True)
-input()
-"""
-
-
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(tmp_path):
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-
-    def begun():
-        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-        process = subprocess.Popen([sys.executable, "-c", HAS_LINE], **ends)
-        return process, Path(process.stdout.readline().strip()).parent
-
-    (killed, lost), (living, kept) = begun(), begun()
-    with killed, living:
-        killed.kill()
-        killed.wait()
-        (tmp_path / "ejkernel-lines-pipe").mkdir()
-        os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
-        for folder in tmp_path.iterdir():
-            os.utime(folder, (0, 0))
-        following, made = begun()
-        with following:
-            assert [folder.exists() for folder in (lost, kept, made)] == [False, True, True]
-            following.communicate("\n")
-        living.communicate("\n")
-    assert not kept.exists()
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "ejkernel-lines-lost").mkdir()
+    (tmp_path / "ejkernel-lines-lost" / "secret").touch()
+    (tmp_path / "ejkernel-lines-pipe").mkdir()
+    os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
+    living, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (0, 0))
+    following, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    assert not (tmp_path / "ejkernel-lines-lost").exists()
+    assert living.exists()
+    lines._remove(living, os.getppid())  # a fork of the process exits
+    assert living.exists()
+    lines._remove(living, os.getpid())
+    assert [living.exists(), following.exists()] == [False, True]
 
 
 def test_what_is_said_is_heard_once_and_in_order(line):
@@ -185,8 +172,9 @@ def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
     assert str(answer.error).endswith("sees no GPU, but the call is for gpu:abacus")
 
 
-@pytest.mark.slow
-def test_a_worker_with_another_device_refuses(line):
+def test_a_worker_with_another_device_refuses(line, monkeypatch):
+    monkeypatch.setattr(workers, "_session", workers._Session())
+    monkeypatch.setattr(place, "Worker", lambda environ: FakeWorker(environ=environ))
     (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
     assert str(answer.error).endswith("but the call is for cpu:abacus_x7")
 

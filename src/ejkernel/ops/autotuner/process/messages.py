@@ -76,18 +76,18 @@ class Happened(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warned(Message):
-    """A warning for the parent to issue; its text if it cannot be pickled."""
+    """A warning for the parent to issue."""
 
-    warning: Warning | str
+    warning: Warning
 
     @classmethod
     def of(cls, message: Warning | str) -> Warned:
-        """Return the message for a warning, which a user's class may keep from being pickled."""
+        """Return the message for a warning; a user's warning that cannot be pickled becomes its text."""
         try:
             pickled(message)
         except TuningError:
-            return cls(error_text(message) if isinstance(message, Warning) else message)
-        return cls(message)
+            message = error_text(message) if isinstance(message, Warning) else message
+        return cls(message if isinstance(message, Warning) else UserWarning(message))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
