@@ -74,7 +74,7 @@ class Told(concurrent.futures.Executor):
 
 def say(assignment, *messages):
     for message in (Arrived(THERE), *messages):
-        assignment.end.say(pickled(message))
+        assignment.line.say(pickled(message))
 
 
 def find(assignment):
@@ -175,6 +175,29 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
     ]
 
 
+class Garbling(Told):
+    """Its first answers are no messages."""
+
+    def __init__(self, *workers):
+        super().__init__(*workers)
+        self.garbage = [None, (b"garbage",), (), (pickled("no message"),)]
+
+    def submit(self, function, sent):
+        if not self.garbage:
+            return super().submit(function, sent)
+        future = concurrent.futures.Future()
+        future.set_result(self.garbage.pop())
+        return future
+
+
+def test_garbage_of_an_executor_is_a_lost_worker():
+    executor, events = Garbling(find), []
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    with on_event(events.append):
+        assert tune_invocations(chain, [CALL]).entries[0].cfg == BEST
+    assert sum(isinstance(event, WorkerRestarted) for event in events) == 4
+
+
 def test_a_task_that_loses_twenty_workers_is_given_up():
     with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
@@ -269,9 +292,9 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
             say(assignment)
 
             def work():
-                while assignment.end.instruction() == Instruction.GO_ON:
+                while assignment.line.instruction() == Instruction.GO_ON:
                     pass
-                wishes.append(assignment.end.instruction())
+                wishes.append(assignment.line.instruction())
                 return (pickled(Returned(dataclasses.replace(FOUND, interrupted=True))),)
 
             self.pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -285,6 +308,16 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])
     assert wishes == [Instruction.END]
+    assert chain.cache.get(CALL.key) == BEST
+
+
+def test_an_answer_that_has_arrived_is_not_abandoned():
+    slot = WorkerSlot(Worker)
+    slot.cancellation.request()
+    executor = Told(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    with in_slot(slot), pytest.raises(KeyboardInterrupt):
+        tune_invocations(chain, [CALL])
     assert chain.cache.get(CALL.key) == BEST
 
 

@@ -21,7 +21,7 @@ from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops import RayExecutor
 from ejkernel.ops.autotuner.fleet import dispatch, lines, place, ray_executor
-from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine
+from ejkernel.ops.autotuner.fleet.lines import FolderLine
 from ejkernel.ops.autotuner.fleet.place import (
     Assignment,
     Location,
@@ -54,7 +54,7 @@ def call_of(kernel, size=SHAPE[0], **more):
 
 @pytest.fixture
 def line():
-    made = FolderLine()
+    made = FolderLine.new()
     yield made
     made.close()
 
@@ -78,17 +78,17 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_st
 
 
 def test_what_is_said_is_heard_once_and_in_order(line):
-    line.end.say(b"one")
-    line.end.say(b"")
+    line.say(b"one")
+    line.say(b"")
     assert list(line.heard()) == [b"one", b""]
-    line.end.say(b"two")
+    line.say(b"two")
     assert list(line.heard()) == [b"two"]
     assert list(line.heard()) == []
 
 
 def test_half_a_message_is_heard_when_it_is_whole(line):
-    line.end.say(b"whole")
-    said = line.end.folder / "said"
+    line.say(b"whole")
+    said = line.folder / "said"
     data = said.read_bytes()
     said.write_bytes(data[:-2])
     assert list(line.heard()) == []
@@ -97,23 +97,23 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
 
 
 def test_a_wish_holds_until_a_stronger_one_comes(line):
-    assert line.end.instruction() == Instruction.GO_ON
+    assert line.instruction() == Instruction.GO_ON
     line.tell(Instruction.END)
-    assert line.end.instruction() == Instruction.END
+    assert line.instruction() == Instruction.END
     line.tell(Instruction.END_AT_ONCE)
-    assert line.end.instruction() == Instruction.END_AT_ONCE
+    assert line.instruction() == Instruction.END_AT_ONCE
 
 
 def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
     line.close()
-    line.end.say(b"anybody?")
-    assert line.end.instruction() == Instruction.END_AT_ONCE
+    line.say(b"anybody?")
+    assert line.instruction() == Instruction.END_AT_ONCE
 
 
 def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
-    assert line.end.connect()
-    assert not FolderEnd(line.end.folder, "another").connect()
-    assert not FolderEnd(line.end.folder / "in" / "none", line.end.secret).connect()
+    assert line.connect()
+    assert not FolderLine(line.folder, "another").connect()
+    assert not FolderLine(line.folder / "in" / "none", line.secret).connect()
 
 
 # --- devices in turns ---
@@ -157,7 +157,7 @@ def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path)
 def assignment_of(call, line, **changes):
     task = TuningTask(inv=call, policy=AutotunePolicy(isolate=True))
     given = {"versions": versions(), "caller": Location.here(), **changes}
-    return Assignment(task=task, scope=Scope(), end=line.end, **given)
+    return Assignment(task=task, scope=Scope(), line=line, **given)
 
 
 def test_a_worker_with_another_jax_refuses(line):

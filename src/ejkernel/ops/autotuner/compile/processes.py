@@ -20,11 +20,10 @@ import weakref
 from collections.abc import Callable
 
 from ejkernel import compat, settings
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError, default_width
 from ejkernel.ops.autotuner.process.outputs import flush
-from ejkernel.ops.autotuner.process.serve import reports, write_to
+from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end
@@ -58,16 +57,14 @@ class CompileWorker(Worker):
         self._output, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
         weakref.finalize(self, os.close, self._output)
         try:
-            super().__init__(is_leaf=True)
-            try:
-                self.call(_prepare, path)
-            except BaseException as error:
-                self.kill(wait=False)
-                if isinstance(error, WorkerDiedError):
-                    raise TuningError(f"a compile process does not start: {error}") from None
-                raise
+            super().__init__(is_leaf=True, output=path)
+            self.call(_prepare)
+        except WorkerDiedError as death:
+            raise TuningError(f"a compile process does not start: {death}") from None
         finally:
             os.unlink(path)
+            if self.is_busy:
+                self.kill(wait=False)
 
     def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
         """Run `work` in the process; return its program with the register spills."""
@@ -162,9 +159,8 @@ class CompileProcesses:
             slot.abandon()
 
 
-def _prepare(output: str) -> None:
-    """Redirect this process's output to the file `output`, and keep it from opening devices."""
-    write_to(output)
+def _prepare() -> None:
+    """Log register spills, and keep this process from opening devices."""
     settings.log_register_spills()
     # Some accelerators admit one process only; on others the first process takes most of the memory.
     compat.leave_devices_alone()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, LineEnd
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
 from ejkernel.ops.autotuner.fleet.place import (
     Assignment,
     Location,
@@ -53,7 +53,7 @@ class ExecutorWorker(Supervisor):
 
     def __init__(self, line: Line, submit: Submit) -> None:
         super().__init__()
-        self._line = line
+        self.line = line
         self._submit = submit
         self._task: concurrent.futures.Future[tuple[bytes, ...]] | None = None
         self._received: collections.deque[bytes] = collections.deque()
@@ -63,11 +63,6 @@ class ExecutorWorker(Supervisor):
     def accused(self) -> list[Any]:
         """See `Supervisor`."""
         return list(self.doing.configs)
-
-    @property
-    def end(self) -> LineEnd:
-        """The worker's end of the line."""
-        return self._line.end
 
     def post(self, request: bytes) -> None:
         """See `Supervisor`."""
@@ -79,7 +74,7 @@ class ExecutorWorker(Supervisor):
         if not self._received and not self._is_over:
             # Poll `done()`: `wait` does not report a future that was cancelled before it started.
             is_done = self._task.done() or bool(concurrent.futures.wait([self._task], timeout=_LOOK).done)
-            self._received.extend(self._line.heard())
+            self._received.extend(self.line.heard())
             if is_done and not self._received:
                 self._received.extend(self._task_answer(self._task))
                 self._is_over = True
@@ -100,15 +95,16 @@ class ExecutorWorker(Supervisor):
         """See `Supervisor`. A worker that has not started, or has no line, cannot end its search early."""
         if instruction == Instruction.GO_ON:
             return
-        self._line.tell(instruction)
-        self._received.extend(self._line.heard())
-        if instruction == Instruction.END and self._task is not None and self.where is None and not self._received:
+        self.line.tell(instruction)
+        self._received.extend(self.line.heard())
+        is_heard = self.where is not None or bool(self._received)
+        if instruction == Instruction.END and self._task is not None and not is_heard and not self._task.done():
             self._task.cancel()
             self._is_over = True
 
     def close(self) -> None:
         """Close the line; a worker that is still connected ends at once."""
-        self._line.close()
+        self.line.close()
 
 
 def tune_elsewhere(task: TuningTask) -> AutotuneData:
@@ -157,7 +153,9 @@ class _Dispatch:
 
     def _carried_out(self, worker: ExecutorWorker) -> AutotuneData:
         task = dataclasses.replace(self._journal.task(), spent=self._spent)
-        assignment = Assignment(task=task, scope=_scope(), versions=versions(), caller=Location.here(), end=worker.end)
+        assignment = Assignment(
+            task=task, scope=_scope(), versions=versions(), caller=Location.here(), line=worker.line
+        )
         try:
             data: AutotuneData = worker.call(
                 tune_at_place,
@@ -208,7 +206,7 @@ class _Dispatch:
         emit(WorkerRestarted(self._task.inv.key, f"a worker was lost{where}: {reason}{named(worker.accused)}"))
 
     def _new_line(self) -> Line:
-        make: Callable[[], Line] = FolderLine if self._here else getattr(self._executor, "line", FolderLine)
+        make: Callable[[], Line] = FolderLine.new if self._here else getattr(self._executor, "line", FolderLine.new)
         return make()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from ejkernel import settings
-from ejkernel.ops.autotuner.fleet.lines import LineEnd
+from ejkernel.ops.autotuner.fleet.lines import Line
 from ejkernel.ops.autotuner.process.messages import (
     Arrived,
     Began,
@@ -88,14 +88,14 @@ class Assignment:
         scope: The caller's settings in force.
         versions: The caller's versions of JAX and jaxlib.
         caller: The location of the caller.
-        end: The worker's end of the line to the caller.
+        line: The line to the caller.
     """
 
     task: TuningTask
     scope: Scope
     versions: tuple[str, str]
     caller: Location
-    end: LineEnd
+    line: Line
 
 
 def versions() -> tuple[str, str]:
@@ -169,8 +169,8 @@ class _Reporter:
     """
 
     def __init__(self, assignment: Assignment) -> None:
-        self._end = assignment.end
-        self._is_connected = self._end.connect()
+        self._line = assignment.line
+        self._is_connected = self._line.connect()
         self._under_way: tuple[str, list[Any]] | None = None
         self._thread = threading.get_ident()
         self.kept: list[Message] = []
@@ -180,13 +180,13 @@ class _Reporter:
     def say(self, message: Message) -> None:
         """Send a message, or keep it for the answer."""
         if self._is_connected:
-            self._end.say(pickled(message))
+            self._line.say(pickled(message))
         else:
             self.kept.append(message)
 
     def instruction(self) -> Instruction:
         """Return the caller's instruction."""
-        return self._end.instruction() if self._is_connected else Instruction.GO_ON
+        return self._line.instruction() if self._is_connected else Instruction.GO_ON
 
     def note_under_way(self, what: str, configs: Sequence[Any]) -> None:
         """Report the current step if it is new. If the worker is lost, the last report names the possible cause."""

@@ -121,7 +121,7 @@ def reports() -> Reports | None:
 
 
 def begin_serving(
-    pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int
+    pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int, output: str
 ) -> None:
     """Turn this process into a worker.
 
@@ -131,6 +131,7 @@ def begin_serving(
         environ: Environment variables to set.
         leads: Whether to lead a new session; false if the parent is itself a worker.
         parent: The pid of the parent.
+        output: A file for all output; standard error if empty.
     """
     if leads:
         os.setsid()  # the parent handles Ctrl-C, and can kill this process and its children as a group
@@ -138,7 +139,10 @@ def begin_serving(
         os.setpgid(0, 0)  # a worker of a worker can be killed with its session, or alone with its children
     end_with(parent)
     ignore_interrupts()
-    outputs.to_standard_error()  # only the parent prints to stdout
+    if output:
+        outputs.send_to(output)
+    else:
+        outputs.to_standard_error()  # only the parent prints to stdout
     settings.share_device(environ)
     settings.suppress_unknown_variable_warnings()
     _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
@@ -150,14 +154,6 @@ def _wake_up(pulse: MutableSequence[int]) -> None:
     while True:
         time.sleep(WAKE_UP)
         pulse[WAKES] += 1
-
-
-def write_to(path: str) -> None:
-    """Redirect all output of this worker to a file."""
-    outputs.send_to(path)
-    mine = _reports[0]
-    mine.outputs.close()
-    _reports[0] = dataclasses.replace(mine, outputs=Outputs(is_ours=True))
 
 
 def serve() -> None:

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -35,7 +35,7 @@ from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.errors import DeviceLostError, TuningError
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    pass
 
 _LOOK = 0.2  # seconds between checks whether a worker is alive
 _GOODBYE = 5.0  # seconds allowed for a worker to exit
@@ -53,16 +53,17 @@ class Worker(Supervisor):
     Args:
         environ: Variables to set in the worker's environment, e.g. `CUDA_VISIBLE_DEVICES`.
         is_leaf: Whether the worker itself starts no workers.
+        output: A file for all output of the worker; standard error if empty.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, *, is_leaf: bool = False) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, is_leaf: bool = False, output: str = "") -> None:
         super().__init__()
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path())
-        self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), output)
+        self._process = context.Process(target=_serve, args=(module_path(), *arguments), name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
         self._pipe = Exchange(pipe)
@@ -165,17 +166,10 @@ def _session_of(leader: int) -> list[int]:
     return found
 
 
-def _serve(
-    pipe: Connection,
-    pulse: MutableSequence[int],
-    environ: dict[str, str],
-    leads: bool,
-    parent: int,
-    modules: tuple[list[str], list[str]],
-) -> None:
+def _serve(modules: tuple[list[str], list[str]], *arguments: Any) -> None:
     """Run as a worker."""
     use_module_path(modules)
-    begin_serving(pipe, pulse, environ, leads, parent)
+    begin_serving(*arguments)
     with worker_session():
         serve()
     os._exit(0)  # skip the interpreter's shutdown, which would abort threads that still compile in C++
