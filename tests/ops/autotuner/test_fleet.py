@@ -43,6 +43,7 @@ from ejkernel.ops.core.context import Scope
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
 def call_of(kernel, size=SHAPE[0], **more):
@@ -183,6 +184,29 @@ def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
     line.close()
     (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
     assert "KeyboardInterrupt" in str(answer.error)
+
+
+@pytest.mark.parametrize("instruction", [Instruction.END, Instruction.END_AT_ONCE])
+def test_a_caller_s_instruction_reaches_the_search_and_no_later_one(line, monkeypatch, instruction):
+    def tune(task, watch):
+        line.tell(instruction)
+        watch("running", [BEST])
+        found.append(workers.this_slot().cancellation.instruction)
+
+    found = []
+    monkeypatch.setattr(workers, "_session", workers._Session())
+    monkeypatch.setattr(place, "Worker", lambda environ: FakeWorker(environ=environ))
+    monkeypatch.setattr(place, "tune_isolated", tune)
+    call = call_of(faulty_kernels.plain, device=device_fingerprint())
+    tune_at_place(assignment_of(call, line))
+    assert found == [instruction]
+    *_, began = map(unpickled, line.heard())
+    assert (began.what, began.configs) == ("running", [BEST])
+    line = FolderLine.new()
+    monkeypatch.setattr(place, "tune_isolated", lambda task, watch: found.append(task))
+    tune_at_place(assignment_of(call, line))
+    line.close()
+    assert len(found) == 2
 
 
 # --- whole searches ---

@@ -18,6 +18,7 @@ import platform
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import parent_process
@@ -42,7 +43,15 @@ from ejkernel.ops.autotuner.process.messages import (
     sendable,
 )
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, in_slot, shared_worker, slot_named, worker_session
+from ejkernel.ops.autotuner.process.worker import (
+    Worker,
+    WorkerSlot,
+    in_slot,
+    shared_worker,
+    slot_named,
+    this_slot,
+    worker_session,
+)
 from ejkernel.ops.autotuner.tasks.isolated import tune_isolated
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import Event, on_event
@@ -144,12 +153,13 @@ def _found(assignment: Assignment, reporter: _Reporter) -> AutotuneData:
     # Prefer devices with a running worker process.
     devices.sort(key=lambda device: _slot_of(device).worker is None)
     with leased(devices, lambda: reporter.instruction() != Instruction.GO_ON) as device, in_slot(_slot_of(device)):
+        this_slot().cancellation = reporter.cancellation  # until the next task
         with shared_worker() as worker:
             has_it, there = worker.call(_device_here, wanted)
         if not has_it:
             raise RefusedError(f"{here} has {there}, but the call is for {wanted}")
-        with _following_instructions(reporter, _slot_of(device)), entered(assignment.scope):
-            return tune_isolated(assignment.task, watch=reporter.note_under_way)
+        with entered(assignment.scope):
+            return tune_isolated(assignment.task, watch=reporter.look)
 
 
 def _device_here(wanted: str) -> tuple[bool, str]:
@@ -162,10 +172,11 @@ def _slot_of(device: Device) -> WorkerSlot[Worker]:
 
 
 class _Reporter:
-    """Sends messages to the caller, at once if connected.
+    """Sends messages to the caller, at once if connected, and follows the caller's instructions.
 
     Attributes:
         kept: Messages that could not be sent and go with the answer.
+        cancellation: Receives the caller's instructions.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -173,7 +184,9 @@ class _Reporter:
         self._is_connected = self._line.connect()
         self._under_way: tuple[str, list[Any]] | None = None
         self._thread = threading.get_ident()
+        self._next_look = 0.0
         self.kept: list[Message] = []
+        self.cancellation = Cancellation()
         if self._is_connected:
             self.say(Arrived(Location.here()))
 
@@ -188,11 +201,19 @@ class _Reporter:
         """Return the caller's instruction."""
         return self._line.instruction() if self._is_connected else Instruction.GO_ON
 
-    def note_under_way(self, what: str, configs: Sequence[Any]) -> None:
-        """Report the current step if it is new. If the worker is lost, the last report names the possible cause."""
+    def look(self, what: str, configs: Sequence[Any]) -> None:
+        """Report the current step if it is new, and pass on the caller's instruction.
+
+        If this process is lost, the last report names the possible cause.
+        """
         if self._is_connected and (what, list(configs)) != self._under_way:
             self._under_way = (what, list(configs))
             self.say(Began(what, list(configs), math.inf))
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            instruction = self.instruction()
+            if instruction != Instruction.GO_ON:
+                self.cancellation.request(at_once=instruction == Instruction.END_AT_ONCE)
 
     @contextlib.contextmanager
     def forwarding_events(self) -> Iterator[None]:
@@ -213,30 +234,6 @@ class _Reporter:
             shown: Callable[..., Any] = warnings.showwarning
             warnings.showwarning = warned
             yield
-
-
-@contextlib.contextmanager
-def _following_instructions(reporter: _Reporter, slot: WorkerSlot[Worker]) -> Iterator[None]:
-    """Apply the caller's instructions to the slot's worker inside the `with` block."""
-    slot.cancellation = Cancellation()
-    is_done = threading.Event()
-
-    def follow() -> None:
-        while not is_done.wait(_LOOK):
-            instruction = reporter.instruction()
-            if instruction == Instruction.END:
-                slot.cancellation.request()
-            elif instruction == Instruction.END_AT_ONCE:
-                slot.abandon()
-
-    thread = threading.Thread(target=follow, name="ejkernel-follow", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-        slot.cancellation = Cancellation()
 
 
 def _leave_interrupts_to(caller: Location) -> None:
