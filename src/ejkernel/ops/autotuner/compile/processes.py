@@ -15,7 +15,6 @@ import queue
 import re
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -26,7 +25,7 @@ from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end
+from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end, of_session
 from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
@@ -182,24 +181,12 @@ def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
         mine.outputs.mend(is_idle=True)
 
 
-_pools: dict[int, CompileProcesses] = {}
-_guard = threading.Lock()
-
-
 def compile_processes(count: int) -> CompileProcesses:
     """Return the session's pool of `count` compile processes (see `worker_session`)."""
-    with _guard:
-        # A process takes seconds to start, so pools last for a session.
-        if count not in _pools:
-            _pools[count] = CompileProcesses(count)
-            at_session_end(functools.partial(_close, count))
-        return _pools[count]
-
-
-def _close(count: int) -> None:
-    with _guard:
-        processes = _pools.pop(count)
-    processes.close()
+    # A process takes seconds to start, so pools last for a session.
+    pool = of_session(f"compile-{count}", functools.partial(CompileProcesses, count))
+    at_session_end(pool.close)
+    return pool
 
 
 def usual_processes(target: Target | None) -> int:

@@ -47,8 +47,8 @@ from ejkernel.ops.autotuner.process.worker import (
     Worker,
     WorkerSlot,
     in_slot,
+    of_session,
     shared_worker,
-    slot_named,
     this_slot,
     worker_session,
 )
@@ -168,7 +168,7 @@ def _device_here(wanted: str) -> tuple[bool, str]:
 
 def _slot_of(device: Device) -> WorkerSlot[Worker]:
     # The lease of the device also covers its slot.
-    return slot_named(device.name, functools.partial(Worker, device.environ))
+    return of_session(device.name, lambda: WorkerSlot(functools.partial(Worker, device.environ)))
 
 
 class _Reporter:

@@ -177,6 +177,7 @@ def _serve(modules: tuple[list[str], list[str]], *arguments: Any) -> None:
 
 # --- shared workers ---
 
+T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
 
@@ -241,7 +242,7 @@ class _Session:
 
     Attributes:
         first: The default slot.
-        named: Slots by name.
+        named: Other objects by name.
         here: Has the slot of a thread other than the default one.
         users: Number of `worker_session` blocks in progress.
         timer: Closes the workers later.
@@ -250,7 +251,7 @@ class _Session:
 
     def __init__(self) -> None:
         self.first = WorkerSlot(Worker)
-        self.named: dict[str, WorkerSlot[Worker]] = {}
+        self.named: dict[str, Any] = {}
         self.here = threading.local()
         self.users = 0
         self.timer: threading.Timer | None = None
@@ -283,8 +284,9 @@ class _Session:
         """Close the workers if no block is in progress."""
         with self.guard:
             self.timer = None
-            left = [] if self.users else [*self.closing, self.first.clear]
-            self.closing = self.closing if self.users else []
+            left: list[Callable[[], object]] = []
+            if not self.users:
+                left, self.closing, self.named = [*self.closing, self.first.clear], [], {}
         for close in left:
             close()
 
@@ -319,9 +321,13 @@ def at_session_end(close: Callable[[], object]) -> None:
             _session.closing.append(close)
 
 
-def slot_named(name: str, make: Callable[[], Worker]) -> WorkerSlot[Worker]:
-    """Return this process's slot of that name."""
-    return _session.named.setdefault(name, WorkerSlot(make))
+def of_session(name: str, make: Callable[[], T]) -> T:
+    """Return the current session's object of that name."""
+    with _session.guard:
+        if name not in _session.named:
+            _session.named[name] = make()
+        found: T = _session.named[name]
+        return found
 
 
 @contextlib.contextmanager
