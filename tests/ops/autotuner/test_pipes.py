@@ -56,6 +56,12 @@ def test_a_message_that_stops_halfway_keeps_nobody_waiting(ends):
         taken(exchange, exchange._pipe)
 
 
+def test_what_a_candidate_wrote_into_the_pipe_is_taken_as_it_is(ends):
+    exchange, other = ends
+    os.write(other.fileno(), b"a line of text")
+    assert taken(exchange, other) == b"a line of text"
+
+
 def test_what_was_said_before_the_end_is_not_lost(ends):
     exchange, other = ends
     write_message(other, b"last words")
