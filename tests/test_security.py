@@ -128,7 +128,7 @@ def modules(monkeypatch):
     monkeypatch.setitem(sys.modules, "lazy_by_getattr", lazy)
     decode_config({"rows": 1}, f"{HERE}.Config")  # what reading itself needs is imported when it is first used
     names_of(takes).find("")
-    codecs.lookup("utf-8-sig")
+    codecs.lookup("utf-8-sig"), codecs.lookup("ascii")
     before = set(sys.modules)
     yield
     assert set(sys.modules) == before
