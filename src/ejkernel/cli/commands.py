@@ -215,7 +215,7 @@ def list_(imports: tuple[str, ...], as_json: bool) -> int:
 @click.command()
 @as_json
 def doctor(as_json: bool) -> int:
-    """Print versions, devices, settings, caches and implementations, for a bug report.
+    """Print versions, devices, settings and caches, for a bug report.
 
     The exit status is 1 if a setting or a file of a cache cannot be used.
     """

@@ -36,7 +36,7 @@ def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
         environment: The variables, as the user set them.
         as_json: Whether to print JSON.
     """
-    found = {
+    found: dict[str, Any] = {
         "versions": dict(_versions()),
         "devices": _devices(),
         "settings": _settings(environment),
