@@ -640,7 +640,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("testing/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
-        ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child, or an executor's
+        ("ops/autotuner/process/messages.py", "pickle.loads"),  # between a process and its own child, or an executor's
         ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
         ("ops/utils/values/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/values/signature.py", "importlib.import_module"),  # of a fixed list

@@ -169,7 +169,7 @@ def test_nothing_is_unpickled_or_evaluated():
 
     forbidden = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert [(file.name, name) for file in FILES for name in names(file) if name in forbidden] == [
-        ("serve.py", "pickle"),  # between a process and its own child
+        ("messages.py", "pickle"),  # between a process and its own child
         ("forms.py", "pickle"),  # of an existing kernel
     ]
 

@@ -43,7 +43,7 @@ from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 _EQUAL = 1e-4  # tolerance for weights, which entries store rounded
 
@@ -192,7 +192,8 @@ def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) ->
         return find(source)
     if executor is not None:  # its workers have the device
         return find_by(executor, source)
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+    from ejkernel.ops.autotuner.process.worker import shared_worker
 
     # lowering may take any time, and Ctrl-C can end it
     finding = WorkerStatus(what="finding the calls", allowed=math.inf)

@@ -25,7 +25,7 @@ from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocat
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure import measurement
 from ejkernel.ops.autotuner.measure.timers import Timer
-from ejkernel.ops.autotuner.process.worker import WorkerDiedError, WorkerSilentError
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError
 from ejkernel.ops.autotuner.tasks import isolated
 from ejkernel.ops.autotuner.tasks import run as runs
 from ejkernel.ops.autotuner.tasks.journal import Journal
@@ -116,7 +116,7 @@ class Scenario:
 SCENARIO: list[Scenario] = []
 
 
-class Attempt:
+class Workers:
     """In place of the worker process: the task is carried out here, until the worker is to die."""
 
     def __init__(self, journal, watch, cancellation):
@@ -226,7 +226,7 @@ def made_up():
     timer = Timer("wall", sample)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(isolated, "_Attempt", Attempt)
+        patch.setattr(isolated, "_Workers", Workers)
         patch.setattr(isolated, "worker_session", contextlib.nullcontext)
         patch.setattr(isolated, "Journal", functools.partial(Journal, clock=lambda: SCENARIO[0].now))
         patch.setattr(runs, "Preparation", Preparation)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask

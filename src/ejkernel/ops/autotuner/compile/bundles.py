@@ -21,9 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.processes import compile_processes
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import worker_session

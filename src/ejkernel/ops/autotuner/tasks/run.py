@@ -21,8 +21,7 @@ from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.paired import PairedRace
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.configurations import Configurations
 from ejkernel.ops.autotuner.tasks.decisions import (
