@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from benchmarks.torture.material import quiet
 from benchmarks.torture.part import PATIENCE, Budget, Tally
 from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocation, Kernel, PersistentCache
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry

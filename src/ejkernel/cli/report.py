@@ -17,9 +17,8 @@ import click
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
 from ejkernel.ops.autotuner.measure.roofline import roofline
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, in_cases, program_name, ranked, remarks
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
 from ejkernel.ops.utils.printable import printable, printable_json, printable_lines

@@ -12,7 +12,7 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.autotuner.trials.progress import SearchProgress
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey

@@ -25,8 +25,8 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache

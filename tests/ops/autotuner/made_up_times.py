@@ -8,9 +8,8 @@ import itertools
 
 import jax
 
-from ejkernel.ops.autotuner.measure.cases import mean_sample
 from ejkernel.ops.autotuner.measure.measurement import Measurement, OnEach
-from ejkernel.ops.autotuner.measure.race import CLOCK, Sample
+from ejkernel.ops.autotuner.measure.race import CLOCK, Sample, mean_sample
 
 
 def interleaved_with(time_of):

@@ -14,9 +14,9 @@ from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
-from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
-from ejkernel.ops.autotuner.trials.progress import SearchProgress
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
 WINS = PairedComparison(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)

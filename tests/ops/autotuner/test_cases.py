@@ -16,9 +16,8 @@ from tests.ops.autotuner.made_up_times import ByCase, interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.measure.cases import Case, geometric_mean, mean_sample, seconds_on
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Sample, Work
+from ejkernel.ops.autotuner.measure.race import PROCESSOR, Case, Sample, Work, geometric_mean, mean_sample, seconds_on
 from ejkernel.ops.autotuner.store.log import lines_of, load
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.tasks.task import SharedCall

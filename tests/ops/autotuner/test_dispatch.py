@@ -22,9 +22,9 @@ from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import pickled, unpickled
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation

@@ -31,8 +31,7 @@ from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
 from ejkernel.ops.autotuner.store import measurements as store_module
 from ejkernel.ops.autotuner.store.log import SCHEMA, dump, lines_of, load
-from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, replay
-from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
+from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, dimensions_of, distance, replay
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.ops.autotuner.search.feasibility import Failing, kept_outcomes
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper, Pool, Process, Scale, expected_improvement, matern
-from ejkernel.ops.autotuner.search.model import Candidates, Model, Prior
+from ejkernel.ops.autotuner.search.model import Candidates, Failing, Model, Prior, kept_outcomes
 from ejkernel.ops.autotuner.search.strategies import (
     Exhaustive,
     ModelSearch,

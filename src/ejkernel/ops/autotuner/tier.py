@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ejkernel.ops.autotuner.bench.partners import partners_in_force
+from ejkernel.ops.autotuner.bench.residuals import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
 from ejkernel.ops.autotuner.tuner import Autotuner

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of

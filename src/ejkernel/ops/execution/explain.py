@@ -26,7 +26,7 @@ from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
-    from ejkernel.ops.autotuner.trials.progress import SearchProgress
+    from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
-from ejkernel.ops.execution.discovery import discover, local_calls
+from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn

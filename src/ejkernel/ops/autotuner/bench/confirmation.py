@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import jax
 
-from ejkernel.ops.autotuner.bench.checking import check_again
+from ejkernel.ops.autotuner.bench.checking import check_again, check_on_more
 from ejkernel.ops.autotuner.bench.gradients import baseline_gradient, gradient_of
-from ejkernel.ops.autotuner.bench.input_sets import check_on_more
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle
 from ejkernel.ops.autotuner.bench.residuals import (
     ResidualError,

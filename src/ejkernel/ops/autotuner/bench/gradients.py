@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.bench.oracle import Oracle, result_names
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
-from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides

@@ -9,7 +9,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.trials.programs import Program, program_digest
+from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice

@@ -33,7 +33,7 @@ from ejkernel.ops.autotuner.process.worker import (
     WorkerStatus,
     at_session_end,
 )
-from ejkernel.ops.autotuner.trials.programs import Program, is_first
+from ejkernel.ops.autotuner.trials.candidates import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.measure.cases import Case, in_each, mean_sample
 from ejkernel.ops.autotuner.measure.memory import num_bytes, output_bytes, peak_bytes
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Race, RacePlan, Sample
+from ejkernel.ops.autotuner.measure.race import PROCESSOR, Case, Race, RacePlan, Sample, in_each, mean_sample
 from ejkernel.ops.autotuner.measure.timers import (
     WALL,
     Timer,

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
+from ejkernel.ops.autotuner.measure.race import Case
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status

@@ -24,7 +24,6 @@ from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
-from ejkernel.ops.autotuner.tasks.configurations import Configurations
 from ejkernel.ops.autotuner.tasks.decisions import (
     Decision,
     are_measured,
@@ -37,7 +36,7 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     why_it_stays,
     why_no_winner,
 )
-from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing

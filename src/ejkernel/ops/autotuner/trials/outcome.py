@@ -8,12 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
-from ejkernel.ops.autotuner.measure.race import PROCESSOR
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
-from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
+from ejkernel.ops.autotuner.measure.race import PROCESSOR, Case, seconds_on
+from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, ratio, text_table
