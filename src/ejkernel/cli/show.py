@@ -12,12 +12,12 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.autotuner.trials.status import SearchProgress
+from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
+from ejkernel.ops.utils.formatting import arguments, cases, compact
 from ejkernel.ops.utils.printable import printable
 
 
@@ -74,7 +74,7 @@ def _begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
-    return (*key, arguments(entry.call), compact(entry.config), ratio(entry.speedup), _search_of(entry), entry.time)
+    return (*key, arguments(entry.call), compact(entry.config), _result_of(entry), _search_of(entry), entry.time)
 
 
 def _search_of(entry: StoredEntry) -> str:
@@ -83,10 +83,14 @@ def _search_of(entry: StoredEntry) -> str:
     return "-" if progress is None else progress.in_words
 
 
+def _result_of(entry: StoredEntry) -> str:
+    return stored_in_brief(entry.measured, entry.speedup)
+
+
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
     """Return the row of a call without an entry: its search is partial or failed."""
     time = str(search.provenance.get("time", "-"))[:16].replace("T", " ")
-    return (*search.key, arguments(search.call), "-", "-", search.progress.in_words, printable(time))
+    return (*search.key, arguments(search.call), "-", search.in_a_word, search.progress.in_words, printable(time))
 
 
 def _in_full(entry: StoredEntry) -> str:
@@ -97,7 +101,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("configuration", compact(entry.config)),
         ("type", entry.config_type),
         ("device", device),
-        ("speed-up", ratio(entry.speedup)),
+        ("speed-up", _result_of(entry)),
         ("search", _search_of(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *(
@@ -133,13 +137,12 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
-    winner = search.outcomes[search.winner]
     found = programs(search.outcomes)
     return {
         "key": search.key,
         "call": search.call,
         "config_type": search.config_type,
-        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is winner), None),
+        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is search.winner), None),
         "seconds": search.seconds,
         "why": search.why,
         "standing": None if search.standing is None else search.standing.data(),

@@ -85,9 +85,11 @@ def test_a_partial_search_replaces_an_earlier_entry_only_if_it_has_measured_that
         (["measured"], {"planned": 12}, "partial (1 of 12)"),
         (["measured", "measured"], {"unconfirmed": True}, "partial (2 of 2, the best one is not confirmed)"),
         (["skipped", "failed"], {}, "failed"),
+        (["measured", "measured"], {"undecided": True}, "undecided"),
+        (["measured", "skipped"], {"undecided": True}, "partial (1 of 2)"),
     ],
 )
-def test_a_search_is_complete_partial_or_failed(statuses, options, words):
+def test_a_search_is_complete_undecided_partial_or_failed(statuses, options, words):
     assert SearchProgress.of(statuses, **options).in_words == words
 
 
@@ -98,6 +100,7 @@ def test_a_search_is_complete_partial_or_failed(statuses, options, words):
         ({"candidates": 12, "skipped": 11}, "partial (1 of 12)"),
         ({"candidates": 12, "interrupted": True}, "partial (12 of 12, the best one is not confirmed)"),
         ({"candidates": 12}, "complete"),
+        ({"candidates": 12, "search": {"state": "complete"}, "undecided": True}, "undecided"),
         ({"candidates": "12", "search": {"state": "odd", "done": []}}, "complete"),
     ],
 )

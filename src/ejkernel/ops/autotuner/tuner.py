@@ -27,7 +27,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import compact, ratio
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -205,12 +205,11 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         warn(text, TuningWarning)
     if data.rule_fault:
         warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
-    speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",
         data.inv.op_id_v,
         data.seconds,
         len(data.outcomes),
         compact(data.config),
-        data.progress.in_words if speedup is None else f"{ratio(speedup)} the heuristic's speed",
+        data.in_words,
     )

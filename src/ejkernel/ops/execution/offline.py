@@ -161,6 +161,7 @@ def tune_together(
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
     *,
     compiled: Mapping[ConfigKey, BundledCall] | None = None,
+    resume: bool = True,
 ) -> AutotuningResult:
     """Tune sets of calls; each set gets the configuration with the smallest weighted geometric mean of times.
 
@@ -173,12 +174,13 @@ def tune_together(
         progress: Called with the first call of a set, the number of its compiled and checked candidates, and the
             number of all.
         compiled: Candidates of some calls that were compiled earlier.
+        resume: Whether to continue partial searches rather than measure everything again.
     """
     searched = []
     policy = effective_policy(selector.policy, selector)
 
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
-        return _tune_one(selector, calls, compiled or {})
+        return _tune_one(selector, calls, compiled or {}, resume=resume)
 
     with process_session(policy), _progress_reported([calls[0].inv for calls in sets], progress):
         for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
@@ -233,7 +235,11 @@ def _searches(
 
 
 def _tune_one(
-    selector: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall], compiled: Mapping[ConfigKey, BundledCall]
+    selector: ConfigSelectorChain[Any, Any],
+    calls: Sequence[SharedCall],
+    compiled: Mapping[ConfigKey, BundledCall],
+    *,
+    resume: bool,
 ) -> AutotuneData:
     first, *others = calls
     inv, policy = first.inv, effective_policy(selector.policy, selector)
@@ -241,7 +247,7 @@ def _tune_one(
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
     with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
-        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
+        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, resume=resume, **more)
     return data
 
 
@@ -327,7 +333,7 @@ def autotune(
         num_iters=num_iters,
         **kwargs,
     )
-    return found.entries[0].cfg
+    return found.searches[0].config
 
 
 def autotune_kernel(

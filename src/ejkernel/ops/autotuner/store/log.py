@@ -51,7 +51,7 @@ class StoredSearch(Findings):
         call: The abstract call as plain data.
         config_type: `module.Qualname` of the configurations' class, or `json` for plain data. The outcomes hold plain
             data in both cases.
-        winner: The index of the winner in the outcomes.
+        winner_index: The index of the winner in the outcomes.
         provenance: Device, versions and time of writing.
         path: The file; `None` for a search held in memory because it could not be written.
     """
@@ -59,9 +59,22 @@ class StoredSearch(Findings):
     key: ConfigKey
     call: Any
     config_type: str
-    winner: int
+    winner_index: int
     provenance: Mapping[str, Any]
     path: Path | None = None
+
+    @property
+    def winner(self) -> Outcome:
+        """The winner's outcome."""
+        return self.outcomes[self.winner_index]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The weight of each call in the mean, by call key."""
+        shares: dict[str, float] = {} if self.cases else {self.key.call: 1.0}
+        for case in self.cases:
+            shares[case.call] = shares.get(case.call, 0.0) + case.weight
+        return shares
 
     def record(self, label: str = "", cfg_type: object = None) -> Record:
         """Return the times of the call as the starting point of a new search.
@@ -111,7 +124,7 @@ class StoredSearch(Findings):
         """Return a table of all candidates, the fastest first, at most `width` characters wide."""
         time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
         title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
-        return summary_of(title, self, self.outcomes[self.winner], width=width)
+        return summary_of(title, self, width=width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +353,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         call=header.call,
         config_type=header.config_type,
         outcomes=tuple(outcomes),
-        winner=header.winner,
+        winner_index=header.winner,
         seconds=header.seconds,
         provenance=header.provenance,
         path=path,

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,7 @@ KEPT: Final = 8  # newest searches stored for one call: older ones describe outd
 _LARGEST: Final = 64 << 20  # bytes of a search; an outcome takes hundreds
 _STAMP: Final = "%Y%m%dT%H%M%SZ"
 _NAME: Final = re.compile(rf"(.+)\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
+_EQUAL: Final = 1e-4  # tolerance for weights
 RECORDS: Final = 4  # calls used as starting points; each costs one measurement and time to fit
 _NO_PART = ("wiring",)  # the origin of a call, not part of its identity; see `Invocation.call_key`
 
@@ -148,17 +149,24 @@ class MeasurementStore:
                 newest[search.key] = search
         return list(newest.values())
 
-    def unfinished(self, inv: Invocation[Cfg, Out]) -> tuple[Outcome, ...]:
+    def unfinished(self, inv: Invocation[Cfg, Out], shares: Mapping[str, float] | None = None) -> tuple[Outcome, ...]:
         """Return the measured candidates of a call's newest search, if it ended early, without the heuristic.
 
-        Failed searches are ignored. Searches with other versions, or of several calls together, give no candidates.
+        Failed searches are ignored. Searches with other versions, or of other calls together, give no candidates.
+
+        Args:
+            inv: The call, or the first of several that share a configuration.
+            shares: The weight of each call's time in the mean, by call key; the weights add up to 1. By default the
+                call is alone.
         """
+        wanted = {inv.key.call: 1.0} if shares is None else shares
         for search in self.searches(inv.key.op):
             if search.key != inv.key or search.progress.state == SearchState.FAILED:
                 continue
             here = provenance(inv.key, self.cache.clock())
             is_same = all(search.provenance.get(name) == here.get(name) for name in here if name != "time")
-            is_open = search.progress.state == SearchState.PARTIAL and not search.cases
+            is_same = is_same and are_alike(search.shares, wanted)
+            is_open = search.progress.state == SearchState.PARTIAL
             return search.measured(self._config_type(inv)) if is_open and is_same else ()
         return ()
 
@@ -234,6 +242,11 @@ class MeasurementStore:
             found = places(folder, LOG, lambda name: wanted is None or name == wanted)
             for name, place in sorted(found, key=lambda place: place.name, reverse=True):
                 yield name, place, functools.partial(read_file, place, _LARGEST)
+
+
+def are_alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Return whether two searches are of the same calls with the same weights, which entries store rounded."""
+    return shares.keys() == others.keys() and all(abs(shares[key] - others[key]) < _EQUAL for key in shares)
 
 
 def read_search(file: Path) -> StoredSearch | None:

@@ -65,17 +65,21 @@ def at_first_look(rival: Candidate, heuristic: Candidate) -> PairedComparison:
     return dataclasses.replace(verdict, settled=verdict.settled or hopeless)
 
 
-def why_it_stays(standing: Standing | None, *, unconfirmed: bool = False) -> str:
-    """Return why the heuristic stays."""
-    if unconfirmed:
-        return "the search ended before the best candidate was compared with it"
+def why_it_stays(decision: Decision, tried: Sequence[Candidate], *, finished: bool) -> str:
+    """Return why the heuristic, the first of `tried`, stays; `finished`: no candidate is left to measure."""
+    standing = decision.standing
+    if decision.unconfirmed:
+        return "the search ended before the best candidate was compared with the heuristic"
+    if not finished and all(candidate.measurement is None for candidate in tried[1:]):
+        return "the search ended before another candidate was measured"
+    so_far = "" if finished else " so far"
     if standing is None or (standing.verdict.settled and not standing.alone):
-        return "no candidate was measurably faster"
+        return f"no candidate was measurably faster{so_far}"
     verdict = standing.verdict
-    what = "did not beat it" if verdict.settled else "was neither certainly faster nor certainly slower"
+    what = "did not beat the heuristic" if verdict.settled else "was neither certainly faster nor certainly slower"
     where = " in the confirmation run" if standing.alone else ""
     rounds = f"{verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds"
-    return f"{compact(standing.rival)} {what}{where} ({rounds})"
+    return f"{compact(standing.rival)} {what}{where}{so_far} ({rounds})"
 
 
 def faster_than(decision: Decision, tried: Sequence[Candidate]) -> list[Candidate]:

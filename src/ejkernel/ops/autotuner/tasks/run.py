@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,6 @@ from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.paired import PairedRace
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
-from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
@@ -46,13 +44,10 @@ from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler
-
-logger = logging.getLogger(__name__)
 
 _SCREENING = RacePlan.fixed(2)  # for candidates proposed by a strategy
 _CONFIRMATION_ROUNDS = 8  # least rounds of a confirmation run; fewer prove nothing
@@ -125,7 +120,7 @@ class TuningRun:
             decision = self._decide()
         self._settle_statuses()
         self._oracle.settings.tell()
-        return AutotuneData(
+        data = AutotuneData(
             inv=inv,
             calls=task.calls if task.others else (),
             config=decision.winner.config,
@@ -133,7 +128,6 @@ class TuningRun:
             seconds=self._clock() - start,
             checked=decision.checked,
             input_sets=decision.winner.input_sets,
-            why=self._why_it_stays(decision),
             standing=decision.standing,
             undecided=decision.undecided,
             interrupted=self._cancellation.is_requested,
@@ -141,6 +135,10 @@ class TuningRun:
             planned=self._planned if self._ended_early else len(self._tried),
             unconfirmed=decision.unconfirmed,
         )
+        if not data.is_kept:
+            return data
+        why = why_it_stays(decision, self._tried, finished=data.progress.state.is_finished)
+        return dataclasses.replace(data, why=why)
 
     def _settle_statuses(self) -> None:
         """Mark candidates that were never measured as skipped, with the reason."""
@@ -150,11 +148,6 @@ class TuningRun:
             is_given_up = config_id(candidate.config) in self._rejected
             if candidate.status == Status.SKIPPED and self._cancellation.is_requested and not is_given_up:
                 candidate.reason = "the search was stopped before its turn"
-
-    def _why_it_stays(self, decision: Decision) -> str:
-        if decision.winner is not self._tried[0]:
-            return ""
-        return why_it_stays(decision.standing, unconfirmed=decision.unconfirmed)
 
     def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
         """Create the oracle (reference results), the preparation (compiling, checking) and the timing."""
@@ -463,7 +456,6 @@ class TuningRun:
 
     def _confirmed(self, rival: Candidate) -> tuple[str, ...]:
         """Return the checks that a winner passed; empty if it failed."""
-        self._note_suspicion(rival)
         try:
             gradients = self.task.policy.validate is True
             return confirm(self._oracle, rival, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
@@ -491,8 +483,3 @@ class TuningRun:
         """Return a function that is true a moment after the end of the search was requested."""
         has_time = for_so_long(_LAST_SECONDS, self._clock)
         return lambda: self._watch.is_abandoned() or (self._must_end() and not has_time())
-
-    def _note_suspicion(self, winner: Candidate) -> None:
-        times = [c.measurement.median for c in self._ranking if c.measurement is not None]
-        if 0 in suspiciously_fast(times):
-            logger.info("%s: %s is suspiciously fast; looking again", self.task.inv.op_id_v, compact(winner.config))

@@ -45,6 +45,12 @@ class SharedCall:
     partners: tuple[Any, ...] = ()
 
 
+def shares_of(calls: Sequence[SharedCall]) -> dict[str, float]:
+    """Return the weight of each call, by call key; the weights add up to 1."""
+    total = sum(call.weight for call in calls)
+    return {call.inv.call_key: call.weight / total for call in calls}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningTask:
     """The description of a search; can be sent to a worker process.

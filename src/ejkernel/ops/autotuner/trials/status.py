@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statuses of candidates, of their comparison with the heuristic, and of whole searches."""
+"""The statuses of candidates, of their comparison with the heuristic, and of whole searches: one word for each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import enum
 from collections.abc import Collection, Mapping
 from typing import Any, Final
+
+from ejkernel.ops.utils.formatting import ratio
 
 
 class Status(enum.StrEnum):
@@ -60,8 +62,8 @@ class CameOut(enum.StrEnum):
 
 _IN_WORDS: Final = {
     CameOut.WINS: "it wins",
-    CameOut.STAYS: "the heuristic stays",
-    CameOut.UNDECIDED: "too little to tell",
+    CameOut.STAYS: "heuristic kept",
+    CameOut.UNDECIDED: "undecided",
 }
 
 
@@ -70,13 +72,20 @@ class SearchState(enum.StrEnum):
 
     Attributes:
         COMPLETE: Every candidate was measured or rejected, and the best was compared with the heuristic.
+        UNDECIDED: As complete, but the machine was too noisy to tell which candidate is the fastest.
         PARTIAL: The budget, Ctrl-C or a lost worker ended the search early. The next run continues it.
         FAILED: No candidate was measured.
     """
 
     COMPLETE = "complete"
+    UNDECIDED = "undecided"
     PARTIAL = "partial"
     FAILED = "failed"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self in (SearchState.COMPLETE, SearchState.UNDECIDED)
 
 
 _OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # neither measured nor rejected
@@ -87,7 +96,7 @@ class SearchProgress:
     """Progress of a search.
 
     Attributes:
-        state: Complete, partial or failed.
+        state: Complete, undecided, partial or failed.
         done: Number of candidates measured or rejected.
         candidates: Number of candidates in the search.
     """
@@ -97,19 +106,29 @@ class SearchProgress:
     candidates: int
 
     @classmethod
-    def of(cls, statuses: Collection[Status | str], *, planned: int = 0, unconfirmed: bool = False) -> SearchProgress:
+    def of(
+        cls,
+        statuses: Collection[Status | str],
+        *,
+        planned: int = 0,
+        unconfirmed: bool = False,
+        undecided: bool = False,
+    ) -> SearchProgress:
         """Return the progress of a search.
 
         Args:
             statuses: The status of each known candidate.
             planned: Number of candidates in the search; at least the number of known candidates counts.
             unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
+            undecided: Whether the machine was too noisy to tell which candidate is the fastest.
         """
         done, candidates = sum(status not in _OPEN for status in statuses), max(planned, len(statuses))
         if Status.MEASURED not in statuses:
             state = SearchState.FAILED
+        elif done < candidates or unconfirmed:
+            state = SearchState.PARTIAL
         else:
-            state = SearchState.PARTIAL if done < candidates or unconfirmed else SearchState.COMPLETE
+            state = SearchState.UNDECIDED if undecided else SearchState.COMPLETE
         return cls(state, done, candidates)
 
     @classmethod
@@ -119,21 +138,33 @@ class SearchProgress:
             return None
         stored = measured.get("search")
         if isinstance(stored, dict) and stored.get("state") in list(SearchState):
-            return cls(SearchState(stored["state"]), _count(stored.get("done")), _count(stored.get("candidates")))
-        # Entries of earlier versions have no state.
-        candidates, skipped = _count(measured.get("candidates")), _count(measured.get("skipped"))
-        is_whole = not skipped and measured.get("interrupted") is not True
-        return cls(SearchState.COMPLETE if is_whole else SearchState.PARTIAL, max(0, candidates - skipped), candidates)
+            state, done = SearchState(stored["state"]), _count(stored.get("done"))
+            candidates = _count(stored.get("candidates"))
+        else:  # entries of earlier versions have no state
+            candidates, skipped = _count(measured.get("candidates")), _count(measured.get("skipped"))
+            is_whole = not skipped and measured.get("interrupted") is not True
+            state, done = SearchState.COMPLETE if is_whole else SearchState.PARTIAL, max(0, candidates - skipped)
+        if state == SearchState.COMPLETE and measured.get("undecided") is True:  # by an earlier version
+            state = SearchState.UNDECIDED
+        return cls(state, done, candidates)
 
     @property
     def in_words(self) -> str:
-        """The state as text: `complete`, `partial (3 of 12)` or `failed`."""
+        """The state as text: `complete`, `undecided`, `partial (3 of 12)` or `failed`."""
         return f"{self.state} ({self._counted})" if self.state == SearchState.PARTIAL else str(self.state)
 
     @property
     def not_finished(self) -> str:
         """The text shown while a result is missing: `not finished (3 of 12)`."""
         return f"not finished ({self._counted})"
+
+    def in_brief(self, speedup: float | None, *, kept: bool) -> str:
+        """Return the speed-up; for a kept heuristic: `kept`, `undecided`, `not finished (3 of 12)` or `failed`."""
+        if not kept:
+            return ratio(speedup)
+        if self.state == SearchState.PARTIAL:
+            return self.not_finished
+        return "kept" if self.state == SearchState.COMPLETE else str(self.state)
 
     @property
     def _counted(self) -> str:
@@ -143,6 +174,14 @@ class SearchProgress:
     def data(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {"state": self.state.value, "done": self.done, "candidates": self.candidates}
+
+
+def stored_in_brief(measured: Mapping[str, Any] | None, speedup: float | None) -> str:
+    """Return the result of the search in a cache entry, as `SearchProgress.in_brief`; `-` without a search."""
+    progress = SearchProgress.stored_in(measured)
+    if progress is None or measured is None:
+        return ratio(speedup)
+    return progress.in_brief(speedup, kept=speedup is not None and measured.get("winner") == measured.get("heuristic"))
 
 
 def _count(value: object) -> int:
