@@ -106,7 +106,7 @@ def test_a_function_has_no_calls_to_choose_for(name):
 
 @pytest.mark.slow
 def test_a_search_that_ran_out_of_time_returns_the_best_so_far(kernel, times):
-    with policy_override(AutotunePolicy(budget_s=1e-6)):
+    with policy_override(budget_s=1e-6):
         assert autotune(kernel, calls=[(SHORT,), (LONG,)]) == {"rows": 1}
 
 
