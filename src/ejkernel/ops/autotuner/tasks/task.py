@@ -26,15 +26,15 @@ _LOOKED_AT: Final = 256  # configurations tried to find the first that all calls
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedCall:
-    """A further call that shares the configuration.
+    """One of the calls that share a configuration.
 
     Attributes:
-        inv: The call, of the task's kernel.
+        inv: The call.
         weight: Weight of its time in the geometric mean.
         inputs: Inputs to measure with; generated from the signature if `None`.
         programs: Configurations compiled before, with their programs for this call.
         reference: The kernel's reference for this call, compiled before.
-        partners: See `TuningTask`.
+        partners: Configurations in force for the call's other direction (backward or forward).
     """
 
     inv: Invocation[Any, Any]
@@ -52,40 +52,28 @@ def shares_of(calls: Sequence[SharedCall]) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuningTask:
-    """The description of a search; can be sent to a worker process.
+class TuningTask(SharedCall):
+    """The description of a search for one call, or for several; can be sent to a worker process.
 
     Attributes:
-        inv: The call, abstract, with its kernel.
+        others: Further calls of the same kernel that share the configuration.
         candidates: Configurations to measure beside the heuristic; the kernel's space if `None`.
         policy: Only `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` apply.
         records: Measurements from other calls and devices, the nearest first.
         rejected: Outcomes of candidates that need no measurement.
         known: Outcomes of an earlier attempt that lost its worker, or of an earlier search that ended early.
         spent: Seconds used by earlier attempts.
-        programs: Configurations compiled before, with their programs.
-        reference: The kernel's reference for this call, compiled before.
-        inputs: Inputs to measure with; generated from the signature if `None`.
-        weight: Weight of the call's time in the geometric mean.
-        others: Calls that share the configuration.
-        partners: Configurations in force for the call's other direction (backward or forward).
         suspects: Configurations of which one ended an earlier attempt; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
 
-    inv: Invocation[Any, Any]
+    others: tuple[SharedCall, ...] = ()
     candidates: Collection[Any] | None = None
     policy: AutotunePolicy = dataclasses.field(default_factory=AutotunePolicy)
     records: tuple[Record, ...] = ()
     rejected: tuple[Outcome, ...] = ()
     known: tuple[Outcome, ...] = ()
     spent: float = 0.0
-    programs: tuple[tuple[Any, Program], ...] = ()
-    reference: Program | None = None
-    inputs: GivenInputs | None = None
-    weight: float = 1.0
-    others: tuple[SharedCall, ...] = ()
-    partners: tuple[Any, ...] = ()
     suspects: tuple[Any, ...] = ()
     rounds: int = 15
     warmup: int = 2
@@ -95,14 +83,19 @@ class TuningTask:
 
     @property
     def kernel(self) -> Kernel[Any, Any]:
-        """The call's kernel."""
+        """The kernel of all calls."""
         assert self.inv.kernel is not None  # every task has a kernel
         return self.inv.kernel
 
     @property
-    def calls(self) -> tuple[Invocation[Any, Any], ...]:
+    def shared(self) -> tuple[SharedCall, ...]:
         """All calls that the configuration is for."""
-        return (self.inv, *(other.inv for other in self.others))
+        return (self, *self.others)
+
+    @property
+    def calls(self) -> tuple[Invocation[Any, Any], ...]:
+        """The invocations of these calls."""
+        return tuple(call.inv for call in self.shared)
 
 
 class Configurations:
