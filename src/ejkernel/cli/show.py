@@ -46,7 +46,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
         return 0
     entries, open_searches = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
     if as_json:
-        report.echo_json([*map(_as_data, entries), *map(_open_as_data, open_searches)])
+        report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "search", "measured")
         rows = [*map(_cells, entries), *map(_open_cells, open_searches)]
@@ -175,26 +175,19 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e6, 4)
 
 
-def _as_data(entry: StoredEntry) -> dict[str, Any]:
+def _as_data(found: StoredEntry | StoredSearch) -> dict[str, Any]:
+    """Return an entry, or a call without an entry (partial or failed search)."""
+    progress: SearchProgress | None
+    if isinstance(found, StoredEntry):
+        config, measured, progress = found.config, found.measured, SearchProgress.stored_in(found.measured)
+    else:
+        config, measured, progress = None, None, found.progress
     return {
-        "key": entry.key,
-        "config_type": entry.config_type,
-        "config": entry.config,
-        "call": entry.call,
-        "measured": entry.measured,
-        "search": None if (progress := SearchProgress.stored_in(entry.measured)) is None else progress.data(),
-        "provenance": dict(entry.provenance),
-    }
-
-
-def _open_as_data(search: StoredSearch) -> dict[str, Any]:
-    """Return a call without an entry (partial or failed search) in the layout of `_as_data`."""
-    return {
-        "key": search.key,
-        "config_type": search.config_type,
-        "config": None,
-        "call": search.call,
-        "measured": None,
-        "search": search.progress.data(),
-        "provenance": dict(search.provenance),
+        "key": found.key,
+        "config_type": found.config_type,
+        "config": config,
+        "call": found.call,
+        "measured": measured,
+        "search": None if progress is None else progress.data(),
+        "provenance": dict(found.provenance),
     }

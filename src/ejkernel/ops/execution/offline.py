@@ -136,8 +136,6 @@ def tune_invocations(
     selector: ConfigSelectorChain[Any, Any],
     invocations: Iterable[Invocation[Any, Any]],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
-    *,
-    compiled: Mapping[ConfigKey, BundledCall] | None = None,
 ) -> AutotuningResult:
     """Tune each call, forwards first, and save the configurations in the chain.
 
@@ -149,10 +147,9 @@ def tune_invocations(
         selector: The chain that tunes and saves.
         invocations: The calls.
         progress: Called with a call, the number of its compiled and checked candidates, and the number of all.
-        compiled: Candidates of some calls that were compiled earlier.
     """
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
-    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress, compiled=compiled)
+    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress)
 
 
 def tune_together(
@@ -202,12 +199,7 @@ def _progress_reported(
         yield
         return
     by_key = {inv.key: inv for inv in calls}
-
-    def report(key: ConfigKey, done: int, total: int) -> None:
-        if key in by_key:  # otherwise a candidate has started this search
-            progress(by_key[key], done, total)
-
-    with on_event(Counter(report)):
+    with on_event(Counter(lambda key, done, total: progress(by_key[key], done, total), by_key)):
         yield
 
 

@@ -134,11 +134,6 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
     return oracle.inv.node, oracle.arrays, result_names(oracle.inv.node)
 
 
-def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[object]) -> Sequence[Any]:
-    """Return the gradients of the baseline by the kernel's rule."""
-    return run_once(node, oracle.choice, inputs, oracle.inv.platform)
-
-
 def run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
     """Compile a node, run it once and return its results."""
     compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)

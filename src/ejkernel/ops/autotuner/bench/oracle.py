@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -266,19 +267,14 @@ class Oracle:
 
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""
-        empty = [index for index, result in self._results() if is_nowhere_finite(result)]
+        results = itertools.chain.from_iterable(map(enumerate, self._expected.values()))
+        empty = [index for index, result in results if is_nowhere_finite(result)]
         if empty and not self._has_warned:
             self._has_warned = True
             kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
             name = names[empty[0]] if names else f"result {empty[0]}"
-            text = (
-                f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so the search cannot detect wrong candidates"
-            )
+            text = f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so no wrong candidate can be detected"
             warn(f"{text}; {why_not_finite(kernel, self.inputs)}.", TuningWarning)
-
-    def _results(self) -> Iterator[tuple[int, Any]]:
-        for expected in self._expected.values():
-            yield from enumerate(expected)
 
     def renew(self) -> None:
         """Replace the inputs used so far by new ones, and recompute the reference results."""

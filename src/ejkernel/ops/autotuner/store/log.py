@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 SCHEMA: Final = 2  # increase when the layout changes; logs with another schema are skipped with a warning
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
+# Fields of `Findings` that a header holds as they are.
+_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed")
+_TEXTS: Final = ("why", "rule_fault", "not_saved")
 _TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
@@ -86,39 +89,32 @@ class StoredSearch(Findings):
             label: The source of the times; device and key by default.
             cfg_type: The configurations' type; `None` for the type named in the file, if files may name it.
         """
-        times: list[tuple[Any, float | None]] = []
-        refused: list[ConfigError] = []
-        for outcome in self.outcomes:
-            if outcome.measurement is None and outcome.status in _UNKNOWN:
-                continue
-            try:
-                config = self._decoded(outcome.config, cfg_type)
-            except ConfigError as error:
-                refused.append(error)
-            else:
-                times.append((config, outcome.seconds_on(self.key.call)))
-        if refused:
-            text = "%d of %d configurations in the log of %s cannot be decoded, e.g.: %s"
-            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
-        return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
+        known = [o for o in self.outcomes if o.measurement is not None or o.status not in _UNKNOWN]
+        times = tuple((o.config, o.seconds_on(self.key.call)) for o in self._decoded(known, cfg_type))
+        return Record(label or f"{self.key.device} {self.key.call}", times)
 
     def measured(self, cfg_type: object = None) -> tuple[Outcome, ...]:
         """Return the measured outcomes except the heuristic's, with decoded configurations.
 
         Configurations that cannot be decoded are left out and logged.
         """
-        found = []
-        for outcome in self.outcomes[1:]:
-            if outcome.status != Status.MEASURED or outcome.measurement is None:
-                continue
-            try:
-                found.append(dataclasses.replace(outcome, config=self._decoded(outcome.config, cfg_type)))
-            except ConfigError as error:
-                logger.info("a configuration in the log of %s cannot be decoded: %s", printable(self.key), error)
-        return tuple(found)
+        measured = [o for o in self.outcomes[1:] if o.status == Status.MEASURED and o.measurement is not None]
+        return tuple(self._decoded(measured, cfg_type))
 
-    def _decoded(self, config: object, cfg_type: object) -> Any:
-        return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
+    def _decoded(self, outcomes: Sequence[Outcome], cfg_type: object) -> list[Outcome]:
+        """Return the outcomes with decoded configurations, without those that cannot be decoded."""
+        found, refused = [], []
+        for outcome in outcomes:
+            data = outcome.config
+            try:
+                config = decode_config(data, self.config_type) if cfg_type is None else from_data(data, cfg_type)
+                found.append(dataclasses.replace(outcome, config=config))
+            except ConfigError as error:
+                refused.append(error)
+        if refused:
+            text = "%d of %d configurations in the log of %s cannot be decoded, e.g.: %s"
+            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
+        return found
 
     def summary(self, *, width: int | None = None) -> str:
         """Return a table of all candidates, the fastest first, at most `width` characters wide."""
@@ -171,16 +167,6 @@ class _Standing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """One case of a search; see `Case`."""
-
-    call: str
-    arguments: str
-    draw: str
-    weight: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     """The first line.
 
@@ -196,7 +182,7 @@ class _Header:
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
         why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
             `AutotuneData`.
-        cases: The cases of the search; `None` if it has a single case.
+        cases: The cases of the search, without samples; `None` if it has a single case.
     """
 
     schema: int
@@ -219,7 +205,7 @@ class _Header:
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
-    cases: list[_Case] | None = None
+    cases: list[Case] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,20 +251,17 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         fields=fields,
         winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
         seconds=round(data.seconds, 3),
+        planned=data.planned,
         outcomes=len(configs),
         columns=columns,
         provenance=dict(provenance),
         twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
-        why=shortened(data.why),
         standing=None if data.standing is None else _Standing(**data.standing.data()),
-        undecided=data.undecided,
-        interrupted=data.interrupted,
+        cases=[dataclasses.replace(case, samples=()) for case in data.cases] or None,
+        why=shortened(data.why),
         rule_fault=shortened(data.rule_fault),
-        input_sets=data.input_sets,
-        planned=data.planned,
-        unconfirmed=data.unconfirmed,
         not_saved=shortened(data.not_saved),
-        cases=[_Case(call=c.call, arguments=c.arguments, draw=c.draw, weight=c.weight) for c in data.cases] or None,
+        **{name: getattr(data, name) for name in _FLAGS},
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -354,18 +337,12 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         config_type=header.config_type,
         outcomes=tuple(outcomes),
         winner_index=header.winner,
-        seconds=header.seconds,
         provenance=header.provenance,
         path=path,
-        why=header.why,
-        standing=None if header.standing is None else header.standing.restored(),
-        undecided=header.undecided,
-        interrupted=header.interrupted,
-        rule_fault=header.rule_fault,
-        input_sets=header.input_sets,
+        seconds=header.seconds,
         planned=min(header.planned, _MOST),
-        unconfirmed=header.unconfirmed,
-        not_saved=header.not_saved,
+        standing=None if header.standing is None else header.standing.restored(),
+        **{name: getattr(header, name) for name in (*_FLAGS, *_TEXTS)},
     )
 
 
@@ -422,8 +399,6 @@ def _cases(row: _Row, number: int, header: _Header) -> tuple[Case, ...]:
     if times and len(times) != len(cases):
         raise UnusableError(f"line {number}: it has times of {len(times)} cases instead of {len(cases)}")
     return tuple(
-        Case(
-            call=case.call, arguments=case.arguments, draw=case.draw, weight=case.weight, samples=(microseconds / 1e6,)
-        )
+        dataclasses.replace(case, samples=(microseconds / 1e6,))
         for case, microseconds in zip(cases, times, strict=False)
     )
