@@ -145,7 +145,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is search.winner), None),
         "seconds": search.seconds,
         "why": search.why,
-        "standing": None if search.standing is None else search.standing.data(),
+        "standing": None if search.challenge is None else search.challenge.data(),
         "undecided": search.undecided,
         "interrupted": search.interrupted,
         "search": search.progress.data(),

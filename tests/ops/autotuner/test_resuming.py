@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.ops import ConfigSelectorChain, Invocation, Kernel, PersistentCache
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.race import Case
+from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config.cache import ConfigCache

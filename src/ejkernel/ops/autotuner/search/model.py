@@ -196,7 +196,7 @@ class Prior:
         return interpolated
 
 
-class Candidates:
+class RankedPoints:
     """The points to rank, and the probability that each works.
 
     Args:
@@ -248,7 +248,7 @@ class Model:
 
     def __init__(
         self,
-        candidates: Candidates,
+        candidates: RankedPoints,
         hypers: Sequence[Hyper],
         times: Mapping[Point, float | None],
         failing: Hyper | None = None,

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
-from ejkernel.ops.autotuner.measure.race import Case
+from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Findings, Outcome, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
@@ -124,8 +124,8 @@ class StoredSearch(Findings):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Standing:
-    """The fields of `Standing.data`."""
+class _StoredChallenge:
+    """The fields of `Challenge.data`."""
 
     rival: Any
     verdict: str
@@ -139,8 +139,8 @@ class _Standing:
     judged_by: str
     alone: bool
 
-    def restored(self) -> Standing:
-        """Return the `Standing`.
+    def restored(self) -> Challenge:
+        """Return the `Challenge`.
 
         Raises:
             UnusableError: The figures are invalid or inconsistent.
@@ -150,8 +150,8 @@ class _Standing:
         # The figures are shown and compared, so reject inconsistent ones.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
-            raise UnusableError(f"line 1: the figures of its standing are inconsistent: {self}")
-        verdict = PairedComparison(
+            raise UnusableError(f"line 1: the figures of its comparison are inconsistent: {self}")
+        comparison = PairedComparison(
             wins=self.verdict == CameOut.WINS,
             settled=self.verdict != CameOut.UNDECIDED,
             speedup=math.inf if self.speedup is None else self.speedup,
@@ -163,7 +163,7 @@ class _Standing:
             incumbent=self.heuristic_us / 1e6,
             judged_by=self.judged_by,
         )
-        return Standing(self.rival, verdict, alone=self.alone)
+        return Challenge(self.rival, comparison, is_confirmation=self.alone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +180,9 @@ class _Header:
         outcomes: Number of outcome lines.
         columns: Columns of these lines.
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
-        why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
+        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
             `AutotuneData`.
+        standing: `AutotuneData.challenge`.
         cases: The cases of the search, without samples; `None` if it has a single case.
     """
 
@@ -197,7 +198,7 @@ class _Header:
     provenance: dict[str, Any]
     twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     why: str = ""
-    standing: _Standing | None = None
+    standing: _StoredChallenge | None = None
     undecided: bool = False
     interrupted: bool = False
     rule_fault: str = ""
@@ -256,7 +257,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         columns=columns,
         provenance=dict(provenance),
         twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
-        standing=None if data.standing is None else _Standing(**data.standing.data()),
+        standing=None if data.challenge is None else _StoredChallenge(**data.challenge.data()),
         cases=[dataclasses.replace(case, samples=()) for case in data.cases] or None,
         why=shortened(data.why),
         rule_fault=shortened(data.rule_fault),
@@ -341,7 +342,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         path=path,
         seconds=header.seconds,
         planned=min(header.planned, _MOST),
-        standing=None if header.standing is None else header.standing.restored(),
+        challenge=None if header.standing is None else header.standing.restored(),
         **{name: getattr(header, name) for name in (*_FLAGS, *_TEXTS)},
     )
 

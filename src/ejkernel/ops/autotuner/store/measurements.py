@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MeasurementStore`: the measurements of every search, stored beside the cache entries; and their replay."""
+"""`MeasurementStore`: the measurements of every search, stored beside the cache entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.search.strategies import Strategy
 from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
@@ -34,11 +33,10 @@ from ejkernel.ops.config._files import (
 )
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.errors import CacheWarning
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
@@ -266,44 +264,6 @@ def _log(name: str, raw: bytes, path: Path | None) -> _Log:
     if not _is_of(key, name):
         raise UnusableError(f"it holds another key: {describe(key)}")
     return _Log(key, call, name, lines, path)
-
-
-def replay(
-    search: StoredSearch, strategy_of: Callable[[ConfigSpace[Any]], Strategy], evaluations: int | None = None
-) -> Record:
-    """Run a strategy on a stored search without a device, with the logged times as measurements.
-
-    >>> replay(search, lambda space: default_strategy(space, seed=1)).best(1)  # doctest: +SKIP
-
-    Args:
-        search: The search. Its tried configurations, as plain data, form the space. Configurations other than
-            dictionaries become `{"config": configuration}`.
-        strategy_of: Creates the strategy for that space.
-        evaluations: Largest number of configurations to evaluate; all by default.
-
-    Returns:
-        The evaluated configurations with their times, in order.
-
-    Raises:
-        ConfigError: The log has no usable outcome.
-    """
-    times = {stable_json(config): (config, seconds) for config, seconds in search.record(cfg_type=Any).times}
-    if not times:
-        raise ConfigError(f"search must have outcomes that a strategy can use, got none for {search.key}.")
-    wrapped = not all(isinstance(config, dict) for config, _ in times.values())
-    space: ConfigSpace[Any] = ConfigSpace.listed(
-        [{"config": config} if wrapped else config for config, _ in times.values()]
-    )
-    strategy = strategy_of(space)
-    asked: list[tuple[Any, float | None]] = []
-    while evaluations is None or len(asked) < evaluations:
-        configs = strategy.ask(1)
-        if not configs:
-            break
-        answer = times[stable_json(configs[0]["config"] if wrapped else configs[0])]
-        strategy.tell(configs[0], answer[1])
-        asked.append(answer)
-    return Record(f"replay of {search.key.device} {search.key.call}", tuple(asked))
 
 
 def _merged(label: str, records: Sequence[Record]) -> Record:

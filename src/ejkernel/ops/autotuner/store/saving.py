@@ -164,11 +164,11 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
         raise AdmissionError(f"the winner {winner.config!r} was not compared with the reference")
     if winner is data.heuristic or data.heuristic.status in FAULTY:
         return
-    standing = data.standing
-    if standing is None or config_id(standing.rival) != config_id(winner.config):
+    challenge = data.challenge
+    if challenge is None or config_id(challenge.challenger) != config_id(winner.config):
         raise AdmissionError(f"the winner {winner.config!r} was not compared with the heuristic")
-    if not (standing.alone and standing.verdict.wins and standing.verdict.settled):
-        raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {standing.line()}")
+    if not (challenge.is_confirmation and challenge.comparison.wins and challenge.comparison.settled):
+        raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {challenge.line()}")
 
 
 def _has_tried(data: AutotuneData, config: object) -> bool:

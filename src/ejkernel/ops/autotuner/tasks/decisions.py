@@ -11,12 +11,12 @@ from collections.abc import Callable
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedRace, compare
-from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR, Race, RacePlan
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool, fastest_first
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
-from ejkernel.ops.autotuner.trials.outcome import Standing
+from ejkernel.ops.autotuner.trials.outcome import Challenge
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.errors import CandidateError, TuningError
@@ -30,27 +30,27 @@ _HOPELESS = 1.25  # a candidate slower than this multiple of the heuristic is no
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision of a run.
+class Conclusion:
+    """The winner of a run, and the evidence.
 
     Attributes:
         winner: The winning candidate.
         checked: The checks that it passed.
-        standing: The best challenger compared with the heuristic.
+        challenge: The best challenger compared with the heuristic.
         doubtful: Whether another candidate has shorter times than the winner.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
     """
 
     winner: Candidate
     checked: tuple[str, ...]
-    standing: Standing | None = None
+    challenge: Challenge | None = None
     doubtful: bool = False
     unconfirmed: bool = False
 
     @property
     def undecided(self) -> bool:
         """Whether the evidence was insufficient."""
-        return self.doubtful or (self.standing is not None and not self.standing.verdict.settled)
+        return self.doubtful or (self.challenge is not None and not self.challenge.comparison.settled)
 
 
 class Decider:
@@ -68,7 +68,7 @@ class Decider:
         self._rounds = max(_CONFIRMATION_ROUNDS, task.rounds)
         self._rule_fault = ""
 
-    def decide(self) -> Decision:
+    def decide(self) -> Conclusion:
         """Return the decision, after candidates with shorter times than the winner were measured again beside it.
 
         A candidate dropped early, or measured in other rounds, may look fast because of its few samples.
@@ -84,11 +84,11 @@ class Decider:
                 break
             pool.prepare_again(doubtful)
             again = {id(candidate): candidate for candidate in (pool.heuristic, decision.winner, *doubtful)}
-            pool.measure(again.values(), RacePlan.fixed(self._rounds))
+            pool.measure(again.values(), SamplingPlan.fixed(self._rounds))
             decision = self._best()
         return dataclasses.replace(decision, doubtful=bool(self._faster_than(decision)))
 
-    def fault(self, decision: Decision) -> str:
+    def fault(self, decision: Conclusion) -> str:
         """Return the fault of the gradients: of the heuristic's, or how forward and backward disagree on residuals."""
         if self._rule_fault or self._task.policy.validate is not True:
             return self._rule_fault or self._oracle.contract_fault
@@ -106,7 +106,7 @@ class Decider:
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._oracle) if first.compiled is not None else ""
 
-    def _faster_than(self, decision: Decision) -> list[Candidate]:
+    def _faster_than(self, decision: Conclusion) -> list[Candidate]:
         """Return candidates with shorter times than the winner, the fastest first; empty if undecided."""
         limit = None if decision.undecided else decision.winner.seconds
         if limit is None:
@@ -114,7 +114,7 @@ class Decider:
         fastest = fastest_first(self._pool.tried)[:FINALISTS]
         return [candidate for candidate in fastest if (candidate.seconds or math.inf) < limit * (1 - MARGIN)]
 
-    def _best(self) -> Decision:
+    def _best(self) -> Conclusion:
         """Return the fastest candidate that is correct on new inputs and beats the heuristic in a confirmation run.
 
         The confirmation run is paired and takes new samples: the fastest of many candidates is often the one that
@@ -126,25 +126,25 @@ class Decider:
             # Without samples of the heuristic, and without its failure, nothing can be compared with it.
             if challenger is None or not (heuristic.status in FAULTY or _are_measured(heuristic)):
                 return self._stays(None)
-            standing = self._first_look(challenger)
-            if standing is not None and not standing.verdict.wins:
-                return self._stays(standing)
+            challenge = self._first_look(challenger)
+            if challenge is not None and not challenge.comparison.wins:
+                return self._stays(challenge)
             checked = self._confirmed(challenger)
-            standing = self._confirmation_run(challenger)
+            challenge = self._confirmation_run(challenger)
             if _are_measured(challenger):
-                return self._after_confirmation_run(challenger, checked, standing)
+                return self._after_confirmation_run(challenger, checked, challenge)
             # The failed challenger caused slower candidates to be dropped.
-            pool.measure(pool.tried, RacePlan(rounds=self._task.rounds))
+            pool.measure(pool.tried, SamplingPlan(rounds=self._task.rounds))
         self._oracle.settings.tell()
         raise TuningError(self._why_no_winner())
 
-    def _first_look(self, challenger: Candidate) -> Standing | None:
+    def _first_look(self, challenger: Candidate) -> Challenge | None:
         """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive."""
         if not _are_measured(challenger, self._pool.heuristic):
             return None
-        verdict = _at_first_look(challenger, self._pool.heuristic)
-        if verdict.wins or verdict.settled or self._pool.must_end():
-            return Standing(challenger.config, verdict)
+        comparison = _at_first_look(challenger, self._pool.heuristic)
+        if comparison.wins or comparison.settled or self._pool.must_end():
+            return Challenge(challenger.config, comparison)
         return self._confirmation_run(challenger)
 
     def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class Decider:
             self._pool.report(challenger)
             return ()
 
-    def _confirmation_run(self, challenger: Candidate) -> Standing | None:
+    def _confirmation_run(self, challenger: Candidate) -> Challenge | None:
         """Run the confirmation until the comparison is settled; `None` if a candidate cannot be measured.
 
         It may continue for a moment after the end was requested: without a confirmation run, no candidate wins.
@@ -165,12 +165,12 @@ class Decider:
         heuristic = self._pool.heuristic
         if not _are_measured(challenger, heuristic):
             return None
-        paired = PairedRace(self._rounds, may_go_on=self._budget.lasts(_CONFIRMATION_SECONDS))
+        paired = PairedSampling(self._rounds, may_go_on=self._budget.lasts(_CONFIRMATION_SECONDS))
         # The log stores these samples.
-        self._pool.timing.race([heuristic, challenger], paired, stop=self._must_end_now())
+        self._pool.timing.measure([heuristic, challenger], paired, stop=self._must_end_now())
         if not _are_measured(challenger, heuristic):
             return None
-        return Standing(challenger.config, paired.verdict, alone=True)
+        return Challenge(challenger.config, paired.comparison, is_confirmation=True)
 
     def _must_end_now(self) -> Callable[[], bool]:
         """Return a function that is true a moment after the end of the search was requested."""
@@ -178,23 +178,23 @@ class Decider:
         return lambda: self._budget.is_abandoned() or (self._pool.must_end() and not has_time())
 
     def _after_confirmation_run(
-        self, challenger: Candidate, checked: tuple[str, ...], standing: Standing | None
-    ) -> Decision:
+        self, challenger: Candidate, checked: tuple[str, ...], challenge: Challenge | None
+    ) -> Conclusion:
         """Return the challenger if it won the confirmation run, or if the heuristic has failed."""
-        if standing is None:
+        if challenge is None:
             if challenger.is_recalled:  # a search must measure its winner itself
-                race = Race(1, plan=RacePlan.fixed(self._rounds))
-                self._pool.timing.race([challenger], race, stop=self._must_end_now())
+                sampling = Sampling(1, plan=SamplingPlan.fixed(self._rounds))
+                self._pool.timing.measure([challenger], sampling, stop=self._must_end_now())
             has_failed = self._pool.heuristic.status in FAULTY
-            return Decision(challenger, checked) if has_failed and not challenger.is_recalled else self._stays(None)
-        is_confirmed = standing.verdict.wins and standing.verdict.settled
-        return Decision(challenger, checked, standing) if is_confirmed else self._stays(standing)
+            return Conclusion(challenger, checked) if has_failed and not challenger.is_recalled else self._stays(None)
+        is_confirmed = challenge.comparison.wins and challenge.comparison.settled
+        return Conclusion(challenger, checked, challenge) if is_confirmed else self._stays(challenge)
 
-    def _stays(self, standing: Standing | None) -> Decision:
+    def _stays(self, challenge: Challenge | None) -> Conclusion:
         checked = ("outputs",) if self._task.policy.validate else ()
-        is_open = standing is None or not standing.verdict.settled
+        is_open = challenge is None or not challenge.comparison.settled
         unconfirmed = is_open and self._pool.others_are_measured and self._pool.must_end()
-        return Decision(self._pool.heuristic, checked, standing, unconfirmed=unconfirmed)
+        return Conclusion(self._pool.heuristic, checked, challenge, unconfirmed=unconfirmed)
 
     def _why_no_winner(self) -> str:
         """Return why a search has no winner: the reasons of all candidates, the most frequent first."""
@@ -215,7 +215,7 @@ def _are_measured(*candidates: Candidate) -> bool:
 def _at_first_look(challenger: Candidate, heuristic: Candidate) -> PairedComparison:
     """Compare two candidates by the rounds of all candidates; the challenger needs a lead in the median beyond a tie.
 
-    A hopelessly slow challenger was dropped early. It has few samples, but its verdict is settled.
+    A hopelessly slow challenger was dropped early. It has few samples, but its comparison is settled.
     """
     mine, theirs = challenger.measurement, heuristic.measurement
     assert mine is not None  # callers check
@@ -223,12 +223,12 @@ def _at_first_look(challenger: Candidate, heuristic: Candidate) -> PairedCompari
     sure = compare(mine.samples, theirs.samples)
     wins = compare(mine.samples, theirs.samples, margin=MARGIN, confidence=0.0).wins
     witness = PROCESSOR if mine.method == PROCESSOR else CLOCK
-    verdict = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
-    hopeless = not verdict.wins and verdict.speedup * _HOPELESS <= 1
-    return dataclasses.replace(verdict, settled=verdict.settled or hopeless)
+    comparison = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
+    hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1
+    return dataclasses.replace(comparison, settled=comparison.settled or hopeless)
 
 
-def why_it_stays(decision: Decision, *, finished: bool, others_are_measured: bool) -> str:
+def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: bool) -> str:
     """Return why the heuristic stays.
 
     Args:
@@ -236,16 +236,16 @@ def why_it_stays(decision: Decision, *, finished: bool, others_are_measured: boo
         finished: Whether no candidate is left to measure.
         others_are_measured: Whether a candidate beside the heuristic has times.
     """
-    standing = decision.standing
+    challenge = decision.challenge
     if decision.unconfirmed:
         return "the search ended before the best candidate was compared with the heuristic"
     if not finished and not others_are_measured:
         return "the search ended before another candidate was measured"
     so_far = "" if finished else " so far"
-    if standing is None or (standing.verdict.settled and not standing.alone):
+    if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
         return f"no candidate was measurably faster{so_far}"
-    verdict = standing.verdict
-    what = "did not beat the heuristic" if verdict.settled else "was neither certainly faster nor certainly slower"
-    where = " in the confirmation run" if standing.alone else ""
-    rounds = f"{verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds"
-    return f"{compact(standing.rival)} {what}{where}{so_far} ({rounds})"
+    comparison = challenge.comparison
+    what = "did not beat the heuristic" if comparison.settled else "was neither certainly faster nor certainly slower"
+    where = " in the confirmation run" if challenge.is_confirmation else ""
+    rounds = f"{comparison.speedup:.2f}x, ahead in {comparison.ahead} of {comparison.pairs} rounds"
+    return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"

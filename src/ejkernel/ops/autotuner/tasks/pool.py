@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.tasks.task import Configurations, TuningTask
@@ -199,15 +199,15 @@ class Pool:
         else:
             self.prepare(missing)
 
-    def measure(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
+    def measure(self, candidates: Iterable[Candidate], plan: SamplingPlan) -> None:
         """Time the compiled candidates in interleaved rounds, and rank them."""
         compiled = [candidate for candidate in candidates if candidate.compiled is not None]
-        race = Race(len(compiled), plan=plan)
-        self.ranking = self.timing.race(compiled, race, stop=self.must_end) if compiled else []
+        sampling = Sampling(len(compiled), plan=plan)
+        self.ranking = self.timing.measure(compiled, sampling, stop=self.must_end) if compiled else []
         for candidate in compiled:
             self.report(candidate)
 
-    def measure_finalists(self, plan: RacePlan) -> None:
+    def measure_finalists(self, plan: SamplingPlan) -> None:
         """Measure the best candidates again beside the heuristic, since their times come from different rounds."""
         best = self._finalists()
         self.prepare_again(best)

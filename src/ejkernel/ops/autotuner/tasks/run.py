@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
-from ejkernel.ops.autotuner.measure.race import RacePlan
+from ejkernel.ops.autotuner.measure.sampling import SamplingPlan
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
@@ -31,7 +31,7 @@ from ejkernel.ops.utils.validation import named
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler
 
-_SCREENING = RacePlan.fixed(2)  # for candidates proposed by a strategy
+_SCREENING = SamplingPlan.fixed(2)  # for candidates proposed by a strategy
 _BATCH = 8  # candidates requested from a strategy at once: they compile in parallel and run interleaved
 
 
@@ -89,7 +89,7 @@ class TuningRun:
             seconds=budget.spent(),
             checked=decision.checked,
             input_sets=decision.winner.input_sets,
-            standing=decision.standing,
+            challenge=decision.challenge,
             undecided=decision.undecided,
             interrupted=budget.is_stopped,
             rule_fault=decider.fault(decision),
@@ -218,5 +218,5 @@ class TuningRun:
         return total if ended_early else len(pool.tried)
 
     @property
-    def _plan(self) -> RacePlan:
-        return RacePlan(rounds=self.task.rounds)
+    def _plan(self) -> SamplingPlan:
+        return SamplingPlan(rounds=self.task.rounds)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Case, seconds_on
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, seconds_on
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -71,53 +71,53 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Standing:
+class Challenge:
     """The best challenger compared with the heuristic, by their last decisive measurement.
 
     Attributes:
-        rival: The challenger's configuration.
-        verdict: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
-        alone: Whether this was the confirmation run of the two, rather than a run with all candidates.
+        challenger: The challenger's configuration.
+        comparison: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
+        is_confirmation: Whether this was the confirmation run of the two, rather than a run with all candidates.
     """
 
-    rival: Any
-    verdict: PairedComparison
-    alone: bool = False
+    challenger: Any
+    comparison: PairedComparison
+    is_confirmation: bool = False
 
     @property
     def came_out(self) -> CameOut:
         """The result of the comparison."""
-        if not self.verdict.settled:
+        if not self.comparison.settled:
             return CameOut.UNDECIDED
-        return CameOut.WINS if self.verdict.wins else CameOut.STAYS
+        return CameOut.WINS if self.comparison.wins else CameOut.STAYS
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data, with times in microseconds and `came_out` as the verdict."""
-        verdict = self.verdict
+        """Return it as plain data, with times in microseconds and `came_out` as the figures."""
+        figures = self.comparison
         return {
-            "rival": to_data(self.rival),
+            "rival": to_data(self.challenger),
             "verdict": self.came_out.value,
-            "rival_us": round(verdict.challenger * 1e6, 4),
-            "heuristic_us": round(verdict.incumbent * 1e6, 4),
+            "rival_us": round(figures.challenger * 1e6, 4),
+            "heuristic_us": round(figures.incumbent * 1e6, 4),
             # JSON has no infinity.
-            "speedup": round(verdict.speedup, 4) if math.isfinite(verdict.speedup) else None,
-            "rounds": verdict.pairs,
-            "rival_faster": verdict.ahead,
-            "heuristic_faster": verdict.behind,
-            "confidence": round(verdict.confidence, 6),
-            "judged_by": verdict.judged_by,
-            "alone": self.alone,
+            "speedup": round(figures.speedup, 4) if math.isfinite(figures.speedup) else None,
+            "rounds": figures.pairs,
+            "rival_faster": figures.ahead,
+            "heuristic_faster": figures.behind,
+            "confidence": round(figures.confidence, 6),
+            "judged_by": figures.judged_by,
+            "alone": self.is_confirmation,
         }
 
     def line(self) -> str:
         """Return it as one line of text."""
-        verdict = self.verdict
-        mine, theirs = durations((verdict.challenger, verdict.incumbent))
-        where = "in the confirmation run" if self.alone else "in the run of all candidates"
-        by = " of processor time, since other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
+        figures = self.comparison
+        mine, theirs = durations((figures.challenger, figures.incumbent))
+        where = "in the confirmation run" if self.is_confirmation else "in the run of all candidates"
+        by = " of processor time, since other processes disturbed the clock" if figures.judged_by == PROCESSOR else ""
         return (
-            f"{compact(self.rival)} {where}: {mine}, the heuristic {theirs}{by}; faster in {verdict.ahead} of "
-            f"{verdict.pairs} rounds, slower in {verdict.behind}; {self.came_out.in_words}"
+            f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; faster in {figures.ahead} of "
+            f"{figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
         )
 
 
@@ -130,7 +130,7 @@ class Findings:
         seconds: Duration of the search.
         why: Why the heuristic stays, if it does.
         interrupted: Whether the search was stopped early, so that this is the best result so far.
-        standing: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
+        challenge: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
             could not be measured.
         undecided: Whether all rounds within the time left it open which candidate is the fastest. The heuristic then
             stays, unless the measured times put the challenger clearly ahead.
@@ -147,7 +147,7 @@ class Findings:
     seconds: float
     why: str = ""
     interrupted: bool = False
-    standing: Standing | None = None
+    challenge: Challenge | None = None
     undecided: bool = False
     rule_fault: str = ""
     input_sets: int = 0
@@ -239,7 +239,7 @@ class AutotuneData(Findings):
 
         `None` if the heuristic stays, or could not be measured.
         """
-        return None if self.standing is None or self.is_kept else self.standing.verdict.confidence
+        return None if self.challenge is None or self.is_kept else self.challenge.comparison.confidence
 
     @property
     def key(self) -> ConfigKey:
@@ -279,7 +279,7 @@ class AutotuneData(Findings):
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "undecided": self.undecided,
-            "standing": None if self.standing is None else self.standing.data(),
+            "standing": None if self.challenge is None else self.challenge.data(),
             "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
@@ -364,7 +364,7 @@ def _in_one_line(reason: str, most: int | None) -> str:
 def remarks(search: Findings) -> list[str]:
     """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
-    lines += [] if search.standing is None else [search.standing.line()]
+    lines += [] if search.challenge is None else [search.challenge.line()]
     if search.input_sets:
         lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which candidates get another sample: pure logic, without a clock. `paired.py` confirms the winner.
 
-`benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `RacePlan`.
+`benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `SamplingPlan`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RacePlan:
+class SamplingPlan:
     """The number of samples per candidate, with early stopping.
 
     The first stage gives every candidate a few samples and drops losers as early as possible. The second stage measures
@@ -126,7 +126,7 @@ class RacePlan:
             raise ConfigError(f"hopeless must hold pairs (samples >= 1, ratio >= 1), got {self.hopeless!r}.")
 
     @classmethod
-    def fixed(cls, rounds: int, *, discard: int = 1) -> RacePlan:
+    def fixed(cls, rounds: int, *, discard: int = 1) -> SamplingPlan:
         """Return the plan that gives every candidate `rounds` samples."""
         return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
 
@@ -146,15 +146,15 @@ class RacePlan:
         return min((ratio for after, ratio in self.hopeless if after <= samples), default=math.inf)
 
 
-class Race:
+class Sampling:
     """Decides round by round which of `count` candidates are sampled.
 
     Decisions depend on the samples only. An incumbent is sampled in every round, even if it is slow: the winner is
     compared with it round by round.
 
-        while indices := race.next_round():
+        while indices := sampling.next_round():
             for index in indices:
-                race.note(index, measure(index))
+                sampling.note(index, measure(index))
 
     Args:
         count: Number of candidates.
@@ -165,10 +165,10 @@ class Race:
         ConfigError: An incumbent is not among the candidates.
     """
 
-    def __init__(self, count: int, *, plan: RacePlan | None = None, incumbents: Collection[int] = (0,)) -> None:
+    def __init__(self, count: int, *, plan: SamplingPlan | None = None, incumbents: Collection[int] = (0,)) -> None:
         if count and not all(0 <= index < count for index in incumbents):
             raise ConfigError(f"incumbents must be among the {count} candidates, got {sorted(incumbents)}.")
-        self.plan = RacePlan() if plan is None else plan
+        self.plan = SamplingPlan() if plan is None else plan
         self._incumbents = frozenset(incumbents) if count else frozenset()
         self._samples: list[list[Sample]] = [[] for _ in range(count)]
         self._alive = list(range(count))
@@ -212,7 +212,7 @@ class Race:
         return witness, [tuple(work_of(samples)) for samples in self.noted]
 
     def next_round(self) -> list[int]:
-        """Return the indices of the candidates to sample now, in order; empty once the race is decided.
+        """Return the indices of the candidates to sample now, in order; empty once the sampling is decided.
 
         While samples of a round are missing, this returns the rest of that round.
         """
@@ -260,7 +260,7 @@ class Race:
     def ranking(self) -> list[int]:
         """Return the indices of candidates with samples, without failed ones, the best first.
 
-        Candidates are ordered by rounds before they were dropped (most first), then by `RacePlan.center`, then by
+        Candidates are ordered by rounds before they were dropped (most first), then by `SamplingPlan.center`, then by
         index.
         """
         _, samples = self.judged
