@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts one fault at a time into the code, and counts the faults that the tests notice.
+
+First record which test runs which line, then check a sample of faults:
+
+    python -m pip install -e '.[mutation]'
+    COVERAGE_CORE=ctrace python -m pytest --cov --cov-context=test --cov-report=
+    python scripts/mutation_check.py --faults 60 --seed 0 --output faults.json
+
+A fault changes one place of `ejkernel.ops.config`, `.core` or `.autotuner`: a comparison, a number, a condition, a
+loop. Only lines that a test runs are drawn. For each fault the tests that run its line are run until one
+fails, those that run the fewest lines first. A fault counts as noticed if a test fails, or if the tests do not end in
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import cosmic_ray.ast
+import cosmic_ray.mutating
+import cosmic_ray.plugins
+import coverage
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = tuple(f"src/ejkernel/ops/{name}" for name in ("config", "core", "autotuner"))
+# `X | Y` is mostly an annotation here, and the variables need names to be given.
+LEFT_OUT = ("BitOr", "Variable", "RemoveDecorator")
+# The tests copy, read or lint the sources themselves, so they would fail for reasons of style.
+NOT_ASKED = ("tests/test_structure.py", "tests/typing")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change: the operator's n-th place in a file, and the line that it is on."""
+
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests made of a fault; `noticed_by` is the test that failed, or "time" if they did not end."""
+
+    fault: Fault
+    code: str
+    noticed_by: str | None
+    tests: int
+
+
+def faults_of(file: Path) -> Iterator[Fault]:
+    """Yield each change that can be made to a file."""
+    tree = cosmic_ray.ast.get_ast(file.read_text())
+    for name in cosmic_ray.plugins.operator_names():
+        if any(part in name for part in LEFT_OUT):
+            continue
+        operator = cosmic_ray.plugins.get_operator(name)()
+        positions = (p for node in cosmic_ray.ast.ast_nodes(tree) for p in operator.mutation_positions(node))
+        for occurrence, ((line, _), _) in enumerate(positions):
+            yield Fault(str(file.relative_to(ROOT)), line, name, occurrence)
+
+
+def tests_by_line(data: coverage.CoverageData, file: str) -> dict[int, set[str]]:
+    """Return the tests that run each line of a file."""
+    found = data.contexts_by_lineno(str(ROOT / file))
+    return {
+        line: {test for test in (name.partition("|")[0] for name in names) if test and not test.startswith(NOT_ASKED)}
+        for line, names in found.items()
+    }
+
+
+def drawn(data: coverage.CoverageData, count: int, seed: int) -> list[tuple[Fault, set[str]]]:
+    """Return `count` faults with their tests: first a line is drawn, then one of its faults."""
+    on_line: dict[tuple[str, int], list[Fault]] = {}
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for fault in faults_of(file):
+                on_line.setdefault((fault.file, fault.line), []).append(fault)
+    tests = {file: tests_by_line(data, file) for file, _ in on_line}
+    lines = sorted((file, line) for file, line in on_line if tests[file].get(line))
+    chance = random.Random(seed)
+    chance.shuffle(lines)
+    chosen = []
+    while lines and len(chosen) < count:
+        file, line = lines.pop()
+        real = [fault for fault in on_line[file, line] if is_fault(fault)]
+        if real:
+            chosen.append((chance.choice(real), tests[file][line]))
+    return chosen
+
+
+def is_fault(fault: Fault) -> bool:
+    """Return whether the changed file is a Python program that differs in more than its annotations."""
+    before = (ROOT / fault.file).read_text()
+    try:
+        return without_annotations(changed(before, fault)) != without_annotations(before)
+    except SyntaxError:  # the `*` of a signature, taken for a product
+        return False
+
+
+def without_annotations(code: str) -> str:
+    """Return a program's syntax tree as text."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if hasattr(node, "annotation"):
+            node.annotation = None
+        if hasattr(node, "returns"):
+            node.returns = None
+    return ast.dump(tree)
+
+
+def changed(code: str, fault: Fault) -> str:
+    """Return the code with a fault in it."""
+    operator = cosmic_ray.plugins.get_operator(fault.operator)()
+    after = cosmic_ray.mutating.mutate_code(code, operator, fault.occurrence)
+    if after is None:
+        raise RuntimeError(f"{fault} changes nothing: the sources changed since the tests were recorded")
+    return str(after)
+
+
+def check(fault: Fault, tests: Sequence[str], copy: Path, seconds: float) -> Outcome:
+    """Return what the tests make of a fault in `copy`, a copy of this folder."""
+    place = copy / fault.file
+    before = place.read_text()
+    after = changed(before, fault)
+    code = after.splitlines()[fault.line - 1].strip()
+    place.write_text(after)
+    try:
+        return Outcome(fault, code, noticed_by(tests, copy, seconds), len(tests))
+    finally:
+        place.write_text(before)
+
+
+def noticed_by(tests: Sequence[str], copy: Path, seconds: float) -> str | None:
+    """Return the test that fails, "time" if the tests take too long, or None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", "--no-header", "-rfE", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "time"
+    if run.returncode == 0:
+        return None
+    failed = [line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else f"pytest's status {run.returncode}"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Count the faults that the tests notice.")
+    options.add_argument("--faults", type=int, default=60)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--tests", type=int, default=150, help="run at most so many tests for a fault")
+    options.add_argument("--seconds", type=float, default=600, help="time for the tests of one fault")
+    options.add_argument("--output", type=Path, help="write the outcomes there as JSON")
+    given = options.parse_args()
+
+    data = coverage.CoverageData(str(ROOT / ".coverage"))
+    data.read()
+    chosen = drawn(data, given.faults, given.seed)
+    # How much a test runs: the more it does, the longer it takes and the less it looks at one line.
+    size = Counter(
+        test for file in data.measured_files() for tests in tests_by_line(data, file).values() for test in tests
+    )
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for fault, tests in chosen:
+            order = sorted(tests, key=lambda test: (size[test], test))[: given.tests]
+            outcome = check(fault, order, copy, given.seconds)
+            outcomes.append(outcome)
+            print(f"{outcome.noticed_by or 'NOT NOTICED'}: {fault.file}:{fault.line}: {outcome.code}", flush=True)
+    noticed = sum(outcome.noticed_by is not None for outcome in outcomes)
+    print(f"{noticed} of {len(outcomes)} faults noticed")
+    if given.output:
+        summary = {"seed": given.seed, "faults": len(outcomes), "noticed": noticed}
+        rows = [asdict(outcome) for outcome in outcomes]
+        given.output.write_text(json.dumps({**summary, "outcomes": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
