@@ -463,7 +463,11 @@ def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
 def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
     tuned = tune(Double())
-    assert (tuned.challenge.challenger, tuned.challenge.came_out, tuned.challenge.alone) == (2, "stays", False)
+    assert (tuned.challenge.challenger, tuned.challenge.came_out, tuned.challenge.is_confirmation) == (
+        2,
+        "stays",
+        False,
+    )
     assert (
         "2 in the run of all candidates: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds"
         in tuned.summary()
