@@ -227,6 +227,17 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
 
 
+def test_products_of_all_rows_at_once_batch_over_rows_alone_and_twice():
+    lhs = jnp.stack([jnp.stack([LHS, -LHS]), jnp.stack([2 * LHS, LHS])])
+    product = functools.partial(grouped_matmul, cfg=GroupedMatmulConfig(fwd=XlaParams()))
+    wgrad = functools.partial(grouped_matmul_wgrad, cfg=GroupedMatmulWgradConfig(fwd=XlaParams()))
+    factors = np.array([[1, -1], [2, 1]])[..., None, None]
+    found = jax.vmap(jax.vmap(product, (0, None, None)), (0, None, None))(lhs, RHS, SIZES)
+    np.testing.assert_allclose(found, factors * by_numpy.product(LHS, RHS, SIZES), atol=2e-5)
+    found = jax.vmap(jax.vmap(wgrad, (0, None, None)), (0, None, None))(lhs, DOUT, SIZES)
+    np.testing.assert_allclose(found, factors[..., None] * by_numpy.weights_gradient(LHS, DOUT, SIZES), atol=2e-5)
+
+
 @pytest.mark.slow
 def test_the_weights_gradient_in_bfloat16_batches_over_its_right_operand():
     lhs, douts = LHS.astype("bfloat16"), jnp.stack([DOUT, -DOUT]).astype("bfloat16")

@@ -18,8 +18,8 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
 from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.utils.error_text import printable, printable_json
 from ejkernel.ops.utils.formatting import arguments, compact, counted, text_table
-from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.serialize import to_data
 
 

@@ -390,4 +390,6 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     most = math.inf if budget is None else budget * (count - finished)
     if math.isinf(min(estimate, most)):
         return ""
-    return f", about {estimate:.0f} s left" if estimate <= most else f", at most {most:.0f} s left"
+    if estimate <= most or budget is None:
+        return f", about {estimate:.0f} s left in total"
+    return f", at most {most:.0f} s left in total ({budget:g} s per call)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -37,17 +38,12 @@ class Numerics(NamedTuple):
     softmax_custom_jvp: bool
 
 
+_numerics = operator.attrgetter(*(f"jax_{name}" for name in Numerics._fields))
+
+
 def numerics_in_force() -> Numerics:
     """Return this thread's settings."""
-    return Numerics(
-        _config.jax_default_matmul_precision,
-        _config.jax_enable_x64,
-        _config.jax_default_prng_impl,
-        _config.jax_numpy_dtype_promotion,
-        _config.jax_numpy_rank_promotion,
-        _config.jax_threefry_partitionable,
-        _config.jax_softmax_custom_jvp,
-    )
+    return Numerics(*_numerics(_config))
 
 
 @contextlib.contextmanager

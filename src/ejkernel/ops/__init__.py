@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
     from ejkernel.ops.autotuner.trials.result import Entry as Entry
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
-    from ejkernel.ops.config.agreement.digest import ConfigurationDigest as ConfigurationDigest
-    from ejkernel.ops.config.agreement.digest import configuration_digest as configuration_digest
+    from ejkernel.ops.config.agreement.decisions import ConfigurationDigest as ConfigurationDigest
+    from ejkernel.ops.config.agreement.decisions import configuration_digest as configuration_digest
     from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
     from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
     from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
@@ -228,8 +228,8 @@ _LAZY = {
     "AutotuningResult": "ejkernel.ops.autotuner.trials.result",
     "Entry": "ejkernel.ops.autotuner.trials.result",
     "Autotuner": "ejkernel.ops.autotuner.tuner",
-    "ConfigurationDigest": "ejkernel.ops.config.agreement.digest",
-    "configuration_digest": "ejkernel.ops.config.agreement.digest",
+    "ConfigurationDigest": "ejkernel.ops.config.agreement.decisions",
+    "configuration_digest": "ejkernel.ops.config.agreement.decisions",
     "check_kernel": "ejkernel.ops.execution.checks.check_kernel",
     "CheckReport": "ejkernel.ops.execution.checks.report",
     "CheckRow": "ejkernel.ops.execution.checks.report",

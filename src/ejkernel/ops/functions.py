@@ -20,8 +20,8 @@ from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, named
-from ejkernel.ops.utils.values.plain import plain
+from ejkernel.ops.utils.validation import asked, named, noting
+from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
 Values = Sequence[Any] | Callable[[Invocation[Any, Any]], Sequence[Any]]
@@ -416,7 +416,8 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
             raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
-        return function(*args, **{**kwargs, **config})
+        with noting(self.op_id, config, (args, kwargs)):
+            return function(*args, **{**kwargs, **config})
 
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)

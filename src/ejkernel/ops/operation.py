@@ -236,7 +236,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             names = self._considered(inv.kwargs, away) or self.implementations
             elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
             found, reasons_elsewhere = self._select(away, elsewhere, higher=self._is_higher(inv), named=True)
-            reasons |= reasons_elsewhere
+            # Name the device first: on this one, changing the arguments would not help.
+            for name, reason in reasons_elsewhere.items():
+                reasons[name] = " ".join(dict.fromkeys([*([reasons[name]] if name in reasons else []), reason]))
         if not found:
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
         return found
@@ -294,7 +296,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         considered: list[str] = []
         for name in self.implementations if names is None else names:
             if not named and call.platform not in (None, *self._platforms(name)):
-                reasons[name] = f"implementation={name!r} runs on {', '.join(self._platforms(name))}."
+                wanted = " or ".join(kind.upper() for kind in self._platforms(name))
+                here = call.device_fingerprint or call.platform
+                reasons[name] = f"implementation={name!r} needs a {wanted}, and this call is for {here}."
                 continue
             considered.append(name)
             reason = self.implementations.unsupported(name, call)

@@ -91,9 +91,14 @@ class RowNormPlan:
         return self.backward * (1 + self.formula.centred)
 
     @property
-    def row_shape(self) -> tuple[int, int]:
-        """The shape of a row that TMA copies."""
-        return self.dim // self.minor, self.minor
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of a row in the kernel; TMA copies long rows."""
+        return (self.dim,) if self.is_short else (self.dim // self.minor, self.minor)
+
+    @property
+    def sum_shape(self) -> tuple[int, ...]:
+        """The shape of the sums over rows of one block of threads; short rows have one sum for each row of a slab."""
+        return (SLAB, self.dim) if self.is_short else self.row_shape
 
     @property
     def minor(self) -> int:

@@ -20,6 +20,11 @@ from ejkernel.ops.implementation import Implementation, OperationCall
 EMPTY_ROW_LSE = 1e30
 
 
+Residuals = tuple[jax.Array, jax.Array]
+"""The output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`."""
+Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""The gradients of query, key, value and bias; `None` without a bias."""
+
 _LARGEST_SCALE = 1024.0  # limit of the GPU kernels
 
 
@@ -132,13 +137,13 @@ class AttentionImplementation(Implementation[AttentionCall]):
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
 
-    def attend(self, operands: Operands, rules: Rules, params: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp, without sinks."""
+    def attend(self, operands: Operands, rules: Rules, params: Any) -> Residuals:
+        """Return the output and the log-sum-exp, without sinks."""
         raise NotImplementedError
 
     def differentiate(
-        self, operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: Any
+    ) -> Gradients:
         """Return the gradients of query, key, value and bias.
 
         If `"return_lse"` is a feature, `dlse` is the cotangent of the log-sum-exp.
@@ -203,30 +208,30 @@ def _gradient_of_sinks(
     return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
+def all_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the positional arguments of the operation, with `None` for those that the call omits."""
+    return (*args, *[None] * 6)[:9]
+
+
 def operands_of(args: Sequence[Any]) -> Operands:
     """Return the positional arguments of the operation, some of them pairs, as operands."""
-    query, key, value, bias, mask, segments, lengths, sinks, dropout_key = (*args, *[None] * 6)[:9]
-    query_segments, key_segments = segments or (None, None)
-    query_lengths, key_lengths = lengths or (None, None)
-    return Operands(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        attention_mask=mask,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        sinks=sinks,
-        dropout_key=dropout_key,
-    )
+    *main, segments, lengths, sinks, dropout_key = all_arguments(args)
+    none = (None, None)
+    return Operands._make([*main, *(segments or none), *(lengths or none), sinks, dropout_key])
 
 
 def describe(
-    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", backward: bool = False
+    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", **options: bool
 ) -> AttentionCall:
-    """Return the abstract call for these shapes and dtypes of operands."""
+    """Return the abstract call for these shapes and dtypes of operands.
+
+    Args:
+        operands: Arrays, or their types.
+        rules: The static options.
+        platform: The platform, if known.
+        fingerprint: The device's, if known.
+        **options: Other fields of the call: `backward`, `return_lse` or `deterministic`.
+    """
     bias, mask = operands.bias, operands.attention_mask
     return AttentionCall(
         query=tuple(operands.query.shape),
@@ -242,8 +247,8 @@ def describe(
         key_lengths=operands.key_lengths is not None,
         platform=platform,
         device_fingerprint=fingerprint,
-        backward=backward,
         partitioned=compat.is_partitioned() and not compat.knows_devices(),
+        **options,
     )
 
 

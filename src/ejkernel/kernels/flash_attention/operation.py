@@ -18,7 +18,7 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
-from .common import AttentionCall, Rules, describe, operands_of, returned_lse, visible_pairs
+from .common import AttentionCall, Rules, all_arguments, describe, operands_of, returned_lse, visible_pairs
 from .reference import attention
 from .sharding import attention_rule
 
@@ -120,11 +120,8 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
         """Return the abstract call: shapes and rules."""
-        described = describe(operands_of(args), _rules(options))
-        return_lse, deterministic = options.get("return_lse", False), options.get("deterministic", False)
-        if not return_lse and not deterministic:
-            return described
-        return dataclasses.replace(described, return_lse=return_lse, deterministic=deterministic)
+        more = {name: options.get(name, False) for name in ("return_lse", "deterministic")}
+        return describe(operands_of(args), _rules(options), **more)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output computed in float32 from the full score matrix."""
@@ -136,7 +133,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random arrays in which the first key is visible, segment ids ascend, and no example is empty."""
         args, kwargs = super().example_inputs(inv, rng)
-        query, key, value, bias, mask, segments, lengths, *others = _all_arrays(args)
+        query, key, value, bias, mask, segments, lengths, *others = all_arguments(args)
         if mask is not None:
             mask = mask.at[..., 0].set(True)
         if segments is not None:
@@ -179,7 +176,7 @@ class BucketedFlashAttention(FlashAttention):
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
         own, options = inv.abstract_args, inv.abstract_kwargs
-        query, key, value, bias, mask, segments, *others = _all_arrays(own)
+        query, key, value, bias, mask, segments, *others = all_arguments(own)
         rounded = (
             *(bucketed(x, 1) for x in (query, key, value)),
             *(bucketed(x, 2, 3) for x in (bias, mask)),
@@ -205,10 +202,6 @@ def _rules(options: dict[str, Any]) -> Rules:
         dropout_rate=options.get("dropout_rate", 0.0),
         precision=options.get("precision"),
     )
-
-
-def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*args, *[None] * 6)[:9]
 
 
 def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

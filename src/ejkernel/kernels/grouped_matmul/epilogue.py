@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator
 
-from .common import without_rest
+from .common import GroupedMatmulCall, Groups, own_rows, without_rest
 
 PREACTIVATIONS: Final = "preactivations"  # the residuals: the products, in the call's `kept_dtype`
 
@@ -48,6 +48,21 @@ def finished(
     for other in others:
         out = out * other
     return out if row_scale is None else scaled_rows(out, row_scale, own)
+
+
+def activated(
+    call: GroupedMatmulCall,
+    product: Callable[[jax.Array], jax.Array],
+    rhs: Any,
+    groups: Groups,
+    gate: Any,
+    row_scale: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the output and the products to save, given a function of the matrices that returns the wide product."""
+    products = [product(matrices) for matrices in (rhs, gate) if matrices is not None]
+    own = own_rows(groups, call.rows, call.groups)
+    out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
+    return out, tuple(x.astype(call.kept_dtype) for x in products)
 
 
 def scaled_rows(rows: jax.Array, row_scale: jax.Array, own: jax.Array) -> jax.Array:

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -25,7 +24,6 @@ from .common import GroupedMatmulCall, Groups, row_spans
 
 _BLOCK_K = 64
 _MOST_GROUPS = 256  # the size of the kernel's program grows with the groups
-_one_by_one: Any = sequential_vmap  # for `vmap`; untyped in JAX
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +117,7 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
                 (row >= starts[0]) & (row < ends[-1]), out, jnp.zeros_like(out)
             )  # the kernel does not write them
 
-        return _one_by_one(compute)(*unify_varying(args)), ()
+        return one_by_one(compute, *args), ()
 
 
 _OVERHEAD = 2048  # bytes of shared memory for barriers and alignment

@@ -21,9 +21,9 @@ from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, Unsuppo
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
-from ejkernel.ops.utils.instances import Noted, living
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import asked, check_candidates, named
+from ejkernel.ops.utils.weak_caches import Noted, living
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation

@@ -20,9 +20,9 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
-from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, Tuni
 from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.registry import Recorded, get_invocations
+from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
@@ -399,7 +400,7 @@ def _autotune_function(
             raise ArgumentError(f"{name}= needs a Kernel as target; {_FOR_KERNELS[name]}.")
     found = discover(function, *args, **kwargs)
     if not found:
-        warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning)
+        warn(f"{where(function)} made no call of an operation; there is nothing to tune.", OfflineWarning)
     return tune_invocations(chain, found)
 
 

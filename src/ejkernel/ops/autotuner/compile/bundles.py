@@ -41,8 +41,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.storage.serialize import describe, digest_of, from_plain, read_object, sealed_json, to_data
 
 _SCHEMA = 2
 _MANIFEST = "manifest.json"

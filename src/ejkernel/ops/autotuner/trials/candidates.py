@@ -24,7 +24,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.utils.error_text import error_text, message_of
 from ejkernel.ops.utils.fingerprint import default_device
-from ejkernel.ops.utils.storage.sealed import digest_of
+from ejkernel.ops.utils.storage.serialize import digest_of
 
 LISTED = 24  # a space of at most so many configurations is measured completely, like a list
 _LARGEST: Final = 1 << 30  # bytes of a program's file

@@ -15,8 +15,8 @@ from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, seconds_on
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.error_text import printable, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table
-from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
 _REASON = 100  # characters of a reason in a table
