@@ -118,7 +118,7 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2.0)
     with pytest.raises(ArgumentError, match=rf"groups must be {len(SIZES)}, .*; got 2\. .* pass first_group"):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2)
-    with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
+    with pytest.raises(ConfigError, match="block_rows must be a positive integer or None, got 0"):
         XlaParams(block_rows=0)
 
 

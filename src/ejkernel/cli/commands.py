@@ -212,3 +212,19 @@ def list_(imports: tuple[str, ...], as_json: bool) -> int:
 
     run_list(imports, as_json=as_json)
     return 0
+
+
+@click.command()
+@as_json
+def doctor(as_json: bool) -> int:
+    """Print versions, devices, settings and caches, for a bug report.
+
+    The exit status is 1 if a setting or a file of a cache cannot be used.
+    """
+    from ejkernel import settings
+
+    environment = settings.environment()  # before the command sets variables itself
+    _share_devices()
+    from ejkernel.cli.doctor import run_doctor
+
+    return run_doctor(environment, as_json=as_json)

@@ -116,9 +116,7 @@ def _sum_up(explained: Sequence[Explanation], where: str) -> None:
 def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     """Run `ejkernel list`."""
     look_here()
-    # Importing a module registers its operations, and `ops` imports no such module.
-    importlib.import_module("ejkernel.modules")
-    rows = [row for op, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel)]
+    rows = implementations_here()
     for module in map(module_named, imports):
         import_users(module)
     rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel)]
@@ -133,6 +131,13 @@ def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     click.echo(f"On {device}:", err=True)
     cells = [(name, implementation, "no" if reason else "yes", reason) for name, implementation, reason in rows]
     click.echo(report.table(("operation", "implementation", "runs here", "why not"), cells))
+
+
+def implementations_here() -> list[tuple[str, str, str]]:
+    """Return `(operation, implementation, why not here)` for the operations of this package."""
+    # Importing a module registers its operations, and `ops` imports no such module.
+    importlib.import_module("ejkernel.modules")
+    return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel)]
 
 
 def _rows_of(name: str, kernel: Kernel[Any, Any]) -> list[tuple[str, str, str]]:

@@ -39,6 +39,7 @@ from ejkernel.ops.config.staleness import (
     text_of_differences,
 )
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import printable
@@ -252,7 +253,7 @@ def _space_of(entry: StoredEntry) -> str | None:
     except DescriptionError as error:
         logger.info("the search space of %s is unknown: %s", entry.path, error)
         return None
-    return None if inv.kernel is None else space_digest(inv.kernel, inv)
+    return space_digest(kernel_of(inv), inv)
 
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:

@@ -36,6 +36,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import Action, default_stale_policy, standing
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -254,8 +255,8 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
     """Yield the readable entries of a call, each with its action under the stale policy."""
-    store, kernel = chain.persistent, inv.kernel
-    if kernel is not None and store is not None:
+    store, kernel = chain.persistent, kernel_of(inv)
+    if store is not None:
         note_config_types(inv, kernel)
         for _, entry in store.found(inv.key, kernel.config_type):
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]

@@ -77,14 +77,11 @@ from ejkernel.compat.settings import have_cpu_devices as have_cpu_devices
 from ejkernel.compat.settings import jit_disabled as jit_disabled
 from ejkernel.compat.settings import leave_devices_alone as leave_devices_alone
 from ejkernel.compat.settings import looks_for_nans as looks_for_nans
-from ejkernel.compat.settings import matmul_precision as matmul_precision
 from ejkernel.compat.settings import numerics as numerics
 from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import process_settings as process_settings
 from ejkernel.compat.settings import put_back as put_back
-from ejkernel.compat.settings import settings_name as settings_name
 from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
-from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive

@@ -15,17 +15,6 @@ import jax
 _config: Any = jax.config
 
 
-def matmul_precision() -> str | None:
-    """Return the default matmul precision in force, or `None`."""
-    precision = _config.jax_default_matmul_precision
-    return None if precision is None else str(precision)
-
-
-def x64_enabled() -> bool:
-    """Return whether 64-bit types are enabled."""
-    return bool(_config.jax_enable_x64)
-
-
 class Numerics(NamedTuple):
     """The settings in `jax.config` that change the numbers of a traced function."""
 
@@ -58,11 +47,6 @@ def numerics(wanted: Numerics) -> Iterator[None]:
             if now != value:
                 stack.enter_context(getattr(jax, name)(value))
         yield
-
-
-def settings_name(value: Any) -> str:
-    """Return the name of a setting's value, which is an enum member in some versions of JAX."""
-    return str(getattr(value, "value", value))
 
 
 def jit_disabled() -> bool:

@@ -13,7 +13,7 @@ from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams
 from ejkernel.modules import GroupedMatmulActivationConfig
 from ejkernel.modules import grouped_matmul as product
 

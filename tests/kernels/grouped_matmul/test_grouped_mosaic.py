@@ -20,7 +20,7 @@ from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, plan
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu, MosaicGpuWgrad
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, WgradParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.modules import GroupedMatmulConfig, GroupedMatmulWgradConfig
 from ejkernel.ops import ConfigError

@@ -13,7 +13,7 @@ from tests.kernels.grouped_matmul import by_numpy, made_of_products
 
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu, MosaicGpuWgrad
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, WgradParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.modules import grouped_matmul as product
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of kernels with one producer warpgroup and several consumer warpgroups."""
+"""Launches of kernels with one producer warpgroup and several consumer warpgroups, and their types of shared memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
 
 from .device import Registers
-from .memory import plgpu
 
+plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of them accept a slice of a reference
+
+SWIZZLE = 128  # bytes, the widest
 WARPGROUP = "warpgroup"  # the axis of the warpgroups of a block of threads; the last warpgroup is the producer
 PROGRAM = "program"  # the axis of the blocks of threads
 
@@ -94,3 +98,19 @@ def dispatch_warpgroup(
         if registers is not None:
             plgpu.set_max_registers(registers.consumer, action="increase")
         consumer(warpgroup)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
+    """Return shared memory in tiles of eight rows, one swizzle wide: the layout that WGMMA and TMA take."""
+    dtype = jnp.dtype(dtype)
+    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return swizzled shared memory without tiles.
+
+    If the last axis is one swizzle wide, every element has the same address as in `tiled`. TMA copies of this view may
+    then start at any row in global memory; copies of tiles must start at multiples of eight.
+    """
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(plgpu.SwizzleTransform(SWIZZLE),))

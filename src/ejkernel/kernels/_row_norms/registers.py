@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel import compat
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import plgpu
 
 from .kernel import RowKernel, Rows, Term
 from .plan import SLAB, RowNormPlan

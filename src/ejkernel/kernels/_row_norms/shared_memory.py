@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import plgpu
 
 from .kernel import RowKernel, Rows, Term
 from .plan import THREADS, RowNormPlan

@@ -18,11 +18,24 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
-from .common import AttentionCall, Rules, all_arguments, describe, operands_of, returned_lse, visible_pairs
+from .common import AttentionCall, Operands, Rules, all_arguments, describe, operands_of, returned_lse, visible_pairs
 from .reference import attention
-from .sharding import attention_rule
 
 _Invocation = Invocation["FlashAttentionConfig", jax.Array]
+# Sequences are not sharded. Query and output share the axis name, so that a sharded query can give a sharded output.
+_AXES = {
+    "query": "batch queries heads _",
+    "key": "batch _ groups _",
+    "value": "batch _ groups _",
+    "bias": "batch heads _ _",
+    "attention_mask": "batch heads _ _",
+    "query_segments": "batch _",
+    "key_segments": "batch _",
+    "query_lengths": "batch",
+    "key_lengths": "batch",
+    "sinks": "heads",
+}
+_MAIN = ("query", "key", "value")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +70,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def __init__(self) -> None:
         super().__init__(name="flash_attention")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional, in the order of their gradients
         self,
         query: Any,
         key: Any,
@@ -65,7 +78,10 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         bias: Any = None,
         attention_mask: Any = None,
         segment_ids: Any = None,
-        *others: Any,
+        lengths: Any = None,
+        sinks: Any = None,
+        dropout_key: Any = None,
+        *,
         causal: bool = False,
         softmax_scale: float | None = None,
         sliding_window: arguments.SlidingWindow | None = None,
@@ -79,10 +95,9 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and return the canonical form of the call.
 
-        `others` are the pair of lengths, the sinks and the dropout key. Options at their default are omitted, so they
-        are not part of the call's key.
+        `lengths` is the pair `(query_lengths, key_lengths)`. Options at their default are omitted, so they are not part
+        of the call's key.
         """
-        lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
         full = arguments.full_shape(query, key)
         rate, dropout_key = arguments.canonical_dropout(dropout_rate, dropout_key)
@@ -145,7 +160,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
         """Return the rule that shards examples and heads."""
-        return attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
+        return _attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the cost of the forward: two products for every pair that the static rules make visible.
@@ -217,3 +232,23 @@ def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Ar
 
 def _random_lengths(shape: tuple[int, ...], most: int, rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(rng.integers(1, most + 1, shape), jnp.int32)
+
+
+def _attention_rule(operands: Operands, *, return_lse: bool) -> ShardingRule | None:
+    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
+    if operands.dropout_key is not None:
+        return None
+    given = [(name, array) for name, array in operands._asdict().items() if array is not None]
+    arguments = [_AXES[name] if name in _MAIN else _broadcast(_AXES[name], array) for name, array in given]
+    lse = ", batch heads queries" if return_lse else ""
+    return ShardingRule(
+        f"{', '.join(arguments)} -> batch queries heads _{lse}",
+        split="batch heads",
+        residuals="batch heads queries",
+        follows={"groups": "heads"},
+    )
+
+
+def _broadcast(axes: str, array: Any) -> str:
+    """Return the axes, with `_` in place of those of length 1, which broadcast."""
+    return " ".join("_" if length == 1 else name for name, length in zip(axes.split(), array.shape, strict=True))

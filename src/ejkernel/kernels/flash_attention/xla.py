@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._numbers import has_small_range
-from ejkernel.kernels._small_range import normalized
+from ejkernel.kernels._numbers import has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
@@ -35,9 +34,9 @@ from .common import (
     Residuals,
     Rules,
     describe,
+    kept,
     within_window,
 )
-from .dropout import kept
 
 # The block sizes of the search space: queries, keys.
 _CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._options import check_integer
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -43,13 +43,10 @@ class JaxMgpuParams:
     panel: int = 16
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (64, 128))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}.")
-        for name, most in (("stages", 8), ("panel", 256)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ConfigError(f"{name} must be from 1 to {most}, got {value!r}.")
+        check_integer("block_m", self.block_m, (64, 128, 192))
+        check_integer("block_n", self.block_n, (64, 128))
+        check_integer("stages", self.stages, range(1, 9), "from 1 to 8")
+        check_integer("panel", self.panel, range(1, 257), "from 1 to 256")
 
 
 class JaxMgpu(Implementation[GroupedMatmulCall]):

@@ -19,8 +19,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
-from .epilogue import PREACTIVATIONS, activated
+from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, without_rest
 
 _DTYPES = ("bfloat16", "float32")
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes

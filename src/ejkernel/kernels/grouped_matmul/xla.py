@@ -12,14 +12,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._options import check_integer
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
-from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
-from .epilogue import PREACTIVATIONS, activated, scaled_rows
+from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, scaled_rows, without_rest
 
 _Spans = tuple[jax.Array, jax.Array]  # where the rows of each group begin, and where they end
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
@@ -37,8 +36,8 @@ class XlaParams:
     block_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_rows is not None and (type(self.block_rows) is not int or self.block_rows < 1):
-            raise ConfigError(f"block_rows must be an int >= 1, or None; got {self.block_rows!r}.")
+        if self.block_rows is not None:
+            check_integer("block_rows", self.block_rows, range(1, 1 << 62), "a positive integer or None")
 
 
 class _Xla(Implementation[GroupedMatmulCall]):

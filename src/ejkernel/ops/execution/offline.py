@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, unbound
+from ejkernel.ops.core.kernel import Kernel, kernel_of, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover, local_calls
@@ -240,7 +240,7 @@ def _tune_one(
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
     with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
-        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, resume=resume, **more)
+        data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, resume=resume, **more)
     return data
 
 

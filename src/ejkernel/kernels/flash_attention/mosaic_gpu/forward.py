@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.device import quotient, remainder, widest_swizzle
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, tiled
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
-from ejkernel.kernels._hopper.memory import plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 
 from .forward_mainloop import (

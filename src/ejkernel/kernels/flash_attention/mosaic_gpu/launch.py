@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper import widest_swizzle
-from ejkernel.kernels._numbers import LOG2_E, has_small_range
-from ejkernel.kernels._small_range import normalized
+from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe

@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._hopper.device import quotient
-from ejkernel.kernels.flash_attention.common import Operands, Rules
-from ejkernel.kernels.flash_attention.dropout import query_words
+from ejkernel.kernels.flash_attention.common import Operands, Rules, query_words
 
 _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # two segment ids that no user has, and that do not match each other
 
@@ -275,7 +274,9 @@ def _ranges(some: Array, every: Array, *, masked_after: bool) -> BlockRange:
     first = module.where(visible, some.argmax(axis=-1), 0)
     last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
     begin = module.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
-    broken = ~every & (np.arange(count) >= begin[..., None])
+    # The user may have disabled JAX's rank promotion.
+    number = np.arange(count).reshape((1,) * (some.ndim - 1) + (count,))
+    broken = ~every & (number >= begin[..., None])
     end = module.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
     return BlockRange(first, begin, module.clip(end, begin, module.maximum(last, begin)), last)
 

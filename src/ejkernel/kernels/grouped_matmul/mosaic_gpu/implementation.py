@@ -10,15 +10,13 @@ from typing import Any
 import jax
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
-from ejkernel.kernels.grouped_matmul.epilogue import PREACTIVATIONS
+from ejkernel.kernels.grouped_matmul.common import PREACTIVATIONS, GroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
-from .params import ProductParams, WgradParams
-from .plan import GroupedPlan, product_plan, wgrad_plan
+from .plan import GroupedPlan, ProductParams, WgradParams, product_plan, wgrad_plan
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 128  # accumulator registers per thread

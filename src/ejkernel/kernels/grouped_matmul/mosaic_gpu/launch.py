@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
-from .params import ProductParams, WgradParams
-from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
+from .plan import ALIGNED, ProductParams, ProductPlan, WgradParams, padded, product_plan, wgrad_plan
 
 
 def product(

@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
-from ejkernel.kernels._hopper.memory import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 
 from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
@@ -316,7 +315,7 @@ class ProductKernel:
 
 
 def _finished(products: Sequence[jax.Array], row_scale: jax.Array | None, activation: str | None) -> jax.Array:
-    """Return the result for a piece of each product, as `epilogue.finished` does, in fast instructions."""
+    """Return the result for a piece of each product, as `common.finished` does, in fast instructions."""
     first, *others = products
     out = first if activation is None else _ACTIVATIONS[activation](first)
     for other in others:

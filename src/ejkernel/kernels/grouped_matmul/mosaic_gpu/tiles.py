@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import launch
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import launch, plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
 
 from .plan import STEP, WARPGROUPS, GroupedPlan

@@ -16,7 +16,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, candidates_of, overrides
+from ejkernel.ops.core.kernel import Kernel, candidates_of, kernel_of, overrides
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.validation import asked, check_candidates
@@ -84,8 +84,7 @@ class TuningTask(SharedCall):
     @property
     def kernel(self) -> Kernel[Any, Any]:
         """The kernel of all calls."""
-        assert self.inv.kernel is not None  # every task has a kernel
-        return self.inv.kernel
+        return kernel_of(self.inv)
 
     @property
     def shared(self) -> tuple[SharedCall, ...]:
