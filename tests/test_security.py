@@ -77,7 +77,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
@@ -88,7 +88,7 @@ from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.errors import ArgumentError, CandidateError
-from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.execution.discovery import calls_in_text
 from ejkernel.ops.utils.storage.serialize import digest_of
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode

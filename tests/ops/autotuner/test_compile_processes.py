@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError
 from ejkernel.ops.autotuner.process.messages import Returned
 from ejkernel.ops.autotuner.process.worker import worker_session
-from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation

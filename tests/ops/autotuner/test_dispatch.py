@@ -30,14 +30,15 @@ from ejkernel.ops.autotuner.process.messages import (
 )
 from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, in_slot
+from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, TuningError, TuningWarning
-from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.execution.offline import tune_invocations, tune_together
 from ejkernel.ops.utils.storage.serialize import digest_of
 
 CALL = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract()
@@ -45,8 +46,8 @@ OUTCOMES = tuple(
     Outcome(config=config, status="measured", measurement=Measurement(samples=(seconds,) * 8))
     for config, seconds in ((HEURISTIC, 2.0), (BEST, 1.0))
 )
-STANDING = Standing(BEST, compare((1.0,) * 8, (2.0,) * 8), alone=True)
-FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), standing=STANDING)
+CHALLENGE = Challenge(BEST, compare((1.0,) * 8, (2.0,) * 8), is_confirmation=True)
+FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), challenge=CHALLENGE)
 THERE = Location("elsewhere", 7)
 
 
@@ -97,7 +98,7 @@ def refuse(assignment):
 def tuned_by(*workers, calls=(CALL,), **options):
     executor = Told(*workers)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
-    return tune_invocations(chain, calls, **options), chain, executor
+    return tune_together(chain, [[SharedCall(inv=inv)] for inv in calls], **options), chain, executor
 
 
 @pytest.fixture(autouse=True)

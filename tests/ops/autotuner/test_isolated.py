@@ -20,7 +20,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError
 from ejkernel.ops.autotuner.process.worker import Worker, shared_worker, worker_session

@@ -66,9 +66,9 @@ def races(monkeypatch):
 
     measure = interleaved_with(seconds)
 
-    def interleaved(functions, *, race, **options):
-        seen.append((race.plan.rounds, [function.function.candidate.config for function in functions]))
-        return measure(functions, race=race, **options)
+    def interleaved(functions, *, sampling, **options):
+        seen.append((sampling.plan.rounds, [function.function.candidate.config for function in functions]))
+        return measure(functions, sampling=sampling, **options)
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     return seen

@@ -26,7 +26,7 @@ from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end, of_session
-from ejkernel.ops.autotuner.trials.programs import Program, is_first
+from ejkernel.ops.autotuner.trials.candidates import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice

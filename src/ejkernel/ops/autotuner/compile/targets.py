@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.autotuner.trials.programs import Program, program_digest
+from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice

@@ -27,9 +27,9 @@ from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import this_slot
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.trials.events import WorkerRestarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.config.policy import PolicyChange
 from ejkernel.ops.core.context import Scope, current_scope
 from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
