@@ -46,5 +46,4 @@ SUBJECT = Subject(
     backends={"xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(chunk=5), COLUMNS))},
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"one head": in_use(8192, 4096, 128256, ((8192,), "float32"))},
-    splits=False,
 )
