@@ -604,8 +604,8 @@ def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkey
 @pytest.mark.parametrize("value", ["os.system", f"{HERE}.fire", "__import__('os')", "$(true)", "/etc/passwd", "\0"])
 def test_a_variable_chooses_among_words_or_names_a_folder(value):
     fields = {
-        "EJKERNEL_ON_MISS": "heuristic",
-        "EJKERNEL_AUTOTUNE": "autotune",
+        "EJKERNEL_ON_MISS": "on_miss",
+        "EJKERNEL_AUTOTUNE": "on_miss",
         "EJKERNEL_NOTE_MISSES": "note_misses",
         "EJKERNEL_OPS_STAMP": "stamp",
         "EJKERNEL_STALE": "stale",
