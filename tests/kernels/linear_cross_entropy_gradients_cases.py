@@ -49,5 +49,4 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"one head": in_use(8192, 4096, 128256, ((8192,), "float32"))},
-    splits=False,
 )
