@@ -101,6 +101,11 @@ from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import settings_name as settings_name
 from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
 from ejkernel.compat.settings import x64_enabled as x64_enabled
+from ejkernel.compat.splash import HIDDEN_LOGIT as HIDDEN_LOGIT
+from ejkernel.compat.splash import SplashBlocks as SplashBlocks
+from ejkernel.compat.splash import SplashMask as SplashMask
+from ejkernel.compat.splash import splash_backward as splash_backward
+from ejkernel.compat.splash import splash_forward as splash_forward
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
