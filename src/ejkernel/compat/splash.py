@@ -85,8 +85,7 @@ def splash_backward(
         segments: See `splash_forward`; the same for `mask`, `blocks` and `soft_cap`.
         of: The kernel: `query`, `key and value`, or `all`.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
+    splash = _kernels()
     kernel = _kernel(mask, blocks, of, soft_cap, interpret)
     query, key, value, lse, dout, delta = arrays
     common: dict[str, Any] = {
@@ -114,9 +113,8 @@ def splash_backward(
 @functools.lru_cache(maxsize=64)
 def _kernel(mask: SplashMask, blocks: SplashBlocks, of: str | None, soft_cap: float | None, interpret: bool) -> Any:
     """Return JAX's kernel object: the tables of the mask, and what belongs to them."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-    backward = {}
+    splash = _kernels()
+    backward: dict[str, Any] = {}
     if of is not None:  # the kernel of the query's gradient has no blocks to compute in
         backward = {
             "block_q_dkv": blocks.queries,
@@ -143,6 +141,12 @@ def _kernel(mask: SplashMask, blocks: SplashBlocks, of: str | None, soft_cap: fl
         return jax.tree.map(np.asarray, kernel)
 
 
+def _kernels() -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
+
+
 def _mask_of(mask: SplashMask) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -157,6 +161,4 @@ def _mask_of(mask: SplashMask) -> Any:
 
 
 def _segment_ids(segments: Any) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
-    return None if segments is None else splash.SegmentIds(*(jnp.asarray(x, jnp.int32) for x in segments))
+    return None if segments is None else _kernels().SegmentIds(*(jnp.asarray(x, jnp.int32) for x in segments))

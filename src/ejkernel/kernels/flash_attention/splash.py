@@ -28,7 +28,7 @@ _LANES = 128  # blocks are multiples of it
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _QUERIES, _KEYS, _COMPUTE = (128, 256, 512, 1024, 2048), (128, 256, 512, 1024, 2048), (128, 256, 512, 1024)
 # Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
-_HIDDEN_KEY = jnp.iinfo(jnp.int32).min
+_HIDDEN_KEY = -(2**31)
 _HIDDEN_QUERY = _HIDDEN_KEY + 1
 
 Residuals = tuple[jax.Array, jax.Array]
@@ -151,7 +151,7 @@ class Splash(AttentionImplementation):
         run = functools.partial(
             compat.splash_forward, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
         )
-        out, lse = jax.vmap(lambda arrays, segments: run(arrays, segments))((query, key, value), segments)
+        out, lse = jax.vmap(run)((query, key, value), segments)
         out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
         empty = lse <= compat.HIDDEN_LOGIT / 2  # false for NaN, which stays visible
         out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
@@ -192,7 +192,7 @@ def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, bloc
     run = functools.partial(
         compat.splash_backward, of=of, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
     )
-    found = jax.vmap(lambda arrays, segments: run(arrays, segments))(arrays, segments)
+    found = jax.vmap(run)(arrays, segments)
     lengths = (sizes.queries, sizes.keys, sizes.keys)
     return [None if x is None else _heads_last(x)[:, :length] for x, length in zip(found, lengths, strict=True)]
 
