@@ -13,13 +13,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
 .DELETE_ON_ERROR:
-.PHONY: help venv check test test-all doctest lint demo bench torture clean
+.PHONY: help venv check test test-all doctest docs lint demo bench torture clean
 
 help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
 	@echo "make test     all tests; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
 	@echo "make test-all all tests, which lower whole spaces rather than a sample"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
+	@echo "make docs     the documentation site, in build/site"
 	@echo "make lint     ruff and mypy"
 	@echo "make demo     tune a small training program and compare it with plain JAX (at most 4 minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
@@ -46,6 +47,10 @@ doctest: $(STAMP)
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
 	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
 		$(wildcard README.md docs) src/ejkernel
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check

@@ -30,7 +30,7 @@ from ejkernel.ops.config import _writing, persistent
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.packs import check, line_of, packed
-from ejkernel.ops.utils.storage.sealed import sealed_object
+from ejkernel.ops.utils.storage.serialize import sealed_object
 
 BARS = {  # for 100,000 entries; seconds and microseconds are the processor's, for other processes have the machine too
     "entries_cpu_seconds": 5.0,

@@ -35,6 +35,7 @@ from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Invocation, Persis
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.process.worker import worker_session
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.storage.serialize import stable_json
@@ -292,7 +293,7 @@ def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name
     more = {"candidates": candidates(inv)} if compiled is None else {"compiled": compiled}
     started = time.monotonic()
     try:
-        found = chain.search(inv, inv.kernel, policy=policy, **more)
+        found = chain.search(inv, kernel_of(inv), policy=policy, **more)
     except TuningError as error:
         print(f"{name} {inv.op_id}: {error}", flush=True)
         return

@@ -21,6 +21,7 @@ from ejkernel.ops import AutotunePolicy
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.kernel import kernel_of
 
 
 def measured(call: BundledCall) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def measured(call: BundledCall) -> dict[str, Any]:
         for candidate in call.candidates
     )
     data = Autotuner().tune(
-        inv, inv.kernel, policy=AutotunePolicy(), compiled=dataclasses.replace(call, candidates=unknown)
+        inv, kernel_of(inv), policy=AutotunePolicy(), compiled=dataclasses.replace(call, candidates=unknown)
     )
     rows = [
         {

@@ -28,7 +28,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.storage import sealed
+from ejkernel.ops.utils.storage import serialize
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -62,7 +62,7 @@ def kinds(tally):
 
 
 def test_a_digest_that_is_not_checked_is_found(budget, tally, monkeypatch):
-    monkeypatch.setattr(sealed, "_is_whole", lambda raw, form: True)
+    monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(2000, only=("entry",)), tally)
     assert ("wrong", "entry") in kinds(tally)
 
@@ -319,7 +319,7 @@ def test_the_guarantees_name_tests_that_there_are():
 
 
 def test_what_was_found_is_repeated_by_its_number(budget, tally, monkeypatch):
-    monkeypatch.setattr(sealed, "_is_whole", lambda raw, form: True)
+    monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(None, only=("result",)), tally)
     found, again = tally.findings[3], Tally("part")
     fuzzing.damage(budget(1, only=("result",), first=found.number, folder=budget(1).folder / "again"), again)

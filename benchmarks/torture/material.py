@@ -25,7 +25,7 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.copies import LocalCopy
-from ejkernel.ops.utils.storage.sealed import sealed_json
+from ejkernel.ops.utils.storage.serialize import sealed_json
 
 
 @dataclasses.dataclass(frozen=True)

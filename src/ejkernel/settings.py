@@ -78,14 +78,15 @@ class Settings:
         return names
 
     @functools.cached_property
-    def autotune(self) -> bool:
-        """Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`)."""
-        return _on_miss(self._env) == "tune"
+    def on_miss(self) -> str:
+        """What the default executor does on a miss: `heuristic`, `tune` or `error` (`EJKERNEL_ON_MISS`).
 
-    @functools.cached_property
-    def heuristic(self) -> bool:
-        """Whether the default executor may use the heuristic on a miss (not with `EJKERNEL_ON_MISS=error`)."""
-        return _on_miss(self._env) != "error"
+        `EJKERNEL_AUTOTUNE=1` is the same as `tune`.
+        """
+        asked, tune = _choice(self._env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(self._env, "EJKERNEL_AUTOTUNE")
+        if tune and asked != "tune" and self._env.get("EJKERNEL_ON_MISS", "").strip():
+            raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
+        return "tune" if tune else asked
 
     @functools.cached_property
     def note_misses(self) -> bool:
@@ -109,8 +110,13 @@ class Settings:
 
     def check(self) -> None:
         """Raise if a setting other than folders and URLs is bad; commands call this before they start."""
-        for name in ("autotune", "heuristic", "note_misses", "record", "stale", "stamp"):
+        for name in ("on_miss", "note_misses", "record", "stale", "stamp"):
             getattr(self, name)
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of this process."""
+    return dict(os.environ)
 
 
 def current() -> Settings:
@@ -231,14 +237,6 @@ def _items(env: Mapping[str, str], name: str) -> tuple[str, ...]:
     if twice is not None:
         raise _error(f"{name} must list each item once, but lists {twice!r} twice; got {raw!r}.")
     return found
-
-
-def _on_miss(env: Mapping[str, str]) -> str:
-    """Return how to handle a miss; `EJKERNEL_AUTOTUNE=1` is the same as `tune`."""
-    asked, tune = _choice(env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(env, "EJKERNEL_AUTOTUNE")
-    if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
-        raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
-    return "tune" if tune else asked
 
 
 def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

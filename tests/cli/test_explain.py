@@ -105,7 +105,7 @@ def test_explain_measures_and_saves_nothing(folder, capsys, monkeypatch):
 def test_a_program_that_calls_no_kernel_is_a_failure(folder, capsys):
     status, out, err = run(capsys, "explain", "explained_program:nothing", "--json", "--cache", "cache")
     assert (status, out) == (1, "[]\n")
-    assert "the program of explained_program:nothing calls no ejkernel kernel" in err
+    assert "the program of explained_program:nothing made no call of an operation" in err
 
 
 def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):

@@ -64,6 +64,7 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
         "explain",
         "show",
         "list",
+        "doctor",
         "cache",
     ]
     assert "1 on failure or if nothing usable was found" in out

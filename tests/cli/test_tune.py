@@ -226,12 +226,12 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     ("elapsed", "finished", "budget", "words"),
     [
         (0.0, 0.0, None, ""),
-        (0.0, 0.0, 25.0, ", at most 100 s left"),
+        (0.0, 0.0, 25.0, ", at most 100 s left in total (25 s per call)"),
         (9.0, 0.1, None, ""),
-        (30.0, 1.0, None, ", about 90 s left"),
-        (30.0, 1.5, 25.0, ", about 50 s left"),
-        (60.0, 1.0, 25.0, ", at most 75 s left"),
-        (80.0, 4.0, 25.0, ", about 0 s left"),
+        (30.0, 1.0, None, ", about 90 s left in total"),
+        (30.0, 1.5, 25.0, ", about 50 s left in total"),
+        (60.0, 1.0, 25.0, ", at most 75 s left in total (25 s per call)"),
+        (80.0, 4.0, 25.0, ", about 0 s left in total"),
     ],
 )
 def test_the_time_left_follows_the_calls_done_and_never_exceeds_the_budget(elapsed, finished, budget, words):
@@ -243,7 +243,7 @@ def test_a_program_without_calls_is_a_failure(program, capsys, mode):
     status, out, err = run(capsys, "tune", "--in-process", "program:nothing", *mode)
     assert status == 1
     assert "0 distinct calls" in err
-    assert "the program of program:nothing calls no ejkernel kernel" in err
+    assert "the program of program:nothing made no call of an operation" in err
     assert out == "Nothing to tune.\n"
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import ejkernel.modules  # noqa: F401 - makes the kernels that entries are of
 from ejkernel import compat
-from ejkernel.ops.config.entries import decoded
+from ejkernel.ops.config.entries import decoded, shipped_configs, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shipped import shipped_configs, sister_of
 from ejkernel.ops.core.description import rebuild
 
 FOLDER = Path(str(resources.files("ejkernel") / "data" / "configs"))

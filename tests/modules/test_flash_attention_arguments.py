@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.flash_attention._xla_blocks import default_blocks
-from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
-from ejkernel.kernels.flash_attention.dropout import kept
+from ejkernel.kernels.flash_attention.common import Operands, Rules, describe, kept
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import ArgumentError, BwdParams, FwdParams, Invocation, UnsupportedError
 

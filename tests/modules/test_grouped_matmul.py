@@ -118,7 +118,7 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2.0)
     with pytest.raises(ArgumentError, match=rf"groups must be {len(SIZES)}, .*; got 2\. .* pass first_group"):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2)
-    with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
+    with pytest.raises(ConfigError, match="block_rows must be a positive integer or None, got 0"):
         XlaParams(block_rows=0)
 
 
@@ -225,6 +225,17 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
     for own, of_example in zip(sizes, found, strict=True):
         expected = by_numpy.product(np.ones((ROWS, N)), RHS, own, transpose_rhs=True)
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
+
+
+def test_products_of_all_rows_at_once_batch_over_rows_alone_and_twice():
+    lhs = jnp.stack([jnp.stack([LHS, -LHS]), jnp.stack([2 * LHS, LHS])])
+    product = functools.partial(grouped_matmul, cfg=GroupedMatmulConfig(fwd=XlaParams()))
+    wgrad = functools.partial(grouped_matmul_wgrad, cfg=GroupedMatmulWgradConfig(fwd=XlaParams()))
+    factors = np.array([[1, -1], [2, 1]])[..., None, None]
+    found = jax.vmap(jax.vmap(product, (0, None, None)), (0, None, None))(lhs, RHS, SIZES)
+    np.testing.assert_allclose(found, factors * by_numpy.product(LHS, RHS, SIZES), atol=2e-5)
+    found = jax.vmap(jax.vmap(wgrad, (0, None, None)), (0, None, None))(lhs, DOUT, SIZES)
+    np.testing.assert_allclose(found, factors[..., None] * by_numpy.weights_gradient(LHS, DOUT, SIZES), atol=2e-5)
 
 
 @pytest.mark.slow

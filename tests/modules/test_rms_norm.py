@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from ejkernel.kernels.rms_norm import xla
-from ejkernel.kernels.rms_norm.reference import normalize
+from ejkernel.kernels.rms_norm.operation import normalize
 from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
 from ejkernel.ops import ArgumentError, Autotuner, ConfigError, Invocation, recording
@@ -61,8 +61,9 @@ def test_any_shape_and_block_matches_reference(rows, dim, block):
     x, weight = make((rows, dim))
 
     def run(x, weight):
-        out, scale = xla.forward(x, weight, 1e-6, block)
-        return out, xla.backward(x, weight, scale, jnp.cos(out), block)
+        call, params = KERNEL.describe(x, weight), XlaParams(block_rows=block)
+        out, scale = xla.Xla().forward(call, x, weight, params=params)
+        return out, xla.Xla().backward(call, scale, out, (jnp.cos(out),), x, weight, params=params)
 
     def by_formula(x, weight):
         out, pull = jax.vjp(lambda x, w: normalize(x, w, 1e-6), x, weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from ejkernel.ops.utils.storage.sealed import sealed_lines, sealed_object
+from ejkernel.ops.utils.storage.serialize import sealed_lines, sealed_object
 
 
 def with_digest(data):

@@ -36,7 +36,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 from ejkernel.ops.core.kernel import candidates_of
-from ejkernel.ops.errors import ArgumentError, CacheWarning, UnstableKeyError
+from ejkernel.ops.errors import ArgumentError, CacheWarning, TuningError, UnstableKeyError
 from ejkernel.ops.execution.discovery import discover
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
@@ -298,11 +298,30 @@ def test_a_decorator_without_a_space_says_how_to_write_it(written):
         tune(bare) if written == "@tune" else tune()(bare)
 
 
+def test_a_misspelt_parameter_of_the_space_gets_a_suggestion():
+    def total(x, *, rows=1):
+        return x
+
+    with pytest.raises(KernelError, match=r"names 'row', but total has no such parameter; .*; did you mean 'rows'\?"):
+        tune(total, space={"row": [1, 2]})
+
+
+def test_an_error_of_the_function_notes_the_configuration_and_the_shapes():
+    def total(x, *, rows=3):
+        return x.reshape(rows, -1).sum(0)
+
+    with pytest.raises(TypeError) as raised:
+        tune(total, space={"rows": [1, 2]})(jnp.ones((2, 4)))
+    assert raised.value.__notes__[0] == "total ran with rows=3 for float32[2,4]."
+    with pytest.raises(TuningError, match=r"evenly divide 8 \(again ran with rows=3 for float32\[2,4\]\.\)"):
+        autotune(tune(total, space={"rows": [1, 2]}, name="again"), jnp.ones((2, 4)))
+
+
 @pytest.mark.parametrize(
     ("function", "options", "text"),
     [
         (lambda x, *, rows: x, {}, "rows must have a default, which untuned calls run with; or pass .*heuristic"),
-        (lambda x: x, {}, "space names 'rows', which must be a parameter .* the parameters are x"),
+        (lambda x: x, {}, "space names 'rows', but bad has no such parameter; its parameters are x"),
         (lambda rows, /: rows, {}, "space names 'rows', which must be a parameter that can be passed by keyword"),
         (lambda x, rows, y: x, {}, "rows must come after all arguments that are not tunable"),
         (lambda x, *, rows=1, cfg=None: x, {}, "rename the parameter cfg"),

@@ -46,7 +46,7 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.formatting import arguments, compact
-from ejkernel.ops.utils.storage.sealed import sealed_json, sealed_lines
+from ejkernel.ops.utils.storage.serialize import sealed_json, sealed_lines
 
 pytestmark = pytest.mark.slow
 

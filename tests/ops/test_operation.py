@@ -646,6 +646,8 @@ def test_a_backend_is_imported_when_it_is_asked_for_and_says_why_it_cannot_be(tm
 
     kernel = WithLazy()
     assert kernel.able(dataclasses.replace(call(device="cpu:x"), kernel=kernel)) == ["plain"]
+    refusals = kernel.refusals(dataclasses.replace(call(device="cpu:x"), kernel=kernel))
+    assert refusals == {"lazy": "implementation='lazy' needs a GPU, and this call is for cpu:x."}
     assert "lazy_backend" not in sys.modules
     assert kernel.able(dataclasses.replace(call(device="gpu:x"), kernel=kernel)) == ["plain"]
     with pytest.raises(UnsupportedError, match=r"'lazy' needs lazy_backend, .* No module named 'nothing_of_that_name'"):

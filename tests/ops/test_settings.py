@@ -14,17 +14,17 @@ from ejkernel.settings import Settings
 
 def test_an_empty_environment_gives_the_defaults():
     got = Settings({})
-    assert (got.autotune, got.record, got.stamp) == (False, False, "hash")
+    assert (got.on_miss, got.record, got.stamp) == ("heuristic", False, "hash")
     assert got.cache_dir == Path("~/.cache/ejkernel/configs").expanduser()
 
 
 FIELDS = {  # what depends on each variable
-    "EJKERNEL_AUTOTUNE": ("autotune", "heuristic"),
+    "EJKERNEL_AUTOTUNE": ("on_miss",),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
     "EJKERNEL_CACHE_PROTOCOLS": ("cache_protocols",),
     "EJKERNEL_NOTE_MISSES": ("note_misses",),
-    "EJKERNEL_ON_MISS": ("autotune", "heuristic"),
+    "EJKERNEL_ON_MISS": ("on_miss",),
     "EJKERNEL_OPS_RECORD": ("record",),
     "EJKERNEL_OPS_STAMP": ("stamp",),
     "EJKERNEL_STALE": ("stale",),
@@ -75,16 +75,21 @@ def test_a_layer_that_is_named_twice_is_an_error():
 
 @pytest.mark.parametrize("raw", ["1", "true", "TRUE", "Yes", " on "])
 @pytest.mark.parametrize(
-    ("name", "field"),
-    [("EJKERNEL_AUTOTUNE", "autotune"), ("EJKERNEL_OPS_RECORD", "record"), ("EJKERNEL_NOTE_MISSES", "note_misses")],
+    ("name", "field", "on"),
+    [
+        ("EJKERNEL_AUTOTUNE", "on_miss", "tune"),
+        ("EJKERNEL_OPS_RECORD", "record", True),
+        ("EJKERNEL_NOTE_MISSES", "note_misses", True),
+    ],
 )
-def test_a_flag_is_on(name, field, raw):
-    assert getattr(Settings({name: raw}), field) is True
+def test_a_flag_is_on(name, field, on, raw):
+    got = getattr(Settings({name: raw}), field)
+    assert (type(got), got) == (type(on), on)
 
 
 @pytest.mark.parametrize("raw", ["0", "false", "No", "OFF"])
 def test_a_flag_is_off(raw):
-    assert Settings({"EJKERNEL_AUTOTUNE": raw}).autotune is False
+    assert Settings({"EJKERNEL_AUTOTUNE": raw}).on_miss == "heuristic"
 
 
 @pytest.mark.parametrize("name", ["EJKERNEL_AUTOTUNE", "EJKERNEL_OPS_RECORD"])
@@ -99,12 +104,10 @@ def test_a_stamp_is_chosen(raw, stamp):
 
 
 @pytest.mark.parametrize(
-    ("raw", "autotune", "heuristic"),
-    [("", False, True), ("heuristic", False, True), ("Tune", True, True), ("error", False, False)],
+    ("raw", "on_miss"), [("", "heuristic"), ("heuristic", "heuristic"), ("Tune", "tune"), ("error", "error")]
 )
-def test_what_happens_on_a_miss_is_chosen(raw, autotune, heuristic):
-    got = Settings({"EJKERNEL_ON_MISS": raw})
-    assert (got.autotune, got.heuristic) == (autotune, heuristic)
+def test_what_happens_on_a_miss_is_chosen(raw, on_miss):
+    assert Settings({"EJKERNEL_ON_MISS": raw}).on_miss == on_miss
 
 
 def test_a_bad_answer_to_a_miss_is_an_error_with_the_choices():
@@ -119,7 +122,7 @@ def test_two_variables_that_contradict_each_other_are_an_error(asked):
 
 
 def test_two_variables_that_agree_are_fine():
-    assert Settings({"EJKERNEL_ON_MISS": "tune", "EJKERNEL_AUTOTUNE": "1"}).autotune
+    assert Settings({"EJKERNEL_ON_MISS": "tune", "EJKERNEL_AUTOTUNE": "1"}).on_miss == "tune"
 
 
 def test_a_bad_stamp_is_an_error_with_the_choices():
@@ -147,9 +150,9 @@ def test_a_cache_folder_in_a_home_that_nobody_knows_is_an_error():
 
 def test_current_settings_are_read_anew(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
-    before = settings.current().autotune
+    before = settings.current().on_miss
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "0")
-    assert (before, settings.current().autotune) == (True, False)
+    assert (before, settings.current().on_miss) == ("tune", "heuristic")
 
 
 @pytest.mark.parametrize(

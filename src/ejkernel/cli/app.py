@@ -19,7 +19,8 @@ from typing import TextIO
 
 import click
 
-from ejkernel.cli.group import LazyGroup
+from ejkernel.cli import commands
+from ejkernel.cli.cache_commands import cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,18 +34,15 @@ class Process:
     is_ours: bool
 
 
-_COMMANDS = "ejkernel.cli.commands"
+class _Commands(commands.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(self.commands)  # the most important first
 
 
 @click.group(
-    cls=LazyGroup,
-    lazy={
-        "tune": f"{_COMMANDS}:tune",
-        "explain": f"{_COMMANDS}:explain",
-        "show": f"{_COMMANDS}:show",
-        "list": f"{_COMMANDS}:list_",
-        "cache": "ejkernel.cli.cache_commands:cache",
-    },
+    cls=_Commands,
+    commands=[commands.tune, commands.explain, commands.show, commands.list_, commands.doctor, cache],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="ejkernel-ops", prog_name="ejkernel")
@@ -90,7 +88,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _echo_error(message: str) -> None:
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, as most sources of errors do
+    from ejkernel.ops.utils.error_text import printable_lines  # imports JAX, as most sources of errors do
 
     click.echo(f"ejkernel: error: {printable_lines(message)}", err=True)
 
@@ -126,6 +124,6 @@ def _show_warning(
 ) -> None:
     del file, line
     place = "" if _is_ours(category, "EjkernelWarning") else f" ({filename}:{lineno})"
-    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, so not at the top
+    from ejkernel.ops.utils.error_text import printable_lines  # imports JAX, so not at the top
 
     print(f"ejkernel: warning: {printable_lines(message)}{place}", file=sys.stderr)

@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
-from ejkernel.cli.group import Group
+from ejkernel.cli.commands import FOLDER, Group, as_json, imports, read_cache
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,24 @@ import click
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class Group(click.Group):
+    """A group that suggests a command for a misspelt name; Click does so since version 8.5."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of the arguments.
+
+        Raises:
+            click.UsageError: The group has no such command.
+        """
+        name = args[0]
+        if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
+            close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+            ctx.fail(f"No such command {name!r}.{f' Did you mean {close[0]!r}?' if close else ''}")
+        return super().resolve_command(ctx, args)
 
 
 class _Seconds(click.FloatRange):
@@ -187,7 +206,23 @@ def list_(imports: tuple[str, ...], as_json: bool) -> int:
     With --import, also list the kernels of that module.
     """
     _share_devices()
-    from ejkernel.cli.operations import run_list
+    from ejkernel.cli.explain import run_list
 
     run_list(imports, as_json=as_json)
     return 0
+
+
+@click.command()
+@as_json
+def doctor(as_json: bool) -> int:
+    """Print versions, devices, settings and caches, for a bug report.
+
+    The exit status is 1 if a setting or a file of a cache cannot be used.
+    """
+    from ejkernel import settings
+
+    environment = settings.environment()  # before the command sets variables itself
+    _share_devices()
+    from ejkernel.cli.doctor import run_doctor
+
+    return run_doctor(environment, as_json=as_json)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel explain`: the source of each call's configuration."""
+"""`ejkernel explain`: the source of each call's configuration. `ejkernel list`: implementations, and where they run."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
+from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.cli.sources import Source, find
 from ejkernel.ops.config.cache import ConfigCache
@@ -19,12 +21,15 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
 from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
@@ -106,3 +111,46 @@ def _sum_up(explained: Sequence[Explanation], where: str) -> None:
     measured = sum(why.source in _MEASURED for why in explained)
     rest = "" if measured == len(explained) else f"; `ejkernel tune {where}` measures the rest"
     click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
+
+
+def run_list(imports: Sequence[str], *, as_json: bool) -> None:
+    """Run `ejkernel list`."""
+    look_here()
+    rows = implementations_here()
+    for module in map(module_named, imports):
+        import_users(module)
+    rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel)]
+    device = device_fingerprint()
+    if as_json:
+        found = [
+            {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
+            for name, implementation, reason in rows
+        ]
+        report.echo_json({"device": device, "implementations": found})
+        return
+    click.echo(f"On {device}:", err=True)
+    cells = [(name, implementation, "no" if reason else "yes", reason) for name, implementation, reason in rows]
+    click.echo(report.table(("operation", "implementation", "runs here", "why not"), cells))
+
+
+def implementations_here() -> list[tuple[str, str, str]]:
+    """Return `(operation, implementation, why not here)` for the operations of this package."""
+    # Importing a module registers its operations, and `ops` imports no such module.
+    importlib.import_module("ejkernel.modules")
+    return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel)]
+
+
+def _rows_of(name: str, kernel: Kernel[Any, Any]) -> list[tuple[str, str, str]]:
+    """Return `(name, implementation, why not here)` per implementation, or per run form of a plain kernel."""
+    if isinstance(kernel, Operation):
+        return [(name, implementation, reason) for implementation, reason in kernel.reasons_here().items()]
+    return [(name, form, "") for form in ["run"] * overrides(kernel, "run") + run_forms(kernel)]
+
+
+def _kernels(*, ours: bool) -> list[tuple[str, Kernel[Any, Any]]]:
+    """Return the kernels of this package, or all others, by versioned name; only the latest of each name."""
+    return sorted(
+        (op, kernels[0])
+        for op, kernels in living_kernels().items()
+        if f"{kernels[0].__module__}.".startswith("ejkernel.") is ours
+    )

@@ -109,7 +109,7 @@ def calls_in_bundle(folder: Path) -> Found:
     Raises:
         ConfigError: The folder is not a bundle for this device and JAX version, or the module of a kernel is missing.
     """
-    compiled, calls, refused = {}, [], 0
+    compiled, calls = {}, []
     try:
         bundled = read_bundle(folder)
     except ConfigError as error:
@@ -118,17 +118,12 @@ def calls_in_bundle(folder: Path) -> Found:
             raise
         raise ConfigError(f"{error}{hint}") from error
     for call in bundled:
-        try:
-            inv = rebuild(call.description)
-        except DescriptionError as error:
-            refused += 1
-            description: Any = call.description
-            op = description.get("op") if isinstance(description, dict) else "a call"
-            _warn(f"{op}: {error}{_hint(str(error))}")
-            continue
-        calls.append(inv)
-        compiled[inv.key] = call
-    counts = f"{folder}: {counted(len(calls) + refused, 'call')}, {refused} not usable here"
+        description: Any = call.description
+        op = description.get("op") if isinstance(description, dict) else "a call"
+        for inv in _rebuilt(op, description):
+            calls.append(inv)
+            compiled[inv.key] = call
+    counts = f"{folder}: {counted(len(bundled), 'call')}, {len(bundled) - len(calls)} not usable here"
     return Found(name=str(folder), calls=tuple(calls), counts=counts, empty=_empty(folder), compiled=compiled)
 
 
@@ -139,24 +134,29 @@ def missed_calls(cache_dir: Path) -> Found:
         cache_dir: The folder of the persistent cache; the notes lie beside it.
     """
     notes, device = MissedNotes(cache_dir), device_fingerprint()
-    calls, refused, elsewhere = [], 0, 0
-    for note in notes.entries():
+    every = list(notes.entries())
+    # Tuning a call of another device would measure it for this device and save it under that key.
+    here = [note for note in every if note.config_key.device == device]
+    calls: list[Invocation[Any, Any]] = []
+    for note in here:
         key = note.config_key
-        # Tuning would measure it for this device and save it under that key.
-        if key.device != device:
-            elsewhere += 1
-            continue
-        try:
-            calls.append(rebuild(note.call, key=key.call, op=key.op))
-        except DescriptionError as error:
-            refused += 1
-            _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
+        calls += _rebuilt(f"{key.op}:{key.call} (of {note.kernel})", note.call, key=key.call, op=key.op)
+    refused = len(here) - len(calls)
     counts = (
-        f"{notes.folder}: {counted(len(calls) + refused + elsewhere, 'note')}, {_usable(len(calls))}, "
-        f"{refused} not usable here, {elsewhere} of other devices"
+        f"{notes.folder}: {counted(len(every), 'note')}, {_usable(len(calls))}, "
+        f"{refused} not usable here, {len(every) - len(here)} of other devices"
     )
     empty = _empty(notes.folder) if refused else ""  # no notes: all missed calls are tuned
     return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
+
+
+def _rebuilt(name: object, description: Any, **expected: Any) -> list[Invocation[Any, Any]]:
+    """Return a described call; empty, with a warning, if it cannot be rebuilt here."""
+    try:
+        return [rebuild(description, **expected)]
+    except DescriptionError as error:
+        _warn(f"{name}: {error}{_hint(str(error))}")
+        return []
 
 
 def _program_text(path: Path) -> str:

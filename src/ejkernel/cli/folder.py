@@ -30,14 +30,21 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
-from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, measured_with, text_of_differences
+from ejkernel.ops.config.staleness import (
+    UNKNOWN,
+    Difference,
+    differences,
+    measured_with,
+    space_digest,
+    text_of_differences,
+)
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
-from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -118,22 +125,23 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
         ("entry", list(files(cache.path, ENTRY)), read_entry),
         ("search", list(files(cache.path, LOG)), read_search),
         ("note", notes.files(), notes.read),
+        ("pack", _packs(cache.path), _verified),
     )
     for kind, paths, read in found:
         for path in paths:
+            was = None
             try:
                 was = seen(cache.path, path)  # before reading, so that a later change is detected
                 content = read(path)
             except FileNotFoundError:
                 continue
-            except UnusableError as error:
+            except (UnusableError, OSError) as error:
                 yield Item(path=path, kind=kind, problem=str(error), seen=was)
-            else:
-                if content is not None:
-                    provenance = {"time": content.last} if kind == "note" else content.provenance
-                    item = dataclasses.replace(_item(path, kind, provenance), seen=was)
-                    yield _with_staleness(item, content, space_of) if kind == "entry" else item
-    yield from _packs(cache.path)
+                continue
+            if content is not None:
+                provenance = {"time": content.last} if kind == "note" else getattr(content, "provenance", {})
+                stale = _staleness(content, space_of) if kind == "entry" else {}
+                yield _item(path, kind, provenance, seen=was, **stale)
     yield from _unlisted(cache.path)
 
 
@@ -161,18 +169,14 @@ def _unlisted(root: Path) -> Iterator[Item]:
             yield Item(path=Path(error.filename), kind="folder", problem=f"it cannot be listed: {error}")
 
 
-def _packs(root: Path) -> Iterator[Item]:
-    for folder, _ in _folders(root):
-        if folder.parent == root / FOLDER:
-            for path in sorted(folder.glob(f"*{SUFFIX}")):
-                was = None
-                try:
-                    was = seen(root, path)
-                    verify(path)
-                except (UnusableError, OSError) as error:
-                    yield Item(path=path, kind="pack", problem=str(error), seen=was)
-                else:
-                    yield Item(path=path, kind="pack", seen=was)
+def _packs(root: Path) -> list[Path]:
+    copies = (folder for folder, _ in _folders(root) if folder.parent == root / FOLDER)
+    return [pack for folder in copies for pack in sorted(folder.glob(f"*{SUFFIX}"))]
+
+
+def _verified(pack: Path) -> Path:
+    verify(pack)
+    return pack
 
 
 def item_of(entry: StoredEntry) -> Item:
@@ -180,18 +184,18 @@ def item_of(entry: StoredEntry) -> Item:
     return _item(entry.path or Path(), "entry", entry.provenance)
 
 
-def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) -> Item:
-    found = differences(entry, None if space_of is None else space_of(entry))
-    unknown = tuple(name for name, value in measured_with(entry).items() if value == UNKNOWN)
-    return dataclasses.replace(item, stale=found, unknown=unknown)
-
-
-def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
+def _item(path: Path, kind: str, provenance: Mapping[str, Any], **known: Any) -> Item:
     time = None
     with contextlib.suppress(ValueError):  # another program may have written the file
         time = datetime.datetime.fromisoformat(str(provenance.get("time")))
         time = time.replace(tzinfo=datetime.UTC) if time.tzinfo is None else time
-    return Item(path=path, kind=kind, time=time, jax=str(provenance.get("jax") or ""))
+    return Item(path=path, kind=kind, time=time, jax=str(provenance.get("jax") or ""), **known)
+
+
+def _staleness(entry: StoredEntry, space_of: SpaceOf | None) -> dict[str, Any]:
+    found = differences(entry, None if space_of is None else space_of(entry))
+    unknown = tuple(name for name, value in measured_with(entry).items() if value == UNKNOWN)
+    return {"stale": found, "unknown": unknown}
 
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
@@ -205,14 +209,14 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     counts = collections.Counter(item.kind for item in found)
     bad = [item for item in found if item.problem]
     if as_json:
-        unusable = [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in bad]
-        totals = {plural: counts[kind] for kind, plural in _KINDS.items()}
-        differing = ((str(item.path), [found._asdict() for found in item.stale]) for item in found if item.stale)
-        stale = [{"file": file, "differences": differences} for file, differences in differing]
-        unknown = collections.Counter(name for item in found for name in item.unknown)
-        report.echo_json(
-            {"folder": str(store.path), **totals, "unusable": unusable, "stale": stale, "unknown": dict(unknown)}
-        )
+        differing = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
+        data = {plural: counts[kind] for kind, plural in _KINDS.items()} | {
+            "folder": str(store.path),
+            "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in bad],
+            "stale": [{"file": file, "differences": differences} for file, differences in differing],
+            "unknown": collections.Counter(name for item in found for name in item.unknown),
+        }
+        report.echo_json(data)
         return 1 if bad else 0
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
@@ -249,7 +253,7 @@ def _space_of(entry: StoredEntry) -> str | None:
     except DescriptionError as error:
         logger.info("the search space of %s is unknown: %s", entry.path, error)
         return None
-    return None if inv.kernel is None else space_digest(inv.kernel, inv)
+    return space_digest(kernel_of(inv), inv)
 
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
@@ -298,13 +302,8 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
     if changed:
         click.echo(f"{counted(changed, 'file')} kept: replaced by another process during the command.", err=True)
     if as_json:
-        report.echo_json(
-            {
-                "folder": str(store.path),
-                "removed": [str(item.path) for item in removed],
-                "dry_run": dry_run,
-            }
-        )
+        paths = [str(item.path) for item in removed]
+        report.echo_json({"folder": str(store.path), "removed": paths, "dry_run": dry_run})
     else:
         counts = _counts(collections.Counter(item.kind for item in removed))
         click.echo(f"{store.path}: {counts} {'would be removed' if dry_run else 'removed'}")

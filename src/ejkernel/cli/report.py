@@ -21,8 +21,8 @@ from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.utils.error_text import printable, printable_json, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
-from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.storage.serialize import to_data
 
 

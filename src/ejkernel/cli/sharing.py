@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import click
 
@@ -22,22 +23,40 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN: Final = 50  # rows of a table; `--json` prints all
 
 
+def _with_config_errors(run: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a command raise errors of disk or network as `ConfigError`."""
+
+    @functools.wraps(run)
+    def command(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return run(*args, **kwargs)
+        except (EjkernelError, BrokenPipeError):  # a broken pipe is that of the output
+            raise
+        except OSError as error:
+            raise ConfigError(str(error)) from error
+
+    return command
+
+
+@_with_config_errors
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
     target = _shared(url or _only_layer(), folder, may_be_new=True, bounded=not merge)
-    if not dry_run and (mended := _with_config_errors(lambda: upkeep.mend(target))):
+    if not dry_run and (mended := upkeep.mend(target)):
         click.echo(f"{target}: {counted(mended, 'damaged pack')} repaired", err=True)
     _bring([place_of(str(folder), folder)], target, dry_run=dry_run, as_json=as_json)
     if merge and not dry_run:
-        fewer = _with_config_errors(lambda: upkeep.merge(target))
+        fewer = upkeep.merge(target)
         click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
 
 
+@_with_config_errors
 def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache pull`: into the folder or, without a URL, only into the copies of the layers."""
     folder = _folder(cache)
@@ -48,7 +67,7 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
     for layer in _layers():
         try:
             places.append(_shared(layer, folder))
-        except EjkernelError as error:  # still update the copies of the other layers
+        except (EjkernelError, OSError) as error:  # still update the copies of the other layers
             problems.append(str(error))
     found = [(str(place), place.fetched, sum(1 for _ in place.copy.variants())) for place in places]
     if as_json:
@@ -60,31 +79,23 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
         raise ConfigError("; ".join(problems))
 
 
+@_with_config_errors
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache merge`."""
     folder = _folder(cache)
     target = place_of(str(folder), folder)
-    _bring(
-        _with_config_errors(lambda: [place_of(name, folder) for name in sources]),
-        target,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    _bring([place_of(name, folder) for name in sources], target, dry_run=dry_run, as_json=as_json)
 
 
+@_with_config_errors
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`."""
     store = opened(cache, alone=True)
     target, now = _shared(url, _folder(cache), bounded=False), store.clock()
     if not dry_run:
-        _with_config_errors(lambda: upkeep.mend(target))
-    found = _with_config_errors(
-        lambda: upkeep.prune(
-            target,
-            lambda entry: wanted.has(item_of(entry), now),
-            unreadable=wanted.unreadable,
-            dry_run=dry_run,
-        )
+        upkeep.mend(target)
+    found = upkeep.prune(
+        target, lambda entry: wanted.has(item_of(entry), now), unreadable=wanted.unreadable, dry_run=dry_run
     )
     if as_json:
         report.echo_json({"url": str(target), "dry_run": dry_run, **dataclasses.asdict(found)})
@@ -94,11 +105,11 @@ def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: b
     click.echo(f"{target}: {_entries(found.entries)} {verb}{damaged}; {counted(found.packs, 'pack')} fewer")
 
 
+@_with_config_errors
 def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     """Run `ejkernel cache diff`; return 1 if the places differ."""
     folder = _folder(cache)
-    theirs = _with_config_errors(lambda: place_of(one, folder))
-    ours = _with_config_errors(lambda: place_of(other or str(folder), folder))
+    theirs, ours = place_of(one, folder), place_of(other or str(folder), folder)
     found = [step for step in plan([theirs], ours).steps if step.action != "same"]
     missing = [step for step in plan([ours], theirs).steps if step.ours is None]
     if as_json:
@@ -111,7 +122,7 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
 
 
 def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
-    found = plan(sources, target) if dry_run else _with_config_errors(lambda: bring(sources, target))
+    found = plan(sources, target) if dry_run else bring(sources, target)
     counts = collections.Counter(step.action for step in found.steps)
     if as_json:
         names = ("added", "replaced", "kept", "same")
@@ -184,7 +195,7 @@ def _folder(cache: Path | None) -> Path:
     """Return the writable folder of the cache."""
     folder = opened(cache, alone=True).path
     assert folder is not None  # `opened` raises without a folder
-    _with_config_errors(lambda: folder.mkdir(parents=True, exist_ok=True))
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -205,14 +216,4 @@ def _only_layer() -> str:
 def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
         raise ConfigError(f"{url!r} is not a URL like s3://bucket/prefix or file:///shared/ejkernel.")
-    return _with_config_errors(lambda: SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded))
-
-
-def _with_config_errors(do: Callable[[], _T]) -> _T:
-    """Call `do`, and convert errors of disk or network to `ConfigError`."""
-    try:
-        return do()
-    except EjkernelError:
-        raise
-    except OSError as error:
-        raise ConfigError(str(error)) from error
+    return SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded)

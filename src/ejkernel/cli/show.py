@@ -17,8 +17,8 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
-from ejkernel.ops.utils.printable import printable
 
 
 def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:

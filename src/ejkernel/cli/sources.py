@@ -9,6 +9,7 @@ import importlib
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 from ejkernel import compat
 from ejkernel.cli import files
@@ -53,17 +54,13 @@ class Source:
     platform: str | None = None
 
     @classmethod
-    def of(
-        cls,
-        target: str,
-        imports: tuple[str, ...],
-        *,
-        missed: Path | None = None,
-        bundle: Path | None = None,
-        shapes: Path | None = None,
-        platform: str | None = None,
-    ) -> Source:
+    def of(cls, target: str, imports: tuple[str, ...], **others: Any) -> Source:
         """Return the source of a target, and make its modules importable in this process and its workers.
+
+        Args:
+            target: MODULE:FUNCTION, or the file of a program's text; may be empty.
+            imports: Modules that define kernels, as typed.
+            **others: The other attributes.
 
         Raises:
             ArgumentError: The target does not exist or is malformed.
@@ -73,11 +70,8 @@ class Source:
         source = cls(
             program=located(target) if target and not is_text else None,
             text=Path(target) if is_text else None,
-            missed=missed,
-            bundle=bundle,
-            shapes=shapes,
             imports=tuple(map(module_named, imports)),
-            platform=platform,
+            **others,
         )
         if source.names_modules:  # this process unpickles a worker's answers, so it needs the modules, too
             look_here()
@@ -100,7 +94,7 @@ def find(source: Source) -> Found:
         with user_code(f"lowering the program of {source.program.target}"):
             calls = discover_for(program, args, kwargs, platform=source.platform)
         target = source.program.target
-        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no ejkernel kernel.")
+        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} made no call of an operation.")
     else:
         found = _in_files(source)
     # `device_fingerprint` opens the device, so skip it when compiling for another machine.

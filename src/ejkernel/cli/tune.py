@@ -35,6 +35,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import Action, default_stale_policy, standing
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -251,8 +252,8 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
     """Yield the readable entries of a call, each with its action under the stale policy."""
-    store, kernel = chain.persistent, inv.kernel
-    if kernel is not None and store is not None:
+    store, kernel = chain.persistent, kernel_of(inv)
+    if store is not None:
         note_config_types(inv, kernel)
         for _, entry in store.found(inv.key, kernel.config_type):
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
@@ -397,4 +398,6 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     most = math.inf if budget is None else budget * (count - finished)
     if math.isinf(min(estimate, most)):
         return ""
-    return f", about {estimate:.0f} s left" if estimate <= most else f", at most {most:.0f} s left"
+    if estimate <= most or budget is None:
+        return f", about {estimate:.0f} s left in total"
+    return f", at most {most:.0f} s left in total ({budget:g} s per call)"

@@ -385,11 +385,10 @@ def missing_sums(ctx: Any) -> list[tuple[str, ...]]:
 
 def summed(arrays: Sequence[Any], missing: Sequence[tuple[str, ...]]) -> list[Any]:
     """Return each array summed over its missing manual axes."""
-    return [_sum(array, axes) if axes else array for array, axes in zip(arrays, missing, strict=True)]
-
-
-def _sum(array: Any, axes: tuple[str, ...]) -> Any:
-    return wide_sum(jax.lax.pcast(array, axes, to="varying"), axes)
+    return [
+        wide_sum(jax.lax.pcast(array, axes, to="varying"), axes) if axes else array
+        for array, axes in zip(arrays, missing, strict=True)
+    ]
 
 
 def wide_sum(array: Any, axes: tuple[str, ...]) -> Any:

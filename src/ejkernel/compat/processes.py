@@ -68,13 +68,18 @@ def program_span() -> Span | None:
 
 
 @contextlib.contextmanager
-def spanning(span: Span | None) -> Iterator[None]:
-    """Set the span of the program that is lowered inside the `with` block."""
-    token = _span.set(span)
+def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable for a `with` block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _span.reset(token)
+        variable.reset(token)
+
+
+def spanning(span: Span | None) -> contextlib.AbstractContextManager[None]:
+    """Set the span of the program that is lowered inside the `with` block."""
+    return setting(_span, span)
 
 
 _placeholders: weakref.WeakSet[jax.sharding.Mesh] = weakref.WeakSet()

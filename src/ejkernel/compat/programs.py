@@ -13,7 +13,7 @@ from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
-from ejkernel.compat.processes import span_of_context, spanning
+from ejkernel.compat.processes import setting, span_of_context, spanning
 from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
@@ -43,24 +43,20 @@ _platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("pl
 @contextlib.contextmanager
 def lowering(ctx: Any) -> Iterator[None]:
     """Make the target of the program under way available to the functions below."""
-    token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
-    try:
-        with spanning(span_of_context(ctx.module_context.axis_context, is_partitioned())):
-            yield
-    finally:
-        _axis_context.reset(token)
-        _platforms.reset(platforms)
+    context = ctx.module_context.axis_context
+    with (
+        setting(_axis_context, context),
+        setting(_platforms, lowering_platforms(ctx)),
+        spanning(span_of_context(context, is_partitioned())),
+    ):
+        yield
 
 
 @contextlib.contextmanager
 def not_lowering() -> Iterator[None]:
     """Hide the target of the program under way from the functions below."""
-    context, platforms = _axis_context.set(None), _platforms.set(())
-    try:
+    with setting(_axis_context, None), setting(_platforms, ()):
         yield
-    finally:
-        _axis_context.reset(context)
-        _platforms.reset(platforms)
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -140,14 +136,9 @@ def _answered(question: Callable[[], T], answer: T) -> T:
     return answer
 
 
-@contextlib.contextmanager
-def noting_answers(noted: Answers) -> Iterator[None]:
+def noting_answers(noted: Answers) -> contextlib.AbstractContextManager[None]:
     """Record the answers of the functions above: a trace that used them is valid only where they are the same."""
-    token = _answers.set(noted)
-    try:
-        yield
-    finally:
-        _answers.reset(token)
+    return setting(_answers, noted)
 
 
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:

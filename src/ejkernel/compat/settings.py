@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,17 +13,6 @@ import jax
 
 # The type stubs of `jax.config` lack its options.
 _config: Any = jax.config
-
-
-def matmul_precision() -> str | None:
-    """Return the default matmul precision in force, or `None`."""
-    precision = _config.jax_default_matmul_precision
-    return None if precision is None else str(precision)
-
-
-def x64_enabled() -> bool:
-    """Return whether 64-bit types are enabled."""
-    return bool(_config.jax_enable_x64)
 
 
 class Numerics(NamedTuple):
@@ -37,17 +27,12 @@ class Numerics(NamedTuple):
     softmax_custom_jvp: bool
 
 
+_numerics = operator.attrgetter(*(f"jax_{name}" for name in Numerics._fields))
+
+
 def numerics_in_force() -> Numerics:
     """Return this thread's settings."""
-    return Numerics(
-        _config.jax_default_matmul_precision,
-        _config.jax_enable_x64,
-        _config.jax_default_prng_impl,
-        _config.jax_numpy_dtype_promotion,
-        _config.jax_numpy_rank_promotion,
-        _config.jax_threefry_partitionable,
-        _config.jax_softmax_custom_jvp,
-    )
+    return Numerics(*_numerics(_config))
 
 
 @contextlib.contextmanager
@@ -62,11 +47,6 @@ def numerics(wanted: Numerics) -> Iterator[None]:
             if now != value:
                 stack.enter_context(getattr(jax, name)(value))
         yield
-
-
-def settings_name(value: Any) -> str:
-    """Return the name of a setting's value, which is an enum member in some versions of JAX."""
-    return str(getattr(value, "value", value))
 
 
 def jit_disabled() -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.compat.pallas import unchecked
+from ejkernel.compat.kernels import unchecked
 
 # The logit of a hidden key, `DEFAULT_MASK_VALUE` of the kernels.
 HIDDEN_LOGIT = -0.7 * float(np.finfo(np.float32).max)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracing: primitives, jaxprs, effects and references."""
+"""Tracing: primitives, jaxprs, effects, references, tangents, dtypes and pytrees."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import api_util, core, effects, linear_util
+import jax.numpy as jnp
+import numpy as np
+from jax._src import api_util, array, core, effects, linear_util, tree_util
 from jax._src import config as jax_config
 from jax._src.interpreters import partial_eval
 from jax._src.state import types as state_types
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 _core: Any = core
 _api_util: Any = api_util
@@ -206,3 +209,113 @@ def _calls_in(primitive: Any, jaxpr: Any) -> Iterator[tuple[dict[str, Any], list
             yield equation.params, [var.aval for var in equation.invars]
         for inner in _core.jaxprs_in_params(equation.params):
             yield from _calls_in(primitive, inner)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which `value` may differ between devices, inside `shard_map`."""
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def match_varying(primal: Any, gradient: Any) -> Any:
+    """Return `gradient`, summed over or broadcast to the mesh axes over which `primal` varies.
+
+    The gradient of a replicated argument differs between devices, and the argument's gradient is their sum.
+    """
+    have, want = varying_axes(gradient), varying_axes(primal)
+    if have - want:
+        gradient = jax.lax.psum(gradient, tuple(sorted(have - want)))
+    if want - have:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(want - have)), to="varying")
+    return gradient
+
+
+def zeros_of_tangent(value: Any) -> Any:
+    """Return the zero tangent of `value`: `float0` for integers, and varying as `value` does."""
+    dtype = jax.typeof(value).to_tangent_aval().dtype
+    if dtype == jax.dtypes.float0:
+        return np.zeros(value.shape, dtype)
+    # Inside `shard_map` a tangent must vary over the same mesh axes as its primal; fresh zeros do not.
+    return match_varying(value, jnp.zeros(value.shape, dtype))
+
+
+def instantiated(aval: Any) -> Any:
+    """Return zeros with this abstract value."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+    """Return whether the tangent of a differentiation rule is a symbolic zero."""
+    return isinstance(tangent, ad.Zero) or jax.typeof(tangent).dtype == jax.dtypes.float0
+
+
+def zero_for(value: Any) -> Any:
+    """Return the symbolic zero tangent for a result `value` of a differentiation rule."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def without_symbolic_zeros(tangent: Any) -> Any:
+    """Return a tangent or cotangent as an array, zeros where it is a symbolic zero."""
+    return ad.instantiate_zeros(tangent)
+
+
+def is_undefined_primal(argument: Any) -> bool:
+    """Return whether a transpose rule must return the cotangent of this argument."""
+    return bool(ad.is_undefined_primal(argument))
+
+
+def register_jvp(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """Register the JVP rule `rule(primals, tangents, **params)` of a primitive."""
+    ad.primitive_jvps[primitive] = rule
+
+
+def register_transpose(primitive: Any, rule: Callable[..., Sequence[Any]]) -> None:
+    """Register the transpose rule `rule(cotangents, *arguments, **params)` of a primitive."""
+    ad.primitive_transposes[primitive] = rule
+
+
+dtypes: Any = jax.dtypes
+ArrayImpl: Any = array.ArrayImpl
+finfo: Any = jnp.finfo
+
+
+def key_implementation(dtype: Any) -> str:
+    """Return the name of the random generator of a key dtype."""
+    return str(dtype._impl.name)
+
+
+def weakly_typed(value: Any) -> Any:
+    """Return `value` as a weakly typed array, which is promoted like a Python number."""
+    # The public function cannot create weak types.
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(value, jnp.dtype(value.dtype), weak_type=True)
+
+
+def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
+    """Return an instance of a registered pytree type with these children.
+
+    jaxlib does not check the number of children of a dataclass and would read past the last one, so this function
+    checks it first. Other types are built in Python by their registered function.
+
+    Raises:
+        ValueError: `cls` is not a pytree type, or the number of children differs.
+    """
+    entry = getattr(tree_util, "_registry", {}).get(cls)  # without dataclasses from JAX 0.11 on
+    if entry is not None:
+        return entry.from_iter(aux, tuple(children))
+    if not dataclasses.is_dataclass(cls):
+        raise ValueError("it is not a pytree type that can be built from its children")
+    like = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        object.__setattr__(like, field.name, None)
+    flat = jax.tree_util.default_registry.flatten_one_level(like)
+    if flat is None or type(aux) is not tuple or (len(list(flat[0])), len(flat[1])) != (len(children), len(aux)):
+        raise ValueError("it has another number of children, or of static fields")
+    leaves, trees = [], []
+    for child in children:
+        more, tree = jax.tree.flatten(child)
+        leaves += more
+        trees.append(tree)
+    tree_type: Any = jax.tree_util.PyTreeDef
+    tree = tree_type.from_node_data_and_children(jax.tree_util.default_registry, (cls, aux), trees)
+    return jax.tree.unflatten(tree, leaves)

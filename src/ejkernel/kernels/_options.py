@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
 
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
 
@@ -31,3 +32,13 @@ def canonical_precision(value: Any) -> str | None:
             f"{did_you_mean(value, ('default', 'high', 'highest'))}"
         )
     return name.lower()
+
+
+def check_integer(name: str, value: object, allowed: Collection[int], wanted: str = "") -> None:
+    """Check a launch parameter.
+
+    Raises:
+        ConfigError: It is not an integer, or not allowed.
+    """
+    if type(value) is not int or value not in allowed:
+        raise ConfigError(f"{name} must be {wanted or ' or '.join(map(str, allowed))}, got {value!r}.")

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
+from jax.custom_batching import sequential_vmap
 
 from ejkernel import compat
 
@@ -25,3 +27,9 @@ def unify_varying(tree: Tree) -> Tree:
         leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
     unified: Tree = jax.tree.unflatten(structure, leaves)
     return unified
+
+
+def one_by_one(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`; under `vmap` it runs on one example after another."""
+    sequential: Any = sequential_vmap  # it has no annotations
+    return sequential(function)(*unify_varying(args))

@@ -17,8 +17,8 @@ from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel
-from ejkernel.ops.core.sharding.parts import CallPart as CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule as ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart as CallPart
 from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey
 from ejkernel.ops.core.types import Cost as Cost
@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
     from ejkernel.ops.autotuner.trials.result import Entry as Entry
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
-    from ejkernel.ops.config.agreement.digest import ConfigurationDigest as ConfigurationDigest
-    from ejkernel.ops.config.agreement.digest import configuration_digest as configuration_digest
+    from ejkernel.ops.config.agreement.decisions import ConfigurationDigest as ConfigurationDigest
+    from ejkernel.ops.config.agreement.decisions import configuration_digest as configuration_digest
     from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
     from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
     from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
@@ -213,31 +213,19 @@ __all__ = [
     "vmap_with_config",
 ]
 
-_LAZY = {
-    "RayExecutor": "ejkernel.ops.autotuner.fleet.ray_executor",
-    "Measurement": "ejkernel.ops.autotuner.measure.measurement",
-    "benchmark": "ejkernel.ops.autotuner.measure.measurement",
-    "CandidateFinished": "ejkernel.ops.autotuner.trials.events",
-    "Event": "ejkernel.ops.autotuner.trials.events",
-    "SearchFinished": "ejkernel.ops.autotuner.trials.events",
-    "SearchStarted": "ejkernel.ops.autotuner.trials.events",
-    "WorkerRestarted": "ejkernel.ops.autotuner.trials.events",
-    "on_event": "ejkernel.ops.autotuner.trials.events",
-    "AutotuneData": "ejkernel.ops.autotuner.trials.outcome",
-    "Outcome": "ejkernel.ops.autotuner.trials.outcome",
-    "AutotuningResult": "ejkernel.ops.autotuner.trials.result",
-    "Entry": "ejkernel.ops.autotuner.trials.result",
-    "Autotuner": "ejkernel.ops.autotuner.tuner",
-    "ConfigurationDigest": "ejkernel.ops.config.agreement.digest",
-    "configuration_digest": "ejkernel.ops.config.agreement.digest",
-    "check_kernel": "ejkernel.ops.execution.checks.check_kernel",
-    "CheckReport": "ejkernel.ops.execution.checks.report",
-    "CheckRow": "ejkernel.ops.execution.checks.report",
-    "autotune": "ejkernel.ops.execution.offline",
-    "autotune_kernel": "ejkernel.ops.execution.offline",
-    "autotune_lowered": "ejkernel.ops.execution.offline",
-    "autotune_recorded": "ejkernel.ops.execution.offline",
+_LAZY_BY_MODULE = {
+    "autotuner.fleet.ray_executor": "RayExecutor",
+    "autotuner.measure.measurement": "Measurement benchmark",
+    "autotuner.trials.events": "CandidateFinished Event SearchFinished SearchStarted WorkerRestarted on_event",
+    "autotuner.trials.outcome": "AutotuneData Outcome",
+    "autotuner.trials.result": "AutotuningResult Entry",
+    "autotuner.tuner": "Autotuner",
+    "config.agreement.decisions": "ConfigurationDigest configuration_digest",
+    "execution.checks.check_kernel": "check_kernel",
+    "execution.checks.report": "CheckReport CheckRow",
+    "execution.offline": "autotune autotune_kernel autotune_lowered autotune_recorded",
 }
+_LAZY = {name: f"ejkernel.ops.{module}" for module, names in _LAZY_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

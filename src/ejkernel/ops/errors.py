@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ejkernel.ops.utils.printable import printable_lines
+from ejkernel.ops.utils.error_text import printable_lines
 
 
 class EjkernelError(Exception):

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 
 from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.messages.names import did_you_mean
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -20,10 +21,14 @@ def signature_for_calls(
         KernelError: A tunable argument cannot be passed by keyword, or precedes an argument that is not tunable.
     """
     for name in names:
-        if name not in parameters or parameters[name].kind not in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY):
+        if name not in parameters:
             raise KernelError(
-                f"{called}: space names {name!r}, which must be a parameter that can be passed by keyword; the "
-                f"parameters are {', '.join(parameters)}."
+                f"{called}: space names {name!r}, but {called} has no such parameter; its parameters are "
+                f"{', '.join(parameters)}{did_you_mean(name, parameters)}"
+            )
+        if parameters[name].kind not in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY):
+            raise KernelError(
+                f"{called}: space names {name!r}, which must be a parameter that can be passed by keyword."
             )
     if "cfg" in parameters:
         raise KernelError(f"{called}: rename the parameter cfg; calls pass a configuration as cfg=...")

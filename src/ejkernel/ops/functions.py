@@ -20,8 +20,8 @@ from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, named
-from ejkernel.ops.utils.values.plain import plain
+from ejkernel.ops.utils.validation import asked, named, noting
+from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
 Values = Sequence[Any] | Callable[[Invocation[Any, Any]], Sequence[Any]]
@@ -144,14 +144,9 @@ def tune(
     def decorate(function: Callable[P, Out]) -> TunedFunction[P, Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
-        hooks = {
-            "heuristic": heuristic,
-            "bwd_heuristic": bwd_heuristic,
-            "reference": reference,
-            "example_inputs": example_inputs,
-            "bucket": bucket,
-        }
-        _check_functions(getattr(function, "__name__", "tune"), hooks)
+        called = getattr(function, "__name__", "tune")
+        hooks = {"heuristic": heuristic, "bwd_heuristic": bwd_heuristic, "reference": reference}
+        _check_functions(called, {**hooks, "example_inputs": example_inputs, "bucket": bucket})
         spaces = _Directed(space, space if bwd_space is None else bwd_space)
         declared = _Declared(function, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
         if not isinstance(version, str):
@@ -169,7 +164,7 @@ def tune(
         if reference is not None:
             members["reference"] = _reference(reference, declared)
         if bucket is not None:
-            members["bucket"] = _bucket(bucket)
+            members["bucket"] = staticmethod(bucket)
         if sharding_rule is not None:
             members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
         # One class for each function, because hooks, signature and version belong to the class of a kernel; its single
@@ -416,7 +411,8 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
             raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
-        return function(*args, **{**kwargs, **config})
+        with noting(self.op_id, config, (args, kwargs)):
+            return function(*args, **{**kwargs, **config})
 
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)
@@ -431,19 +427,10 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 
 
 def _reference(reference: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
-    def called(self: TunedFunction[..., Any], *args: Any, **kwargs: Any) -> Any:
-        del self
+    def called(*args: Any, **kwargs: Any) -> Any:
         return reference(*args, **{name: value for name, value in kwargs.items() if name not in declared.names})
 
-    return called
-
-
-def _bucket(bucket: Bucket) -> Callable[..., Any]:
-    def called(self: TunedFunction[..., Any], inv: Invocation[Any, Any]) -> Any:
-        del self
-        return bucket(inv)
-
-    return called
+    return staticmethod(called)
 
 
 def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
@@ -451,7 +438,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
         raise KernelError(
             f"{called}: sharding_rule must be a ShardingRule, or a function that returns one, got {rule!r}."
         )
-    return lambda self, inv: rule if isinstance(rule, ShardingRule) else rule(inv)
+    return staticmethod((lambda _: rule) if isinstance(rule, ShardingRule) else rule)
 
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ class OperationCall:
         platform: `gpu`, `tpu` or `cpu`; `None` if unknown.
         device_fingerprint: E.g. `gpu:nvidia_h200`; empty if unknown.
         backward: Whether this is a backward call.
+        higher: Whether the call computes tangents or higher derivatives.
         partitioned: Whether XLA's partitioner distributes the call over devices without control by the implementation.
         examples: The number of examples under `vmap`.
     """
@@ -31,6 +32,7 @@ class OperationCall:
     platform: str | None = None
     device_fingerprint: str = ""
     backward: bool = False
+    higher: bool = False
     partitioned: bool = False
     examples: int = 1
 
@@ -182,6 +184,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         self._declared = {
             name: LazyImplementation(found) if isinstance(found, str) else found for name, found in declared.items()
         }
+        self._platforms = {name: getattr(found, "platforms", ()) for name, found in self._declared.items()}
         self._loaded: dict[str, Implementation[Any]] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -200,7 +203,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
             ArgumentError: The name is unknown, e.g. in a call read from a file.
             UnsupportedError: Its module cannot be imported here.
         """
-        if name not in self:
+        if name not in self._declared:
             raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self)}")
         if name not in self._loaded:
             self._loaded[name] = _loaded(name, self._declared[name])
@@ -213,8 +216,15 @@ class Implementations(Mapping[str, Implementation[Any]]):
 
     def platforms(self, name: str) -> tuple[str, ...]:
         """Return the platforms of an implementation; empty for all."""
-        declared = self._declared[name]
-        return declared.platforms if isinstance(declared, LazyImplementation) else ()
+        return self._platforms[name]
+
+    def elsewhere(self, name: str, platform: str | None, device: str | None = None) -> str:
+        """Return why an implementation is not for a platform; `""` if it is. `None` is any platform."""
+        platforms = self._platforms[name]
+        if not platforms or platform in (None, *platforms):
+            return ""
+        wanted = " or ".join(kind.upper() for kind in platforms)
+        return f"implementation={name!r} needs a {wanted}, and this call is for {device or platform}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""
@@ -232,17 +242,20 @@ class Implementations(Mapping[str, Implementation[Any]]):
             return str(error)
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
-        return self._unknown_features(found, call) or found.unsupported(call)
+        unknown = call.features - found.features
+        reason = self._why_unknown(name, call, sorted(unknown)) if unknown else found.unsupported(call)
+        if reason is not None or found.differentiable or not call.higher:
+            return reason
+        others = [other for other in self if self[other].differentiable]
+        hint = f"; use {others[0]!r}." if others else "."
+        return f"forward-mode differentiation is not available with implementation={name!r}{hint}"
 
-    def _unknown_features(self, found: Implementation[Any], call: OperationCall) -> str | None:
-        unknown = sorted(call.features - found.features)
-        if not unknown:
-            return None
+    def _why_unknown(self, name: str, call: OperationCall, unknown: list[str]) -> str:
         # Suggest only implementations for all platforms: another platform's would not help here.
-        others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
+        others = [other for other in self if not self.platforms(other) and call.features <= self[other].features]
         where = "the gradient of " if call.backward else ""
         return (
-            f"{', '.join(unknown)}: not available with {where}implementation={found.name!r}"
+            f"{', '.join(unknown)}: not available with {where}implementation={name!r}"
             f"{f'; use {others[0]!r}' if others else ''}."
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.config.spaces.alternatives import alternatives
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, config_type_of
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
@@ -32,6 +32,10 @@ class _Selected(NamedTuple):
     implementation: Implementation[Any]
     call: Any
     params: Any
+
+    def compute(self, method: str, given: Sequence[Any]) -> Any:
+        """Call `output`, `forward` or `backward` of the implementation."""
+        return getattr(self.implementation, method)(self.call, *given, params=self.params)
 
 
 _owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configuration types to operation names
@@ -58,7 +62,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         super().__init_subclass__(**kwargs)
         if "implementations" not in vars(cls):
             return
-        config: Any = config_type_of(cls)
+        config: Any = cls.config_type
         if config is None or not issubclass(config, OperationConfig) or config is OperationConfig:
             raise KernelError(
                 f"{cls.__name__} must name its own subclass of OperationConfig as its configuration type: "
@@ -121,6 +125,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             platform=inv.platform,
             device_fingerprint=inv.device_fingerprint,
             backward=inv.direction == "bwd",
+            higher=inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1,
             partitioned=_is_partitioned(),
             examples=math.prod(inv.batch_sizes),
         )
@@ -131,11 +136,12 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         Raises:
             UnsupportedError: No implementation can run the call; the message gives the reason for each.
         """
-        return [name for name, _ in self._able(inv)]
+        return self._able(inv)[0]
 
     def refusals(self, inv: Invocation[OpCfg, Out]) -> dict[str, str]:
         """See `Kernel`; only for the requested implementations, if the call requests some by name."""
-        return self._select_for(inv)[1]
+        call = self.call_of(inv)
+        return self._select(call, self._considered(inv.kwargs, call))[1]
 
     def why_not(self, inv: Invocation[OpCfg, Out], config: OpCfg) -> str:
         """See `Kernel`: the implementation or its parameters may be unsupported here."""
@@ -162,55 +168,40 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def heuristic_cfg(self, inv: Invocation[OpCfg, Out]) -> OpCfg:
         """Return the preferred implementation for the call, with the parameters of its heuristic."""
-        name, call = self._able(inv)[0]
+        (name, *_), call = self._able(inv)
         return self._config(name, call, self.implementations[name].heuristic(call))
 
     def config_space(self, inv: Invocation[OpCfg, Out]) -> Collection[OpCfg]:
         """Return the union of the spaces of all implementations that run the call."""
-        able = dict(self._able(inv))
-        spaces = {name: _valid_params(self.implementations[name], call) for name, call in able.items()}
+        names, call = self._able(inv)
+        spaces = {name: _valid_params(self.implementations[name], call) for name in names}
 
         def read(config: OpCfg) -> tuple[str, Any]:
-            call = able.get(config.implementation)
-            return config.implementation, None if call is None else _params_of(config, call)
+            return config.implementation, _params_of(config, call) if config.implementation in names else None
 
         # A search over several implementations starts with the heuristic of each.
-        seeds = {name: self.implementations[name].heuristic(call) for name, call in able.items()}
-        return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read, seeds)
+        seeds = {name: self.implementations[name].heuristic(call) for name in names}
+        return alternatives(spaces, lambda name, params: self._config(name, call, params), read, seeds)
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
-        selected = self._running(cfg, args, options)
-
-        def output(selected: _Selected, *args: Any) -> Any:
-            return selected.implementation.output(selected.call, *args, params=selected.params)
-
         # Not `forward`: without residuals, cuDNN can use a kernel that does not write the log-sum-exp.
-        return self._differentiable(output, selected, args)
+        return self._differentiable("output", self._running(cfg, args, options), args)
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the residuals of the implementation."""
-        selected = self._running(cfg, args, options)
-
-        def forward(selected: _Selected, *args: Any) -> Any:
-            return selected.implementation.forward(selected.call, *args, params=selected.params)
-
-        return cast("tuple[Any, Any]", self._differentiable(forward, selected, args))
+        found = self._differentiable("forward", self._running(cfg, args, options), args)
+        return cast("tuple[Any, Any]", found)
 
     def vjp(
         self, residuals: Any, out: Any, cotangents: tuple[Any, ...], *args: Any, cfg: OpCfg, **options: Any
     ) -> tuple[Any, ...]:
         """Return the gradient of each positional argument."""
         selected = self._running(cfg, args, options, backward=True)
-
-        def backward(selected: _Selected, *given: Any) -> Any:
-            return selected.implementation.backward(selected.call, *given, params=selected.params)
-
-        found = self._differentiable(backward, selected, (residuals, out, cotangents, *args))
+        found = self._differentiable("backward", selected, (residuals, out, cotangents, *args))
         return cast("tuple[Any, ...]", found)
 
     def _check_cfg(self, config: Any, name: str) -> None:
-        super()._check_cfg(config, name)
         try:
             config.__post_init__()
         except ConfigError as error:  # its implementation, or the class of its parameters, was redefined
@@ -223,35 +214,26 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         config_type = cast("type[OpCfg]", self.config_type)
         return config_type(implementation=name, **{"bwd" if call.backward else "fwd": params})
 
-    def _able(self, inv: Invocation[OpCfg, Out]) -> list[tuple[str, CallT]]:
-        """Return the implementations that can run the call, each with the description of the call that it runs.
+    def _able(self, inv: Invocation[OpCfg, Out]) -> tuple[list[str], CallT]:
+        """Return the implementations that can run the call, and the description of the call that they run.
 
         If only types are wanted and no implementation runs here, return implementations for other platforms: the
         program may be lowered for another platform than this process's.
         """
-        found, reasons = self._select_for(inv)
+        call = self.call_of(inv)
+        found, reasons = self._select(call, self._considered(inv.kwargs, call))
         if not found and not inv.array_types:
             # Without a platform, so that only reasons that apply on every platform count.
-            away = dataclasses.replace(self.call_of(inv), platform=None, device_fingerprint="")
-            names = self._considered(inv.kwargs, away) or self.implementations
-            elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
-            found, reasons_elsewhere = self._select(away, elsewhere, higher=self._is_higher(inv), named=True)
-            reasons |= reasons_elsewhere
+            call = dataclasses.replace(call, platform=None, device_fingerprint="")
+            names = self._considered(inv.kwargs, call) or self.implementations
+            elsewhere = [name for name in names if self.implementations.elsewhere(name, inv.platform)]
+            found, reasons_elsewhere = self._select(call, elsewhere)
+            # Name the device first: on this one, changing the arguments would not help.
+            for name, reason in reasons_elsewhere.items():
+                reasons[name] = " ".join(dict.fromkeys([*([reasons[name]] if name in reasons else []), reason]))
         if not found:
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
-        return found
-
-    def _select_for(self, inv: Invocation[OpCfg, Out]) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
-        call = self.call_of(inv)
-        names = self._considered(inv.kwargs, call)
-        return self._select(call, names, higher=self._is_higher(inv), named=names is not None)
-
-    def _is_higher(self, inv: Invocation[OpCfg, Out]) -> bool:
-        """Return whether the call computes tangents or higher derivatives."""
-        return inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1
-
-    def _platforms(self, name: str) -> tuple[str, ...]:
-        return self.implementations.platforms(name) or ("gpu", "tpu", "cpu")
+        return found, call
 
     def _names(self, options: Mapping[str, Any]) -> list[str] | None:
         """Return the requested implementations in order of preference; `None` without a request."""
@@ -268,7 +250,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         names = self._names(options)
         if names is None or not call.backward:
             return names
-        here = [name for name in self.implementations if call.platform in (None, *self._platforms(name))]
+        here = [name for name in self.implementations if not self.implementations.elsewhere(name, call.platform)]
         return [*names, *(name for name in here if name not in names and self._follows(name, names))]
 
     def _follows(self, name: str, names: Sequence[str]) -> bool:
@@ -280,28 +262,24 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return any(found.has_backward() and found.residuals in left for found in self.implementations.loadable([name]))
 
     def _select(
-        self, call: CallT, names: Sequence[str] | None, *, higher: bool = False, named: bool
-    ) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
+        self, call: CallT, names: Sequence[str] | None, *, anywhere: bool = True
+    ) -> tuple[list[str], dict[str, str]]:
         """Return the implementations that run a call, and the reasons why the others do not.
 
         Args:
             call: The call.
             names: The implementations to consider, in order of preference; `None` for all.
-            higher: Whether the call computes tangents or higher derivatives.
-            named: Whether the user requested them by name: then they give their own reasons on any platform.
+            anywhere: Whether implementations for other platforms, if requested by name, give their own reasons.
         """
         reasons: dict[str, str] = {}
         considered: list[str] = []
+        asks_for_platform = names is None or not anywhere
         for name in self.implementations if names is None else names:
-            if not named and call.platform not in (None, *self._platforms(name)):
-                reasons[name] = f"implementation={name!r} runs on {', '.join(self._platforms(name))}."
-                continue
-            considered.append(name)
-            reason = self.implementations.unsupported(name, call)
-            if reason is None and higher and not self.implementations[name].differentiable:
-                others = [other for other in self.implementations if self.implementations[other].differentiable]
-                hint = f"; use {others[0]!r}." if others else "."
-                reason = f"forward-mode differentiation is not available with implementation={name!r}{hint}"
+            here = call.device_fingerprint or call.platform
+            elsewhere = self.implementations.elsewhere(name, call.platform, here) if asks_for_platform else ""
+            if not elsewhere:
+                considered.append(name)
+            reason = elsewhere or self.implementations.unsupported(name, call)
             if reason is not None:
                 reasons[name] = reason
         able = [name for name in considered if name not in reasons]
@@ -314,7 +292,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         }
         if names is None:
             matching = sorted(matching, key=lambda name: -self.implementations[name].preference(call))
-        return [(name, call) for name in matching], reasons
+        return matching, reasons
 
     def _with_shared_residuals(self, able: list[str], considered: list[str], call: CallT) -> list[str]:
         """Return those of `able` that have the residual format of this call, which forward and backward share.
@@ -327,10 +305,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             return able
         # The same in both directions: configurations of forward and backward are chosen independently, so each backward
         # must accept the residuals of each forward.
-        forward, backward = (dataclasses.replace(call, backward=backward) for backward in (False, True))
+        both = [dataclasses.replace(call, backward=backward, higher=False) for backward in (False, True)]
         for contract in dict.fromkeys(found.residuals for found in known):
             own = [found.name for found in known if found.residuals == contract]
-            if all(any(self.implementations.unsupported(n, c) is None for n in own) for c in (forward, backward)):
+            if all(any(self.implementations.unsupported(n, c) is None for n in own) for c in both):
                 return [name for name in able if name in own]
         return able
 
@@ -372,9 +350,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
     ) -> Implementation[Any]:
         if call.backward or call.partitioned:
-            found, _ = self._select(call, names, named=False)
+            found, _ = self._select(call, names, anywhere=False)
             # The fallback must use the same residual format as the forward.
-            for other in self.implementations.loadable(name for name, _ in found):
+            for other in self.implementations.loadable(found):
                 if other.residuals == chosen.residuals:
                     return other
         raise UnsupportedError(f"{self._called(call)}: {reason}")
@@ -382,11 +360,11 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _called(self, call: CallT) -> str:
         return f"{self.op_id}.bwd" if call.backward else self.op_id
 
-    def _differentiable(self, function: Callable[..., Any], selected: _Selected, given: tuple[Any, ...]) -> Any:
-        """Return `function(selected, *given)`, or another implementation's tangents if JAX cannot differentiate it."""
+    def _differentiable(self, method: str, selected: _Selected, given: tuple[Any, ...]) -> Any:
+        """Return the result of a method of the selected implementation, with tangents of another one if necessary."""
         other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
         if other is None:
-            return function(selected, *given)
+            return selected.compute(method, given)
 
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -394,7 +372,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         def compute(selected: _Selected, arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
-            return function(selected, *jax.tree.unflatten(tree, filled))
+            return selected.compute(method, jax.tree.unflatten(tree, filled))
 
         # A rule for tangents instead of gradients, so that both modes and higher derivatives work.
         @jax.custom_jvp

@@ -52,9 +52,15 @@ def test_runs_what_it_can(changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs an NVIDIA GPU, .* for cpu:x"),
+        (
+            {"platform": "cpu", "device_fingerprint": "cpu:x"},
+            r"NVIDIA GPU, Ampere \(A100\) or later, .* for cpu:x",
+        ),
         ({"device_fingerprint": "gpu:amd_instinct_mi300x"}, "needs an NVIDIA GPU"),
-        ({"device_fingerprint": "gpu:tesla_v100_sxm2_16gb"}, "needs an Ampere GPU"),
+        (
+            {"device_fingerprint": "gpu:tesla_v100_sxm2_16gb"},
+            r"Ampere \(A100\) or later, .* for gpu:tesla_v100",
+        ),
         ({"partitioned": True}, "jax.shard_map"),
         ({"dtype": "float32"}, "dtype float32, .* bfloat16 and float16"),
         ({"value": (2, 64, 2, 32)}, "value has head_dim 32"),
@@ -96,7 +102,7 @@ def arguments(name):
 
 def test_forward_asks_for_a_causal_kernel():
     operands, causal = arguments("causal")
-    config = backend_config(lowered(lambda x: cudnn.forward(x, causal), operands), "__cudnn$fmhaSoftmax")
+    config = backend_config(lowered(lambda x: cudnn.Cudnn().attend(x, causal), operands), "__cudnn$fmhaSoftmax")
     assert (config["mask_type"], config["fmha_scale"], config["sliding_window_length"]) == ("CAUSAL", 0.3, 0)
 
 
@@ -122,7 +128,7 @@ def test_log_sum_exp_is_written_where_something_needs_it(name, options, has_lse)
 
 def test_a_window_counts_the_query_itself():
     operands, window = arguments("causal window")
-    config = backend_config(lowered(lambda x: cudnn.forward(x, window), operands), "__cudnn$fmhaSoftmax")
+    config = backend_config(lowered(lambda x: cudnn.Cudnn().attend(x, window), operands), "__cudnn$fmhaSoftmax")
     assert config["sliding_window_length"] == 8
 
 
@@ -130,8 +136,8 @@ def test_backward_takes_the_residuals_of_any_forward():
     operands, causal = arguments("bias per head")
 
     def gradients(operands):
-        residuals = xla.forward(operands, causal, FwdParams())
-        return cudnn.backward(operands, residuals, residuals[0], causal)
+        residuals = xla.Xla().attend(operands, causal, FwdParams())
+        return cudnn.Cudnn().differentiate(operands, residuals, residuals[0], causal)
 
     text = lowered(gradients, operands)
     assert backend_config(text, "__cudnn$fmhaScaleBiasSoftmaxBackward")["mask_type"] == "CAUSAL"
@@ -141,8 +147,8 @@ def test_backward_takes_the_residuals_of_any_forward():
 @pytest.mark.slow
 def test_a_mask_alone_has_no_gradient():
     operands, plain = arguments("key padding")
-    residuals = xla.forward(operands, plain, FwdParams())
-    text = lowered(lambda x: cudnn.backward(x, residuals, residuals[0], plain)[:3], operands)
+    residuals = xla.Xla().attend(operands, plain, FwdParams())
+    text = lowered(lambda x: cudnn.Cudnn().differentiate(x, residuals, residuals[0], plain)[:3], operands)
     results = re.search(r"fmhaScaleBiasSoftmaxBackward.*-> \((.*)\)", text).group(1)
     assert results.count("tensor<") == 4  # three gradients and the workspace
 

@@ -105,10 +105,10 @@ def compute(function, *args):
     return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
 
 
-def with_gradients(module, rules, params):
+def with_gradients(implementation, rules, params):
     def run(operands):
-        out, lse = module.forward(operands, rules, *params)
-        return out, lse, module.backward(operands, (out, lse), jnp.cos(out), rules, *params)[:3]
+        out, lse = implementation.attend(operands, rules, *params)
+        return out, lse, implementation.differentiate(operands, (out, lse), jnp.cos(out), rules, *params)[:3]
 
     return run
 
@@ -135,7 +135,7 @@ def assert_same(expected, actual):
 def test_lengths_hide_what_is_behind_them(simulated, rules, which):
     lengths = {"query_lengths": jnp.array([5, 24, 0], jnp.int32), "key_lengths": jnp.array([0, 9, 24], jnp.int32)}
     operands = make(**(lengths if which == "both" else {which: lengths[which]}))
-    assert_same(compute(by_reference(rules), operands), compute(with_gradients(cudnn, rules, ()), operands))
+    assert_same(compute(by_reference(rules), operands), compute(with_gradients(cudnn.Cudnn(), rules, ()), operands))
 
 
 PACKED = {
@@ -151,13 +151,13 @@ PACKED = {
 def test_segments_are_right_whether_they_can_be_packed_or_not(simulated, monkeypatch, name, rules):
     ids, key_ids, packs = PACKED[name]
     plain = []
-    monkeypatch.setattr(cudnn_packed.xla, "forward", _noting(plain, cudnn_packed.xla.forward))
+    monkeypatch.setattr(cudnn_packed.xla.Xla, "attend", _noting(plain, cudnn_packed.xla.Xla.attend))
     operands = segmented(ids, key_ids)
     params = PackedParams(segments=(2, 4) if name == "one run each" else (4,))
     if packs:
-        expected, run = by_reference(rules), with_gradients(cudnn_packed, rules, (params,))
+        expected, run = by_reference(rules), with_gradients(cudnn_packed.CudnnPacked(), rules, (params,))
     else:
-        run = functools.partial(cudnn_packed.forward, rules=rules, params=params)
+        run = functools.partial(cudnn_packed.CudnnPacked().attend, rules=rules, params=params)
         expected = functools.partial(attention, rules=rules)
     assert_same(compute(expected, operands), compute(run, operands))
     assert packs == (not plain)
@@ -174,7 +174,7 @@ def _noting(calls, function):
 
 def test_a_batched_call_packs_all_examples_together(simulated):
     examples = [segmented(ids) for ids in (ONE_RUN_EACH, ONE_RUN_EACH[::-1])]
-    run = with_gradients(cudnn_packed, CAUSAL, (PackedParams(segments=(4,)),))
+    run = with_gradients(cudnn_packed.CudnnPacked(), CAUSAL, (PackedParams(segments=(4,)),))
     found = compute(jax.vmap(run), jax.tree.map(lambda *x: jnp.stack(x), *examples))
     for index, example in enumerate(examples):
         assert_same(compute(by_reference(CAUSAL), example), jax.tree.map(lambda x, i=index: x[i], found))
@@ -186,13 +186,15 @@ def lowered(function, *args):
 
 def test_lengths_ask_for_a_padding_mask():
     operands = make(key_lengths=jnp.array([3, 4, 5], jnp.int32))
-    text = lowered(with_gradients(cudnn, CAUSAL, ()), operands)
+    text = lowered(with_gradients(cudnn.Cudnn(), CAUSAL, ()), operands)
     assert re.findall(r"__cudnn\$\w+", text) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     assert text.count("PADDING_CAUSAL") == 2
 
 
 def test_there_is_a_kernel_for_each_number_of_segments():
-    text = lowered(with_gradients(cudnn_packed, FULL, (PackedParams(segments=(4, 8, 64)),)), segmented(ONE_RUN_EACH))
+    text = lowered(
+        with_gradients(cudnn_packed.CudnnPacked(), FULL, (PackedParams(segments=(4, 8, 64)),)), segmented(ONE_RUN_EACH)
+    )
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert re.findall(rf"@{re.escape(call)}\(.*max_seg_per_batch\\22: (\d+)", text) == ["4", "8"]
 
@@ -223,7 +225,11 @@ def test_packed_segments_run(changes):
         ({"rules": Rules(scale=1.0, left=3, right=0)}, "sliding_window"),
         ({"rules": Rules(scale=1.0, soft_cap=3.0)}, "logits_soft_cap"),
         ({"query": (2, 32, 4, 64)}, "length 32 and key 64"),
-        ({"device_fingerprint": "gpu:nvidia_a100_sxm4_80gb"}, "Hopper"),
+        ({"device_fingerprint": "gpu:nvidia_a100_sxm4_80gb"}, r"Hopper \(H100\) or later, .* for gpu:nvidia_a100"),
+        (
+            {"platform": "cpu", "device_fingerprint": "cpu:x", "dtype": "float32", "segments": False},
+            r"'cudnn_packed' needs an NVIDIA GPU, Hopper \(H100\) or later, and this call is for cpu:x",
+        ),
         ({"dtype": "float32"}, "dtype float32"),
         ({"key_lengths": True}, "key_lengths: not available with implementation='cudnn_packed'; use 'xla'"),
         ({"deterministic": True, "backward": True}, "deterministic .* XLA_FLAGS"),

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tests.kernels.attention_cases import Case
 
 from ejkernel import compat
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules, describe, within_window
+from ejkernel.kernels.flash_attention.common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    Operands,
+    Rules,
+    describe,
+    within_window,
+)
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     heuristic,
     is_deterministic,
@@ -27,7 +34,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
-    Visibility,
     packed,
     ranges_of_keys,
     ranges_of_queries,
@@ -150,6 +156,22 @@ def test_rows_without_keys_have_zero_gradients(mosaic):
     found, expected = simulated(mosaic, case, FUSED, "float16")
     np.testing.assert_array_equal(np.asarray(found[0][:, :64], np.float32), 0)
     assert error(expected[0], found[0]) < 2e-3
+
+
+def test_float16_scores_may_have_gradients_beyond_its_range(mosaic):
+    """The largest gradient of a score is about 2e5; those of query, key and value are below 2e4."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Small(batch=2, queries=64, keys=64, head_dim=32, value_dim=32)
+    operands, _, dout, _ = operands_and_residuals(case, "float16")
+    operands = operands._replace(query=operands.query * 0.1, key=operands.key * 0.02, value=operands.value * 600)
+    dout = dout * jnp.asarray([1000, 1], "float16")[:, None, None, None]
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout)
+    run = functools.partial(mosaic.backward, rules=case.rules, params=SPLIT, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, (out.astype(jnp.float16), lse), dout)
+    for wanted, gradient in zip(expected, found, strict=False):
+        for of_example in range(2):
+            assert error(wanted[of_example], gradient[of_example]) < 5e-3
 
 
 def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(mosaic):
@@ -423,7 +445,8 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     if masked:
         mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.02
         words = np.asarray(packed(mask, (counts[0] * blocks.queries + 64, counts[1] * blocks.keys + 8), 2))
-    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=words)
+    shapes = ((1, queries, 1, 1), (1, keys, 1, 1), (1, keys, 1, 1))
+    operands = Operands(*(np.zeros(shape) for shape in shapes), query_segments=ids[0], key_segments=ids[1])
     whole = np.zeros((counts[0] * blocks.queries, counts[1] * blocks.keys), bool)
     some, every = whole.copy(), whole.copy()
     some[:queries, :keys] = visible[0] if mask is None else visible[0] & mask.any(axis=(0, 1))
@@ -431,8 +454,8 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     shape = (counts[0], blocks.queries, counts[1], blocks.keys)
     some, every = some.reshape(shape).any(axis=(1, 3)), every.reshape(shape).all(axis=(1, 3))
     for ranges, seen, free in (
-        (ranges_of_queries(given_, blocks), some.T, every.T),
-        (ranges_of_keys(given_, blocks), some, every),
+        (ranges_of_queries(operands, rules, blocks, words), some.T, every.T),
+        (ranges_of_keys(operands, rules, blocks, words), some, every),
     ):
         first, begin, end, last = (np.asarray(ranges)[0, :, i, None] for i in range(4))
         tiles = np.arange(seen.shape[1])

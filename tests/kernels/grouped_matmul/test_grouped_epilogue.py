@@ -11,8 +11,9 @@ from tests.kernels.grouped_matmul import by_numpy, made_of_products
 
 from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan, support
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams
 from ejkernel.modules import GroupedMatmulActivationConfig
 from ejkernel.modules import grouped_matmul as product
 
@@ -134,8 +135,8 @@ def test_one_kernel_makes_the_output_and_what_the_backward_needs():
 def test_two_products_share_the_registers():
     lhs, rhs = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((8, 4096, 4096), "bfloat16")
     call = grouped_matmul_activation.describe(lhs, rhs, jax.ShapeDtypeStruct((8,), jnp.int32), rhs, None)
-    assert support.product_heuristic(call) == ProductParams(block_n=128, stages=4, out_slots=2)
-    assert "256 accumulator registers" in support.product_fault(call, ProductParams(stages=2))
-    assert "bytes of shared memory" in support.product_fault(call, ProductParams(block_n=128, stages=5))
-    drawn = support.product_space(call).sample(np.random.default_rng(0), 20)
-    assert [None] * len(drawn) == [support.product_fault(call, params) for params in drawn]
+    assert MosaicGpu().heuristic(call) == ProductParams(block_n=128, stages=4, out_slots=2)
+    assert "256 accumulator registers" in MosaicGpu().params_fault(call, ProductParams(stages=2))
+    assert "bytes of shared memory" in MosaicGpu().params_fault(call, ProductParams(block_n=128, stages=5))
+    drawn = MosaicGpu().space(call).sample(np.random.default_rng(0), 20)
+    assert [None] * len(drawn) == [MosaicGpu().params_fault(call, params) for params in drawn]

@@ -18,8 +18,9 @@ from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, plan, support
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, plan
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu, MosaicGpuWgrad
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, WgradParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.modules import GroupedMatmulConfig, GroupedMatmulWgradConfig
 from ejkernel.ops import ConfigError
@@ -263,14 +264,14 @@ def replaced(**changes):
 )
 def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, changes, words):
     monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
-    reason = support.unsupported_reason(replaced(**changes))
+    reason = MosaicGpu().unsupported(replaced(**changes))
     assert re.search(words, reason)
     assert "'xla'" in reason
 
 
 def test_a_call_that_it_runs_has_no_reason(monkeypatch):
     monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
-    assert support.unsupported_reason(CALL) is None
+    assert MosaicGpu().unsupported(CALL) is None
 
 
 @pytest.mark.parametrize(
@@ -284,8 +285,8 @@ def test_a_call_that_it_runs_has_no_reason(monkeypatch):
 def test_parameters_that_do_not_fit_are_told_before_they_are_tried(changes, words):
     changes = dict(changes)
     rows = changes.pop("rows", 128)
-    assert words in support.product_fault(CALL, ProductParams(**changes, block_m=rows))
-    assert words in support.wgrad_fault(CALL, WgradParams(**changes, block_k=rows))
+    assert words in MosaicGpu().params_fault(CALL, ProductParams(**changes, block_m=rows))
+    assert words in MosaicGpuWgrad().params_fault(CALL, WgradParams(**changes, block_k=rows))
 
 
 @pytest.mark.parametrize(
@@ -314,8 +315,8 @@ def test_wrong_parameters_are_errors(params, wrong, message):
 def test_the_heuristics_fit_and_so_do_the_spaces(rows, groups, inner, columns, out_dtype):
     call = replaced(rows=rows, groups=groups, inner=inner, columns=columns, out_dtype=out_dtype)
     for heuristic, space, fault in (
-        (support.product_heuristic, support.product_space, support.product_fault),
-        (support.wgrad_heuristic, support.wgrad_space, support.wgrad_fault),
+        (MosaicGpu().heuristic, MosaicGpu().space, MosaicGpu().params_fault),
+        (MosaicGpuWgrad().heuristic, MosaicGpuWgrad().space, MosaicGpuWgrad().params_fault),
     ):
         assert fault(call, heuristic(call)) is None
         drawn = space(call).sample(np.random.default_rng(0), 3)

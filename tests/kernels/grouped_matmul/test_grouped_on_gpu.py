@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tests.kernels.grouped_matmul import by_numpy, made_of_products
 
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, support
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MosaicGpu, MosaicGpuWgrad
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, WgradParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.modules import grouped_matmul as product
 
@@ -59,7 +60,7 @@ def test_products_are_right_and_repeat(transpose_rhs, params, dtypes):
     options = {"transpose_rhs": transpose_rhs} | ({"preferred_element_type": dtypes[1]} if dtypes[1] else {})
     call = grouped_matmul.describe(lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), jnp.int32), **options)
     chosen = ProductParams(**params)
-    if fault := support.product_fault(call, chosen):
+    if fault := MosaicGpu().params_fault(call, chosen):
         pytest.skip(fault)
     check(
         jax.jit(lambda *args: launch.product(call, args, chosen)),
@@ -91,7 +92,7 @@ def test_weights_gradients_are_right_and_repeat(params, dtypes):
     options = {"preferred_element_type": dtypes[1]} if dtypes[1] else {}
     call = grouped_matmul_wgrad.describe(lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), jnp.int32), **options)
     chosen = WgradParams(**params)
-    if fault := support.wgrad_fault(call, chosen):
+    if fault := MosaicGpuWgrad().params_fault(call, chosen):
         pytest.skip(fault)
     check(
         jax.jit(lambda *args: launch.weights_gradient(call, args, chosen)),
@@ -107,7 +108,7 @@ def test_some_of_the_groups_are_right_and_repeat_whatever_the_others_hold(transp
     lhs = by_numpy.normal(ROWS, K)
     rhs = by_numpy.normal(GROUPS, *((N, K) if transpose_rhs else (K, N)), seed=1)
     call = grouped_matmul.describe(lhs, rhs[own], SIZES_OF_ALL, transpose_rhs=transpose_rhs)
-    first, params = jnp.int32(own.start), support.product_heuristic(call)
+    first, params = jnp.int32(own.start), MosaicGpu().heuristic(call)
     check(
         jax.jit(lambda lhs, rhs, sizes: launch.product(call, (lhs, rhs, (sizes, first)), params)),
         lambda sizes: by_numpy.product(lhs, by_numpy.only(own, rhs), sizes, transpose_rhs=transpose_rhs),
@@ -120,7 +121,7 @@ def test_some_of_the_groups_are_right_and_repeat_whatever_the_others_hold(transp
 def test_weights_gradients_of_some_of_the_groups_are_right_and_repeat(own):
     lhs, rhs = by_numpy.normal(ROWS, K), by_numpy.normal(ROWS, N, seed=1)
     call = grouped_matmul_wgrad.describe(lhs, rhs, SIZES_OF_ALL, groups=own.stop - own.start)
-    first, params = jnp.int32(own.start), support.wgrad_heuristic(call)
+    first, params = jnp.int32(own.start), MosaicGpuWgrad().heuristic(call)
     check(
         jax.jit(lambda lhs, rhs, sizes: launch.weights_gradient(call, (lhs, rhs, (sizes, first)), params)),
         lambda sizes: by_numpy.weights_gradient(lhs, rhs, sizes)[own],
@@ -168,7 +169,7 @@ def test_what_is_made_of_products_is_right_and_repeats(options, params):
     given = made_of_products.operands(ROWS, GROUPS, K, N, transpose_rhs=transpose_rhs, **asked)
     keep = asked["gate"] or activation is not None
     run, call = made_of_products.launched(given, GROUPS, ProductParams(**params), keep=keep, **options)
-    assert support.product_fault(call, ProductParams(**params)) is None
+    assert MosaicGpu().params_fault(call, ProductParams(**params)) is None
     kept = [given[name] for name in ("rhs", "gate") if keep and name in given]
     for sizes in sizes_of(np.random.default_rng(3)):
         out, *products = run(sizes, made_of_products.with_nan_behind(given, sizes))

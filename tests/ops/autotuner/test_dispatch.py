@@ -30,7 +30,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, TuningError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
-from ejkernel.ops.utils.storage.sealed import digest_of
+from ejkernel.ops.utils.storage.serialize import digest_of
 
 CALL = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract()
 OUTCOMES = tuple(

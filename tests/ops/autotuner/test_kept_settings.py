@@ -93,7 +93,7 @@ def test_settings_of_a_thread_are_left_alone():
     with jax.default_matmul_precision("float32"):
         with kept.during("A"):
             pass
-        assert compat.matmul_precision() == "float32"
+        assert compat.numerics_in_force().default_matmul_precision == "float32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept.tell()

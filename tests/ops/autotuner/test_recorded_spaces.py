@@ -13,7 +13,7 @@ import pytest
 from benchmarks.search import Space, record_of, replay
 
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, WgradParams
 from ejkernel.ops.autotuner.search.strategies import ModelSearch
 
 FILES = sorted((Path(__file__).parents[2] / "recorded_spaces").glob("*.json.gz"))

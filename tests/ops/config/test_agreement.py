@@ -119,7 +119,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
     monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
     monkeypatch.setattr(agreement, "current_book", lambda: found.now.book)
-    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.current_book", lambda: found.now.book)
+    monkeypatch.setattr("ejkernel.ops.config.agreement.decisions.current_book", lambda: found.now.book)
     return found
 
 

@@ -167,7 +167,7 @@ def test_what_is_found_without_listing_is_valid_and_never_called_nothing(made, s
     axes, constraints, allowed = made
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Part, "find_all", lambda self, effort: None)
-        for limit in ("_DRAWN", "_AIMED", "_DESCENDED", "_CHANGED", "_ESTIMATING"):
+        for limit in ("_DRAWN", "_AIMED", "_DESCENDED", "_CHANGED"):
             patched.setattr(parts, limit, 5_000)
         space = ConfigSpace(axes, constraints=constraints)
         if not allowed:

@@ -13,14 +13,12 @@ from tests.ops.config.shared.stores import entry
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.config import _writing
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
-from ejkernel.ops.config._writing import remove_judged, restore_aside, seen
+from ejkernel.ops.config._writing import LockedError, exclusive, remove_judged, restore_aside, seen, shared
 from ejkernel.ops.config.entries import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.exchange import FolderPlace
 from ejkernel.ops.errors import CacheWarning
-from ejkernel.ops.utils.storage import folder_lock
-from ejkernel.ops.utils.storage.folder_lock import LockedError, exclusive, shared
 
 KEY = entry().key
 
@@ -60,7 +58,7 @@ def test_a_put_between_comparison_and_removal_stays_where_locks_reach_no_other_m
     cache, file, monkeypatch, has_links, puts
 ):
     judged, rename, link = seen(cache.path, file), os.rename, os.link
-    monkeypatch.setattr(folder_lock, "fcntl", None)
+    monkeypatch.setattr(_writing, "fcntl", None)
 
     def late(source, target):
         monkeypatch.setattr(_writing.os, "rename", rename)
@@ -109,7 +107,7 @@ def test_a_put_waits_for_a_command_and_not_for_another_put(cache):
 
 
 def test_a_put_that_waits_for_too_long_stays_in_memory_and_a_command_fails(cache, monkeypatch):
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.0)
+    monkeypatch.setattr(_writing, "PATIENCE", 0.0)
     with exclusive(cache.path):
         with pytest.warns(CacheWarning, match="has held the lock"):
             cache.put(KEY, {"rows": 2})
@@ -122,7 +120,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(cache, file, monkey
     def flock(descriptor, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(_writing.fcntl, "flock", flock)
     cache.put(KEY, {"rows": 2})
     assert remove_judged(cache.path, file, seen(cache.path, file))
     assert cache.get(KEY) is None

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ejkernel.ops.config import selection
+from ejkernel.ops.config.entries import ShippedConfigs, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.shipped import ShippedConfigs, sister_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey

@@ -25,8 +25,14 @@ from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import text_of
-from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import Difference, StalePolicy, default_stale_policy, differences, measured_with
+from ejkernel.ops.config.staleness import (
+    Difference,
+    StalePolicy,
+    default_stale_policy,
+    differences,
+    measured_with,
+    space_digest,
+)
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.settings import Settings
 

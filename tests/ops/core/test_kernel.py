@@ -326,5 +326,15 @@ def test_a_type_that_is_no_class_is_no_type_of_configurations():
     assert types.new_class("Some", (Kernel[int | None, jax.Array],))().config_type is None
 
 
+def test_a_class_may_set_its_configuration_type_itself():
+    class Chosen(Kernel[Placed, jax.Array]):
+        config_type = dict
+
+    class Derived(Chosen):
+        pass
+
+    assert Derived().config_type is Chosen().config_type is dict
+
+
 def test_a_kernel_shows_its_name_and_version():
     assert repr(Times()) == "Times('Times@v0')"

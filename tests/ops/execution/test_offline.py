@@ -28,7 +28,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import Outcome
-from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.config.staleness import space_digest
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.offline import discover, tune_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording
@@ -270,7 +270,7 @@ def test_the_default_executors_chain_is_tuned_if_none_is_given(chain, executor, 
 
 
 def test_a_function_without_calls_is_a_warning():
-    with pytest.warns(OfflineWarning, match="calls no kernel; there is nothing to tune"):
+    with pytest.warns(OfflineWarning, match="made no call of an operation; there is nothing to tune"):
         assert ops.autotune(jnp.sin, jnp.ones(3)).entries == ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 
-from ejkernel.ops.utils.instances import Noted, living
+from ejkernel.ops.utils.weak_caches import Noted, living
 
 
 class Thing(Noted):

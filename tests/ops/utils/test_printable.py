@@ -14,8 +14,8 @@ from ejkernel.ops import CandidateError, EjkernelError, NoConfigError, TuningWar
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.error_text import printable, printable_json, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, text_table
-from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 
 any_text = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library that our Hopper kernels share; importing it does not need Pallas Mosaic GPU.
 
-`device`: limits of the chip. `memory`: shared memory. `pipeline`: barriers between producer and consumer warpgroups.
-`launch`: the launch and the split of warpgroups and registers. `backend`: the one switch between GPU and interpreter.
+`device`: limits of the chip. `pipeline`: barriers between producer and consumer warpgroups. `launch`: the launch, the
+split of warpgroups and registers, and shared memory. `backend`: the one switch between GPU and interpreter.
 """
 
 from .device import DTYPES as DTYPES

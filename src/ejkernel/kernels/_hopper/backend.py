@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .memory import plgpu
+from .launch import plgpu
 
 Accumulators = Sequence[Any]
 

@@ -1,46 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of kernels with one producer warpgroup and several consumer warpgroups."""
+"""Launches of kernels with one producer warpgroup and several consumer warpgroups, and their types of shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
 
 from .device import Registers
-from .memory import plgpu
 
+plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of them accept a slice of a reference
+
+SWIZZLE = 128  # bytes, the widest
 WARPGROUP = "warpgroup"  # the axis of the warpgroups of a block of threads; the last warpgroup is the producer
 PROGRAM = "program"  # the axis of the blocks of threads
 
 
 def launch(
-    body: Callable[..., None],
-    out_type: Any,
+    body: Callable[[Any, Any, Any], None],
+    arrays: Any,
+    out_type: Sequence[Any],
     *,
     name: str,
     programs: int,
+    memory: Any = (),
     consumers: int = 0,
     lane_semantics: bool = False,
     interpret: Any = None,
-) -> Callable[..., Any]:
-    """Return a function of the arrays that runs `body` on references to them and to the results.
+) -> list[jax.Array]:
+    """Run `body(arrays, results, memory)` on references, and return the results.
 
     Args:
         body: The kernel.
+        arrays: A tree of arrays; `body` gets the same tree of references.
         out_type: Shapes and dtypes of the results.
         name: The kernel's name in profiles.
         programs: How many blocks of threads are launched.
+        memory: A tree of types of shared memory and barriers.
         consumers: Consumer warpgroups, beside one producer; 0: a block is a single warpgroup.
         lane_semantics: Lower for lanes rather than warpgroups: the warpgroup semantics refuse dynamic row offsets.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
+    leaves, structure = jax.tree.flatten(arrays)
     threads = {"num_threads": consumers + 1, "thread_name": WARPGROUP} if consumers else {}
     semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if lane_semantics else {}
-    run: Callable[..., Any] = plgpu.kernel(
-        body,
-        out_type=out_type,
+
+    def kernel(*refs: Any) -> None:
+        given, results = jax.tree.unflatten(structure, refs[: len(leaves)]), refs[len(leaves) :]
+        axes = WARPGROUP if consumers else ()
+        pl.run_scoped(lambda memory: body(given, results, memory), memory, collective_axes=axes)
+
+    run: Callable[..., list[jax.Array]] = plgpu.kernel(
+        kernel,
+        out_type=list(out_type),
         grid=(programs,),
         grid_names=(PROGRAM,),
         kernel_name=name,
@@ -50,7 +66,7 @@ def launch(
         interpret=interpret,
         **threads,
     )
-    return run
+    return run(*leaves)
 
 
 def dispatch_warpgroup(
@@ -82,3 +98,19 @@ def dispatch_warpgroup(
         if registers is not None:
             plgpu.set_max_registers(registers.consumer, action="increase")
         consumer(warpgroup)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
+    """Return shared memory in tiles of eight rows, one swizzle wide: the layout that WGMMA and TMA take."""
+    dtype = jnp.dtype(dtype)
+    transforms = (plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return swizzled shared memory without tiles.
+
+    If the last axis is one swizzle wide, every element has the same address as in `tiled`. TMA copies of this view may
+    then start at any row in global memory; copies of tiles must start at multiples of eight.
+    """
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(plgpu.SwizzleTransform(SWIZZLE),))

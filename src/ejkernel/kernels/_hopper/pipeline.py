@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from .device import remainder
-from .memory import plgpu
+from .launch import plgpu
 
 
 class Pipeline(NamedTuple):

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_number
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import OperationCall
+from ejkernel.ops.implementation import OperationCall, OperationConfig
+from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -42,6 +45,29 @@ class RowNormCall(OperationCall):
     def all_rows(self) -> int:
         """The number of rows, with those of enclosing `vmap`s."""
         return self.rows * self.examples
+
+
+Cfg = TypeVar("Cfg", bound=OperationConfig)
+CallT = TypeVar("CallT", bound=RowNormCall)
+
+
+class RowNorm(Operation[Cfg, CallT, Normalized], Generic[Cfg, CallT]):
+    """Base of the operations.
+
+    Attributes:
+        flops: Operations per element of the forward.
+    """
+
+    flops: int
+
+    def cost(self, inv: Invocation[Cfg, Normalized]) -> Cost | None:
+        """Return the work of the forward, with each array read or written once."""
+        if inv.direction != "fwd":
+            return None
+        call = self.call_of(inv)
+        elements = call.all_rows * call.dim
+        written = (1 + call.residual) * elements * jnp.dtype(call.dtype).itemsize
+        return Cost(flops=self.flops * elements, bytes=inv.input_bytes + written)
 
 
 def check_rows(x: Any, **vectors: Any) -> None:

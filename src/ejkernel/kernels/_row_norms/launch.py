@@ -10,38 +10,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import one_by_one, unify_varying
 
 from .plan import Formula, RowNormParams, RowNormPlan
 
 _VECTORS = ("float32", "bfloat16", "float16")  # dtypes of weight and bias that kernels read
-_one_by_one: Any = sequential_vmap  # it has no annotations
 
 
 def normalize(
-    formula: Formula, params: RowNormParams, rows: Sequence[jax.Array], vectors: Sequence[jax.Array], **options: Any
+    formula: Formula,
+    params: RowNormParams,
+    rows: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    *,
+    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Run the forward; see `shared_memory.normalize`.
+    """Run the forward.
 
     Args:
         formula: The formula of a row.
         params: The launch parameters.
-        rows: Arrays of rows, `[..., dim]`.
+        rows: The rows, `[..., dim]`; the residual, if the formula has one.
         vectors: Weight and bias, if the formula has them.
-        **options: Passed to `shared_memory.normalize`.
+        interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
+
+    Returns:
+        The normalised rows; the sums of rows and residual, for a formula with one; the mean of each row, if the formula
+        subtracts it; `1 / rms` or `1 / standard deviation` of each row, in float32.
     """
     count = len(rows)
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        plan = plan_of(arrays[0], formula, params, backward=False)
-        normalize = _kernels(plan).normalize
-        shape = arrays[0].shape
-        with jax.enable_x64(False):  # the kernels count in int32
-            flat = _flat(plan, arrays[:count], arrays[count:])
-            found = normalize(plan, flat, **options)
-        return tuple(x.reshape(shape if x.ndim == 2 else shape[:-1]) for x in found)
+        plan, shape = plan_of(arrays[0], formula, params, backward=False), arrays[0].shape
+        stats = [jax.ShapeDtypeStruct((plan.rows,), jnp.float32)] * (1 + formula.centred)
+        found = _run(plan, (arrays[:count], (), arrays[count:]), stats, interpret)
+        return *(x.reshape(shape) for x in found[:count]), *(x.reshape(shape[:-1]) for x in found[count:])
 
     found: tuple[jax.Array, ...] = _folded(compute, count)(*unify_varying((*rows, *vectors)))
     return found
@@ -53,29 +58,61 @@ def gradients(
     rows: Sequence[jax.Array],
     stats: Sequence[jax.Array],
     vectors: Sequence[jax.Array],
-    **options: Any,
+    *,
+    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Run the backward; see `shared_memory.gradients`, and `normalize`."""
-    ends = len(rows), len(rows) + len(stats)
+    """Run the backward.
 
-    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        plan = plan_of(arrays[0], formula, params, backward=True)
-        gradients = _kernels(plan).gradients
-        with jax.enable_x64(False):
-            flat = _flat(plan, arrays[: ends[0]], arrays[ends[1] :])
-            dx, *sums = gradients(plan, flat, [x.reshape(-1) for x in arrays[slice(*ends)]], **options)
-        return dx.reshape(arrays[0].shape), *sums
+    Args:
+        formula, params, interpret: As for `normalize`.
+        rows: The normalised rows; the cotangent of the output; that of the sum, if there is a residual.
+        stats: The forward's results for each row: the mean, if the formula subtracts it, and the scale.
+        vectors: The weight, if there is one.
+
+    Returns:
+        The gradient of the rows, then the float32 gradients of weight and bias, if the formula has them.
+    """
+
+    def compute(*arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        x = arrays[0][0]
+        plan = plan_of(x, formula, params, backward=True)
+        sums = [jax.ShapeDtypeStruct((plan.programs, *plan.sum_shape), jnp.float32)] * plan.sums
+        dx, *parts = _run(plan, arrays, sums, interpret)
+        axes = tuple(range(1 + plan.is_short))
+        return dx.reshape(x.shape), *(part.sum(axis=axes).reshape(plan.dim) for part in parts)
 
     # Examples are not folded into the rows: each needs separate sums.
-    found: tuple[jax.Array, ...] = _one_by_one(compute)(*unify_varying((*rows, *stats, *vectors)))
+    found: tuple[jax.Array, ...] = one_by_one(compute, list(rows), list(stats), list(vectors))
     return found
 
 
-def _kernels(plan: RowNormPlan) -> Any:
-    """Return the module of the kernels; imported here, because Mosaic GPU is not available in every environment."""
-    from . import registers, shared_memory
+def _run(plan: RowNormPlan, arrays: Sequence[Sequence[jax.Array]], extra: list[Any], interpret: Any) -> list[jax.Array]:
+    """Run the kernel on rows, statistics and vectors; return rows, and results of the types in `extra`."""
+    # Imported here: Mosaic GPU is not available in every environment.
+    from ejkernel.kernels._hopper.launch import launch
 
-    return registers if plan.is_short else shared_memory
+    from .registers import ShortRowKernel
+    from .shared_memory import LongRowKernel
+
+    kernel = (ShortRowKernel if plan.is_short else LongRowKernel)(plan)
+    rows, stats, vectors = arrays
+    shape = (plan.rows, *plan.row_shape)
+    readable = [x if str(x.dtype) in _VECTORS else x.astype(jnp.float32) for x in vectors]
+    with jax.enable_x64(False):  # the kernels count in int32
+        return launch(
+            kernel.run,
+            [
+                *(x.reshape(shape) for x in rows),
+                *(x.reshape(-1) for x in stats),
+                *(x.reshape(plan.row_shape) for x in readable),
+            ],
+            [*[jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype))] * plan.results, *extra],
+            name=f"{kernel.name}_{'backward' if plan.backward else 'forward'}",
+            programs=plan.programs,
+            memory=kernel.memory_types(),
+            lane_semantics=True,
+            interpret=interpret,
+        )
 
 
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:
@@ -84,11 +121,6 @@ def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) 
     return RowNormPlan(
         rows=math.prod(axes), dim=dim, dtype=str(x.dtype), formula=formula, backward=backward, params=params
     )
-
-
-def _flat(plan: RowNormPlan, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[jax.Array]:
-    readable = [x if str(x.dtype) in _VECTORS else x.astype(jnp.float32) for x in vectors]
-    return [*(x.reshape(plan.rows, plan.dim) for x in rows), *readable]
 
 
 def _folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:

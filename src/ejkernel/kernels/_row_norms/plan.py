@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.ops.errors import ConfigError
+from ejkernel.kernels._options import check_integer
 
 THREADS = 128  # of a block: one warpgroup
 MINOR = 256  # elements, the most that a TMA copy takes along one axis
@@ -36,9 +36,7 @@ class RowNormParams:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{field.name} must be a positive integer, got {value!r}.")
+            check_integer(field.name, getattr(self, field.name), range(1, 1 << 62), "a positive integer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +89,14 @@ class RowNormPlan:
         return self.backward * (1 + self.formula.centred)
 
     @property
-    def row_shape(self) -> tuple[int, int]:
-        """The shape of a row that TMA copies."""
-        return self.dim // self.minor, self.minor
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of a row in the kernel; TMA copies long rows."""
+        return (self.dim,) if self.is_short else (self.dim // self.minor, self.minor)
+
+    @property
+    def sum_shape(self) -> tuple[int, ...]:
+        """The shape of the sums over rows of one block of threads; short rows have one sum for each row of a slab."""
+        return (SLAB, self.dim) if self.is_short else self.row_shape
 
     @property
     def minor(self) -> int:

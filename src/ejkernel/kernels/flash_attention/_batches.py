@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with any number of batch axes: folded into the single one of the implementations, and unfolded again."""
+"""Batch axes, and examples of `vmap`: folded into the single batch axis of the implementations, and unfolded again."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
@@ -72,3 +75,41 @@ def fold_segments(segments: Any, batch: tuple[int, ...]) -> Any:
 def unfold(x: Any, batch: tuple[int, ...]) -> Any:
     """Return a result with the original batch axes."""
     return jnp.reshape(x, (*batch, *x.shape[1:]))
+
+
+def fold_examples(
+    function: Callable[..., tuple[jax.Array, ...]], bias_of: Callable[[Any], Any] | None = None, *, shared: bool = False
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return `function` with a `vmap` rule that folds examples into the batch axis.
+
+    Args:
+        function: Its arguments are trees of arrays; the batch is the first axis of all arguments and results. The first
+            array has it in full, others in full or with length 1.
+        bias_of: Returns the bias in a tuple of arguments; its gradient is then the fourth result, if there are as many.
+            The gradient of a bias that the batch shares is the sum over the examples.
+        shared: Whether a bias that all examples and the batch share stays as it is, rather than one copy for each.
+    """
+    folded: Any = custom_vmap(function)
+
+    def rule(size: int, batched: Any, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        mapped = jax.tree.leaves(batched)
+        batch = leaves[0].shape[mapped[0]]
+        bias: Any = bias_of(args) if bias_of else None
+
+        def fold(x: Any, is_mapped: bool) -> Any:
+            if shared and x is bias and not is_mapped and x.shape[0] == 1:
+                return x
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+            return x.reshape(size * batch, *x.shape[2:])
+
+        arrays = [fold(x, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
+        found = [x.reshape(size, -1, *x.shape[1:]) for x in folded(*jax.tree.unflatten(structure, arrays))]
+        if bias_of and bias is not None and len(found) > 3 and bias.shape[int(bias_of(batched))] < batch:
+            found[3] = found[3].sum(axis=1, keepdims=True)
+        return tuple(found), (True,) * len(found)
+
+    folded.def_vmap(rule)
+    with_rule: Callable[..., tuple[jax.Array, ...]] = folded
+    return with_rule

@@ -92,6 +92,8 @@ class Grid:
     """The block structure of one call.
 
     Attributes:
+        dtype: The dtype of the accumulators.
+        rules: The static options of the call.
         pairs: `[pairs, 2]`, the query block and the key block of every step.
     """
 
@@ -102,13 +104,96 @@ class Grid:
     q_block: int
     kv_block: int
     dtype: jnp.dtype
-    precision: str | None
+    rules: Rules
     pairs: np.ndarray
 
     @property
     def query_blocks(self) -> int:
         """Number of query blocks."""
         return -(-self.queries // self.q_block)
+
+    @property
+    def pads_keys(self) -> bool:
+        """Whether the last block of keys extends past the last key."""
+        return _missing(self.keys, self.kv_block) > 0
+
+    def split(self, operands: Operands) -> Blocks:
+        """Split the operands into blocks."""
+        pairs = ((operands.query_segments, self.q_block), (operands.key_segments, self.kv_block))
+        queries, keys = (None if x is None else _blocked(x, 1, block) for x, block in pairs)
+        return Blocks(
+            query=self.split_queries(operands.query),
+            key=self._split_keys(operands.key),
+            value=self._split_keys(operands.value),
+            bias=None if operands.bias is None else self._split_heads(operands.bias),
+            mask=None if operands.attention_mask is None else self._split_heads(operands.attention_mask),
+            query_segments=queries,
+            key_segments=keys,
+            query_lengths=operands.query_lengths,
+            key_lengths=operands.key_lengths,
+            dropout_key=operands.dropout_key,
+        )
+
+    def split_queries(self, x: jax.Array) -> jax.Array:
+        """Split `[batch, queries, heads, dim]`."""
+        x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
+        return _blocked(x, 1, self.q_block).transpose(0, 1, 3, 4, 2, 5)
+
+    def join_queries(self, x: jax.Array) -> jax.Array:
+        """Undo `split_queries`."""
+        blocks, batch, groups, heads, block, dim = x.shape
+        x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, blocks * block, groups * heads, dim)
+        return x[:, : self.queries]
+
+    def _split_keys(self, x: jax.Array) -> jax.Array:
+        return _blocked(x, 1, self.kv_block).transpose(0, 1, 3, 2, 4)
+
+    def join_keys(self, x: jax.Array) -> jax.Array:
+        """Undo `split` for keys or values."""
+        blocks, batch, groups, block, dim = x.shape
+        return x.transpose(1, 0, 3, 2, 4).reshape(batch, blocks * block, groups, dim)[:, : self.keys]
+
+    def split_rows(self, x: jax.Array, fill: float) -> jax.Array:
+        """Split `[batch, heads, queries]`; the padding is `fill`."""
+        return _blocked(x.reshape(x.shape[0], self.groups, -1, x.shape[-1]), 3, self.q_block, fill)
+
+    def join_rows(self, x: jax.Array) -> jax.Array:
+        """Undo `split_rows`."""
+        blocks, batch, groups, heads, block = x.shape
+        return x.transpose(1, 2, 3, 0, 4).reshape(batch, groups * heads, blocks * block)[..., : self.queries]
+
+    def _split_heads(self, x: jax.Array) -> jax.Array:
+        """Split the head axis of a bias or mask into groups, and pad queries and keys to whole blocks."""
+        batch, heads, queries, keys = x.shape
+        x = x.reshape(batch, *((1, 1) if heads == 1 else (self.groups, -1)), queries, keys)
+        after = [0 if n == 1 else _missing(n, block) for n, block in ((queries, self.q_block), (keys, self.kv_block))]
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, n) for n in after]) if any(after) else x
+
+    @staticmethod
+    def join_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+        """Return the gradient of `bias` in its shape and dtype."""
+        batch, heads, queries, keys = bias.shape
+        return x[..., :queries, :keys].reshape(batch, heads, queries, keys).astype(bias.dtype)
+
+    def part_of(self, x: jax.Array, pair: jax.Array) -> jax.Array:
+        """Return the block of a bias or mask for one pair; an axis of length 1 stays."""
+        for axis, block, index in ((3, self.q_block, pair[0]), (4, self.kv_block, pair[1])):
+            if x.shape[axis] != 1:
+                x = lax.dynamic_slice_in_dim(x, index * block, block, axis)
+        return x
+
+    def put_part(self, x: jax.Array, part: jax.Array, pair: jax.Array) -> jax.Array:
+        """Return the gradient of a bias with the block of one pair replaced."""
+        zero = jnp.zeros_like(pair[0])  # all indices need one dtype, also with 64-bit integers enabled
+        start = [zero] * 3 + [
+            index * block if x.shape[axis] != 1 else zero
+            for axis, block, index in ((3, self.q_block, pair[0]), (4, self.kv_block, pair[1]))
+        ]
+        return lax.dynamic_update_slice(x, part, start)
+
+    def dot(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return the einsum of two operands, accumulated in the grid's dtype."""
+        return jnp.einsum(subscripts, x, y, preferred_element_type=self.dtype, precision=self.rules.precision)
 
 
 def grid_of(call: AttentionCall, params: FwdParams | BwdParams) -> Grid:
@@ -128,7 +213,7 @@ def grid_of(call: AttentionCall, params: FwdParams | BwdParams) -> Grid:
         q_block=q_block,
         kv_block=kv_block,
         dtype=accumulator(call.dtype),
-        precision=call.rules.precision,
+        rules=call.rules,
         pairs=pairs,
     )
 
@@ -144,27 +229,7 @@ def _visible_pairs(queries: int, keys: int, q_block: int, kv_block: int, rules: 
     return np.asarray(pairs, np.int32).reshape(-1, 2)
 
 
-def split(operands: Operands, grid: Grid) -> Blocks:
-    """Split the operands into blocks."""
-    queries, keys = (
-        None if x is None else _blocked(x, 1, block)
-        for x, block in ((operands.query_segments, grid.q_block), (operands.key_segments, grid.kv_block))
-    )
-    return Blocks(
-        query=split_queries(operands.query, grid),
-        key=_split_keys(operands.key, grid),
-        value=_split_keys(operands.value, grid),
-        bias=None if operands.bias is None else _split_heads(operands.bias, grid),
-        mask=None if operands.attention_mask is None else _split_heads(operands.attention_mask, grid),
-        query_segments=queries,
-        key_segments=keys,
-        query_lengths=operands.query_lengths,
-        key_lengths=operands.key_lengths,
-        dropout_key=operands.dropout_key,
-    )
-
-
-def missing(length: int, block: int) -> int:
+def _missing(length: int, block: int) -> int:
     """Return the padding that rounds a length up to whole blocks."""
     # A symbolic length is one block; its remainder is unknown.
     return 0 if length == block else -length % block
@@ -172,86 +237,15 @@ def missing(length: int, block: int) -> int:
 
 def _blocked(x: jax.Array, axis: int, block: int, fill: float = 0) -> jax.Array:
     """Pad `axis` to whole blocks, split it, and move the block axis to the front."""
-    padding = [(0, missing(x.shape[axis], block) if a == axis else 0) for a in range(x.ndim)]
+    padding = [(0, _missing(x.shape[axis], block) if a == axis else 0) for a in range(x.ndim)]
     x = jnp.pad(x, padding, constant_values=fill) if any(after for _, after in padding) else x
     x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 
-def split_queries(x: jax.Array, grid: Grid) -> jax.Array:
-    """Split `[batch, queries, heads, dim]`."""
-    x = x.reshape(*x.shape[:2], grid.groups, -1, x.shape[-1])
-    return _blocked(x, 1, grid.q_block).transpose(0, 1, 3, 4, 2, 5)
-
-
-def join_queries(x: jax.Array, grid: Grid) -> jax.Array:
-    """Undo `split_queries`."""
-    blocks, batch, groups, heads, block, dim = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, blocks * block, groups * heads, dim)
-    return x[:, : grid.queries]
-
-
-def _split_keys(x: jax.Array, grid: Grid) -> jax.Array:
-    return _blocked(x, 1, grid.kv_block).transpose(0, 1, 3, 2, 4)
-
-
-def join_keys(x: jax.Array, grid: Grid) -> jax.Array:
-    """Undo `split` for keys or values."""
-    blocks, batch, groups, block, dim = x.shape
-    return x.transpose(1, 0, 3, 2, 4).reshape(batch, blocks * block, groups, dim)[:, : grid.keys]
-
-
-def split_rows(x: jax.Array, grid: Grid, fill: float) -> jax.Array:
-    """Split `[batch, heads, queries]`; the padding is `fill`."""
-    return _blocked(x.reshape(x.shape[0], grid.groups, -1, x.shape[-1]), 3, grid.q_block, fill)
-
-
-def join_rows(x: jax.Array, grid: Grid) -> jax.Array:
-    """Undo `split_rows`."""
-    blocks, batch, groups, heads, block = x.shape
-    return x.transpose(1, 2, 3, 0, 4).reshape(batch, groups * heads, blocks * block)[..., : grid.queries]
-
-
-def _split_heads(x: jax.Array, grid: Grid) -> jax.Array:
-    """Split the head axis of a bias or mask into groups, and pad queries and keys to whole blocks."""
-    batch, heads, queries, keys = x.shape
-    x = x.reshape(batch, *((1, 1) if heads == 1 else (grid.groups, -1)), queries, keys)
-    after = [0 if n == 1 else missing(n, block) for n, block in ((queries, grid.q_block), (keys, grid.kv_block))]
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, n) for n in after]) if any(after) else x
-
-
-def join_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return the gradient of `bias` in its shape and dtype."""
-    batch, heads, queries, keys = bias.shape
-    return x[..., :queries, :keys].reshape(batch, heads, queries, keys).astype(bias.dtype)
-
-
-def part_of(x: jax.Array, grid: Grid, pair: jax.Array) -> jax.Array:
-    """Return the block of a bias or mask for one pair; an axis of length 1 stays."""
-    for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1])):
-        if x.shape[axis] != 1:
-            x = lax.dynamic_slice_in_dim(x, index * block, block, axis)
-    return x
-
-
-def put_part(x: jax.Array, part: jax.Array, grid: Grid, pair: jax.Array) -> jax.Array:
-    """Return the gradient of a bias with the block of one pair replaced."""
-    zero = jnp.zeros_like(pair[0])  # all indices need one dtype, also with 64-bit integers enabled
-    start = [zero] * 3 + [
-        index * block if x.shape[axis] != 1 else zero
-        for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1]))
-    ]
-    return lax.dynamic_update_slice(x, part, start)
-
-
 def full(shape: tuple[int, ...], fill: float, dtype: jnp.dtype, blocks: Blocks) -> jax.Array:
     """Return a constant that varies over the mesh as the blocks do."""
     return unify_varying((jnp.full(shape, fill, dtype), blocks.query))[0]
-
-
-def dot(subscripts: str, x: jax.Array, y: jax.Array, grid: Grid) -> jax.Array:
-    """Return the einsum of two operands, accumulated in the grid's dtype."""
-    return jnp.einsum(subscripts, x, y, preferred_element_type=grid.dtype, precision=grid.precision)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:

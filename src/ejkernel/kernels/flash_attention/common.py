@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator as accumulator
@@ -20,7 +21,13 @@ from ejkernel.ops.implementation import Implementation, OperationCall
 EMPTY_ROW_LSE = 1e30
 
 
+Residuals = tuple[jax.Array, jax.Array]
+"""The output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`."""
+Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""The gradients of query, key, value and bias; `None` without a bias."""
+
 _LARGEST_SCALE = 1024.0  # limit of the GPU kernels
+_ODD = 0x9E3779B9  # 2**32 / golden ratio: its multiples are far from each other
 
 
 class Operands(NamedTuple):
@@ -37,7 +44,7 @@ class Operands(NamedTuple):
         query_lengths: int32 `[batch]`; queries past the length see no key.
         key_lengths: int32 `[batch]`; keys past the length are masked.
         sinks: `[heads]`; an extra logit in every row's softmax, with a value of zero.
-        dropout_key: Two uint32 words that seed the dropout mask; see `dropout.kept`.
+        dropout_key: Two uint32 words that seed the dropout mask; see `kept`.
     """
 
     query: jax.Array
@@ -132,13 +139,13 @@ class AttentionImplementation(Implementation[AttentionCall]):
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
 
-    def attend(self, operands: Operands, rules: Rules, params: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp, without sinks."""
+    def attend(self, operands: Operands, rules: Rules, params: Any) -> Residuals:
+        """Return the output and the log-sum-exp, without sinks."""
         raise NotImplementedError
 
     def differentiate(
-        self, operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: Any
+    ) -> Gradients:
         """Return the gradients of query, key, value and bias.
 
         If `"return_lse"` is a feature, `dlse` is the cotangent of the log-sum-exp.
@@ -203,30 +210,30 @@ def _gradient_of_sinks(
     return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
+def all_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the positional arguments of the operation, with `None` for those that the call omits."""
+    return (*args, *[None] * 6)[:9]
+
+
 def operands_of(args: Sequence[Any]) -> Operands:
     """Return the positional arguments of the operation, some of them pairs, as operands."""
-    query, key, value, bias, mask, segments, lengths, sinks, dropout_key = (*args, *[None] * 6)[:9]
-    query_segments, key_segments = segments or (None, None)
-    query_lengths, key_lengths = lengths or (None, None)
-    return Operands(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        attention_mask=mask,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        sinks=sinks,
-        dropout_key=dropout_key,
-    )
+    *main, segments, lengths, sinks, dropout_key = all_arguments(args)
+    none = (None, None)
+    return Operands._make([*main, *(segments or none), *(lengths or none), sinks, dropout_key])
 
 
 def describe(
-    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", backward: bool = False
+    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", **options: bool
 ) -> AttentionCall:
-    """Return the abstract call for these shapes and dtypes of operands."""
+    """Return the abstract call for these shapes and dtypes of operands.
+
+    Args:
+        operands: Arrays, or their types.
+        rules: The static options.
+        platform: The platform, if known.
+        fingerprint: The device's, if known.
+        **options: Other fields of the call: `backward`, `return_lse` or `deterministic`.
+    """
     bias, mask = operands.bias, operands.attention_mask
     return AttentionCall(
         query=tuple(operands.query.shape),
@@ -242,8 +249,8 @@ def describe(
         key_lengths=operands.key_lengths is not None,
         platform=platform,
         device_fingerprint=fingerprint,
-        backward=backward,
         partitioned=compat.is_partitioned() and not compat.knows_devices(),
+        **options,
     )
 
 
@@ -281,3 +288,61 @@ def visible_pairs(queries: int, keys: int, rules: Rules) -> int:
     first = 0 if rules.left is None else np.clip(positions - rules.left, 0, keys)
     end = keys if rules.right is None else np.clip(positions + rules.right + 1, 0, keys)
     return int(np.maximum(np.broadcast_to(end - first, positions.shape), 0).sum())
+
+
+# Dropout.
+
+
+def kept(key: jax.Array, rows: jax.Array, queries: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
+    """Return the dropout mask of kept weights, `[..., queries, keys]`.
+
+    It is a function of the random key and a weight's position, the same in every implementation. The backward
+    recomputes it, so nothing is stored; blocks of any size and order compute their own part.
+
+    Args:
+        key: Two uint32 words.
+        rows: `[...]`; `batch * heads + head` for each weight matrix.
+        queries: Indices of the queries, `[queries]`.
+        keys: Indices of the keys, `[keys]`.
+        rules: The rules with the dropout rate.
+
+    Source: the finalizer of Appleby's MurmurHash3, which lets every bit of a word reach every other.
+    """
+    words = query_words(key, rows, queries)
+    shape = (*words.shape, *keys.shape)
+    return keeps(
+        lax.broadcast_in_dim(words, shape, range(words.ndim)),
+        lax.broadcast_in_dim(_word(keys), shape, (words.ndim,)),
+        rules,
+    )
+
+
+def query_words(key: jax.Array, rows: jax.Array, queries: jax.Array) -> jax.Array:
+    """Return the uint32 words of queries for `keeps`, `[..., queries]`; see `kept` for the arguments."""
+    words = key.astype(jnp.uint32)
+    row = _mixed(_word(rows) * jnp.uint32(_ODD) ^ words[0])
+    return _mixed(lax.expand_dims(row, (rows.ndim,)) + _along(queries, rows.ndim) * jnp.uint32(_ODD) ^ words[1])
+
+
+def keeps(words: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
+    """Return the mask of kept weights, given uint32 query words and key indices of the same shape."""
+    bits = _mixed(words + keys * jnp.uint32(_ODD))
+    # a rate near 1 would round to 2**32, which does not fit in a word
+    keep: jax.Array = bits >= jnp.uint32(min(round(rules.dropout_rate * 2**32), 2**32 - 1))
+    return keep
+
+
+def _word(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.uint32)
+
+
+def _along(indices: jax.Array, axes: int) -> jax.Array:
+    """Return indices with `axes` leading axes of length 1."""
+    return lax.expand_dims(_word(indices), tuple(range(axes)))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    mixed: jax.Array = x ^ (x >> jnp.uint32(16))
+    return mixed

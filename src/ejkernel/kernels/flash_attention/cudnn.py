@@ -8,13 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from ejkernel import compat, settings
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, operands_of, scale_reason
+from ._batches import fold_examples
+from .common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    AttentionImplementation,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    operands_of,
+    scale_reason,
+)
 
 _AMD = re.compile(r"amd|radeon|instinct|:gfx\d")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
@@ -35,28 +45,54 @@ class Cudnn(AttentionImplementation):
         """See `unsupported_reason`."""
         return unsupported_reason(call)
 
-    def attend(self, operands: Operands, rules: Rules, params: object = None) -> tuple[jax.Array, jax.Array]:
-        """See `forward`."""
-        return forward(operands, rules)
+    def attend(self, operands: Operands, rules: Rules, params: object = None) -> Residuals:
+        """See `AttentionImplementation`."""
+        operands = unify_varying(operands)
+        total, lengths = _total_bias(operands.bias, operands), _both_lengths(operands)
+        out, lse = _attended(operands, rules, total, lengths)
+        if lengths is not None:
+            counts, _ = _counting(operands)
+            out = jnp.where(counts[:, :, None, None], out, 0)
+            return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
+        if total is None:  # every query sees a key
+            return out, lse
+        # `<=` would count a row with NaN as not empty.
+        empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
+        out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
+        return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
     def output(self, call: AttentionCall, /, *args: Any, params: Any) -> Any:
         """See `Implementation`; computes the log-sum-exp only if needed."""
         operands = operands_of(args)
-        # A mask or a bias may leave empty rows, and `forward` recognises them by their log-sum-exp.
+        # A mask or a bias may leave empty rows, and `attend` recognises them by their log-sum-exp.
         if call.return_lse or any(array is not None for array in operands[3:]):
             return super().output(call, *args, params=params)
-        return _attended(operands, call.rules, None, (None, None), with_lse=False)[0]
+        return _attended(operands, call.rules, None, None, with_lse=False)[0]
 
     def differentiate(
-        self,
-        operands: Operands,
-        residuals: tuple[jax.Array, jax.Array],
-        dout: jax.Array,
-        rules: Rules,
-        params: object = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """See `backward`."""
-        return backward(operands, residuals, dout, rules)
+        self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: object = None
+    ) -> Gradients:
+        """See `AttentionImplementation`."""
+        operands, residuals, dout = unify_varying((operands, residuals, dout))
+        static = _static(operands, rules) | {"bias_gradient": operands.bias is not None}
+
+        def pull(given: Any, residuals: Residuals, dout: jax.Array, lengths: Any) -> tuple[jax.Array, ...]:
+            return compat.cudnn_attention_backward(given, residuals, dout, **_with_lengths(static, lengths))
+
+        # JAX differentiates the cast, mask and broadcast of the bias before cuDNN.
+        total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
+        lengths, given = _both_lengths(operands), (*operands[:3], total)
+        # Each example has a separate gradient, so the bias is broadcast to all of them.
+        found = fold_examples(pull, lambda args: args[0][3])(
+            given, residuals, dout.astype(operands.query.dtype), lengths
+        )
+        if lengths is not None:
+            counts = _counting(operands)
+            sides = zip(found, (counts[0], counts[1], counts[1]), strict=True)
+            dquery, dkey, dvalue = (jnp.where(side[:, :, None, None], x, 0) for x, side in sides)
+            return dquery, dkey, dvalue, None
+        dquery, dkey, dvalue = found[:3]
+        return dquery, dkey, dvalue, None if operands.bias is None else to_bias(found[3])[0]
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -72,13 +108,20 @@ def is_hopper_or_later(device_fingerprint: str) -> bool:
     return _HOPPER_OR_LATER.search(device_fingerprint) is not None
 
 
-def platform_reason(call: AttentionCall) -> str | None:
-    """Return why cuDNN does not run on the platform of the call; `None` if it does."""
+def platform_reason(call: AttentionCall, name: str = "cudnn", *, hopper: bool = False) -> str | None:
+    """Return why cuDNN does not run on the platform of the call; `None` if it does.
+
+    Args:
+        call: The call.
+        name: The name of the implementation.
+        hopper: Whether it needs a GPU of the Hopper generation or later.
+    """
     device = call.device_fingerprint
-    if call.platform not in (None, "gpu") or _AMD.search(device):
-        return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
-    if _TOO_OLD.search(device):
-        return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
+    too_old = _TOO_OLD.search(device) or (hopper and device and not is_hopper_or_later(device))
+    if call.platform not in (None, "gpu") or _AMD.search(device) or too_old:
+        wanted = "Hopper (H100) or later" if hopper else "Ampere (A100) or later"
+        where = f"this call is for {device or call.platform}"
+        return f"implementation={name!r} needs an NVIDIA GPU, {wanted}, and {where}; use 'xla'."
     if call.backward and call.deterministic and not settings.deterministic_ops():
         return (
             "deterministic is available with cuDNN's gradient only for a whole process, with "
@@ -86,7 +129,7 @@ def platform_reason(call: AttentionCall) -> str | None:
         )
     if call.partitioned:
         return (
-            "implementation='cudnn' in a program that XLA partitions would gather query, key and value on every "
+            f"implementation={name!r} in a program that XLA partitions would gather query, key and value on every "
             "device; call it inside jax.shard_map, or use 'xla'."
         )
     return None
@@ -153,82 +196,17 @@ def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
     return {"scale": rules.scale, "causal": causal, "window": window}
 
 
-def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
-    operands = unify_varying(operands)
-    total, lengths = _total_bias(operands.bias, operands), _both_lengths(operands)
-    out, lse = _attended(operands, rules, total, lengths)
-    if lengths[0] is not None:
-        counts, _ = _counting(operands)
-        out = jnp.where(counts[:, :, None, None], out, 0)
-        return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
-    if total is None:  # every query sees a key
-        return out, lse
-    # `<=` would count a row with NaN as not empty.
-    empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
-    out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
-    return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
-
-
 def _attended(
-    operands: Operands, rules: Rules, total: jax.Array | None, lengths: tuple[Any, Any], *, with_lse: bool = True
+    operands: Operands, rules: Rules, total: jax.Array | None, lengths: Any, *, with_lse: bool = True
 ) -> tuple[jax.Array, ...]:
     """Return cuDNN's output for the sum of bias and mask, and with `with_lse` the log-sum-exp."""
-    operands = unify_varying(operands)
-    static = _static(operands, rules) | {"with_lse": with_lse}
+    static: dict[str, Any] = _static(operands, rules) | {"with_lse": with_lse}
 
-    @custom_vmap
-    def attend(*arrays: Any) -> tuple[jax.Array, ...]:
-        query, key, value, bias, *lengths = arrays
-        return compat.cudnn_attention_forward(query, key, value, bias, **static, **_lengths(*lengths))
+    def attend(given: Any, lengths: Any) -> tuple[jax.Array, ...]:
+        return compat.cudnn_attention_forward(*given, **_with_lengths(static, lengths))
 
-    @attend.def_vmap
-    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
-        folded[3] = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
-        found = tuple(unfold(x, size) for x in attend(*folded))
-        return found, (True,) * len(found)
-
-    attended: tuple[jax.Array, ...] = attend(*operands[:3], total, *lengths)
-    return attended
-
-
-def backward(
-    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias; see `forward`."""
-    operands, residuals, dout = unify_varying((operands, residuals, dout))
-    static = _static(operands, rules) | {"bias_gradient": operands.bias is not None}
-
-    @custom_vmap
-    def pull(*arrays: Any) -> tuple[jax.Array, ...]:
-        query, key, value, bias, out, lse, dout, *lengths = arrays
-        given = (query, key, value, bias)
-        return compat.cudnn_attention_backward(given, (out, lse), dout, **static, **_lengths(*lengths))
-
-    @pull.def_vmap
-    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
-        batch, bias = arrays[0].shape[-4], arrays[3]
-        shared = bias is not None and bias.shape[-4] < batch
-        if bias is not None:  # each example has a separate gradient, so broadcast the bias to all of them
-            spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
-            folded[3] = fold(spread, size, batched[3])
-        found = [unfold(x, size) for x in pull(*folded)]
-        if shared and len(found) == 4:
-            found[3] = found[3].sum(axis=1, keepdims=True)
-        return tuple(found), (True,) * len(found)
-
-    # JAX differentiates the cast, mask and broadcast of the bias before cuDNN.
-    total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
-    lengths = _both_lengths(operands)
-    found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype), *lengths)
-    if lengths[0] is not None:
-        counts = _counting(operands)
-        sides = zip(found, (counts[0], counts[1], counts[1]), strict=True)
-        dquery, dkey, dvalue = (jnp.where(side[:, :, None, None], x, 0) for x, side in sides)
-        return dquery, dkey, dvalue, None
-    return (*found[:3], to_bias(found[3])[0] if operands.bias is not None else None)
+    given = unify_varying((*operands[:3], total))
+    return fold_examples(attend, lambda args: args[0][3], shared=True)(given, lengths)
 
 
 def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
@@ -244,17 +222,20 @@ def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
     return jnp.broadcast_to(total, (*total.shape[:2], query.shape[1], operands.key.shape[1]))
 
 
-def _both_lengths(operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+def _both_lengths(operands: Operands) -> compat.CudnnLengths | None:
     """Return the lengths of queries and keys for cuDNN, both or none, clipped to 1 and the full length."""
-    given = (operands.query_lengths, operands.key_lengths)
+    given, batch = (operands.query_lengths, operands.key_lengths), operands.query.shape[0]
     if given[0] is None and given[1] is None:
-        return None, None
-    batch, sizes = operands.query.shape[0], (operands.query.shape[1], operands.key.shape[1])
-    full = (jnp.full(batch, size, jnp.int32) for size in sizes)
-    queries, keys = (
-        every if own is None else jnp.clip(own, 1, size) for own, every, size in zip(given, full, sizes, strict=True)
+        return None
+    sizes = (operands.query.shape[1], operands.key.shape[1])
+    pairs = zip(given, sizes, strict=True)
+    return compat.CudnnLengths(
+        *(jnp.full(batch, size, jnp.int32) if own is None else jnp.clip(own, 1, size) for own, size in pairs)
     )
-    return queries, keys
+
+
+def _with_lengths(static: dict[str, Any], lengths: Any) -> dict[str, Any]:
+    return static if lengths is None else static | {"lengths": lengths}
 
 
 def _counting(operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -267,29 +248,3 @@ def _counting(operands: Operands) -> tuple[jax.Array, jax.Array]:
         for own, size in zip(given, sizes, strict=True)
     )
     return queries & keys[:, :1], keys & queries[:, :1]
-
-
-def _lengths(queries: Any = None, keys: Any = None) -> dict[str, Any]:
-    return {} if queries is None else {"lengths": compat.CudnnLengths(queries, keys)}
-
-
-def fold(x: Any, size: int, batched: Any) -> Any:
-    """Merge the axis of a `vmap` into the batch axis; `None` stays."""
-    if x is None:
-        return None
-    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _fold_bias(bias: jax.Array | None, size: int, batched: Any, batch: int) -> jax.Array | None:
-    """Apply `fold` to a bias; one shared by all examples and the whole batch stays as it is."""
-    if bias is None or (not batched and bias.shape[0] == 1):
-        return bias
-    spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
-    folded: jax.Array = fold(spread, size, batched)
-    return folded
-
-
-def unfold(x: jax.Array, size: int) -> jax.Array:
-    """Undo `fold`."""
-    return x.reshape(size, -1, *x.shape[1:])

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
@@ -25,7 +24,8 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 from . import cudnn, xla
-from .common import AttentionCall, AttentionImplementation, Operands, Rules
+from ._batches import fold_examples
+from .common import AttentionCall, AttentionImplementation, Gradients, Operands, Residuals, Rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +56,54 @@ class CudnnPacked(AttentionImplementation):
         """See `unsupported_reason`."""
         return unsupported_reason(call)
 
-    def attend(self, operands: Operands, rules: Rules, params: PackedParams) -> tuple[jax.Array, jax.Array]:
-        """See `forward`."""
-        return forward(operands, rules, params)
+    def attend(self, operands: Operands, rules: Rules, params: PackedParams) -> Residuals:
+        """See `AttentionImplementation`."""
+        static = _static(rules)
+
+        def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any) -> Any:
+            layout = _layout_of(ids)
+            lengths = _lengths_of(layout, segments)
+            out, stats = compat.cudnn_attention_forward(query, key, value, None, **static, lengths=lengths)
+            return out, _of_rows(stats, layout)
+
+        def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Any:
+            return _PLAIN.attend(_segmented(query, key, value, ids, key_ids), rules, FwdParams())
+
+        out, lse = _by_capacity(packed, plain, params, _arrays_of(operands))
+        return out, lse
 
     def differentiate(
-        self,
-        operands: Operands,
-        residuals: tuple[jax.Array, jax.Array],
-        dout: jax.Array,
-        rules: Rules,
-        params: PackedParams,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """See `backward`."""
-        return backward(operands, residuals, dout, rules, params)
+        self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: PackedParams
+    ) -> Gradients:
+        """See `AttentionImplementation`; there is no bias."""
+        static = _static(rules) | {"bias_gradient": False}
+
+        def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any, *saved: Any) -> Any:
+            out, lse, dout = saved
+            layout = _layout_of(ids)
+            lengths = _lengths_of(layout, segments)
+            stats = _of_segments(lse, layout, segments)
+            given = (query, key, value, None)
+            return compat.cudnn_attention_backward(given, (out, stats), dout, **static, lengths=lengths)
+
+        def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any, *saved: Any) -> Any:
+            out, lse, dout = saved
+            given = _segmented(query, key, value, ids, key_ids)
+            return _PLAIN.differentiate(given, (out, lse), dout, rules, BwdParams())[:3]
+
+        arrays = (*_arrays_of(operands), *residuals, dout.astype(operands.query.dtype))
+        dquery, dkey, dvalue = _by_capacity(packed, plain, params, arrays)
+        return dquery, dkey, dvalue, None
+
+
+_PLAIN = xla.Xla()
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the packed layout does not support `call`, with an alternative; `None` if it does."""
-    elsewhere = cudnn.platform_reason(call)
+    elsewhere = cudnn.platform_reason(call, "cudnn_packed", hopper=True)
     if elsewhere is not None:
-        return elsewhere.replace("implementation='cudnn'", "implementation='cudnn_packed'")
+        return elsewhere
     if not call.segments:
         return "implementation='cudnn_packed' needs segment_ids, and the call has none; use 'cudnn'."
     if call.bias is not None or call.attention_mask is not None or call.rules.left is not None:
@@ -86,8 +113,6 @@ def unsupported_reason(call: AttentionCall) -> str | None:
             f"query has length {call.query[1]} and key {call.key[1]}, and cuDNN's packed layout is used where both "
             "have the same segments; use 'xla'."
         )
-    if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
-        return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
     # Otherwise the layout supports the same calls as cuDNN without segments.
     return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
 
@@ -108,47 +133,6 @@ class _Layout(NamedTuple):
     first: jax.Array
     counts: jax.Array
     begins: jax.Array
-
-
-def forward(operands: Operands, rules: Rules, params: PackedParams) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
-    static = _static(rules)
-
-    def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any) -> Any:
-        layout = _layout_of(ids)
-        lengths = _lengths_of(layout, segments)
-        out, stats = compat.cudnn_attention_forward(query, key, value, None, **static, lengths=lengths)
-        return out, _of_rows(stats, layout)
-
-    def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Any:
-        return xla.forward(_segmented(query, key, value, ids, key_ids), rules, FwdParams())
-
-    found = _by_capacity(packed, plain, params, _arrays_of(operands))
-    return found[0], found[1]
-
-
-def backward(
-    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: PackedParams
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias (always `None`); see `forward`."""
-    static = _static(rules) | {"bias_gradient": False}
-
-    def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any, *saved: Any) -> Any:
-        out, lse, dout = saved
-        layout = _layout_of(ids)
-        lengths = _lengths_of(layout, segments)
-        stats = _of_segments(lse, layout, segments)
-        given = (query, key, value, None)
-        return compat.cudnn_attention_backward(given, (out, stats), dout, **static, lengths=lengths)
-
-    def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any, *saved: Any) -> Any:
-        *residuals, dout = saved
-        given = _segmented(query, key, value, ids, key_ids)
-        return xla.backward(given, (residuals[0], residuals[1]), dout, rules, BwdParams())[:3]
-
-    arrays = (*_arrays_of(operands), *residuals, dout.astype(operands.query.dtype))
-    dquery, dkey, dvalue = _by_capacity(packed, plain, params, arrays)
-    return dquery, dkey, dvalue, None
 
 
 def _static(rules: Rules) -> dict[str, Any]:
@@ -175,7 +159,6 @@ def _by_capacity(
         arrays: Query, key, value, the segment ids of both, and others; the first axis of each is the batch.
     """
 
-    @custom_vmap
     def chosen(*arrays: Any) -> tuple[Any, ...]:
         ids, key_ids = arrays[3:5]
         length = ids.shape[1]
@@ -189,13 +172,7 @@ def _by_capacity(
         found: tuple[Any, ...] = lax.switch(index, [*branches, lambda *arrays: tuple(plain(*arrays))], *arrays)
         return found
 
-    @chosen.def_vmap
-    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        found = chosen(*(cudnn.fold(x, size, b) for x, b in zip(arrays, batched, strict=True)))
-        return tuple(cudnn.unfold(x, size) for x in found), (True,) * len(found)
-
-    found: tuple[Any, ...] = chosen(*unify_varying(tuple(arrays)))
-    return found
+    return fold_examples(chosen)(*unify_varying(tuple(arrays)))
 
 
 def _branch(packed: Callable[..., Any], size: int) -> Callable[..., Any]:

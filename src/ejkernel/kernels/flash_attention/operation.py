@@ -18,11 +18,24 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
-from .common import AttentionCall, Rules, describe, operands_of, returned_lse, visible_pairs
+from .common import AttentionCall, Operands, Rules, all_arguments, describe, operands_of, returned_lse, visible_pairs
 from .reference import attention
-from .sharding import attention_rule
 
 _Invocation = Invocation["FlashAttentionConfig", jax.Array]
+# Sequences are not sharded. Query and output share the axis name, so that a sharded query can give a sharded output.
+_AXES = {
+    "query": "batch queries heads _",
+    "key": "batch _ groups _",
+    "value": "batch _ groups _",
+    "bias": "batch heads _ _",
+    "attention_mask": "batch heads _ _",
+    "query_segments": "batch _",
+    "key_segments": "batch _",
+    "query_lengths": "batch",
+    "key_lengths": "batch",
+    "sinks": "heads",
+}
+_MAIN = ("query", "key", "value")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +71,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def __init__(self) -> None:
         super().__init__(name="flash_attention")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional, in the order of their gradients
         self,
         query: Any,
         key: Any,
@@ -66,7 +79,10 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         bias: Any = None,
         attention_mask: Any = None,
         segment_ids: Any = None,
-        *others: Any,
+        lengths: Any = None,
+        sinks: Any = None,
+        dropout_key: Any = None,
+        *,
         causal: bool = False,
         softmax_scale: float | None = None,
         sliding_window: arguments.SlidingWindow | None = None,
@@ -80,10 +96,9 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and return the canonical form of the call.
 
-        `others` are the pair of lengths, the sinks and the dropout key. Options at their default are omitted, so they
-        are not part of the call's key.
+        `lengths` is the pair `(query_lengths, key_lengths)`. Options at their default are omitted, so they are not part
+        of the call's key.
         """
-        lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
         full = arguments.full_shape(query, key)
         rate, dropout_key = arguments.canonical_dropout(dropout_rate, dropout_key)
@@ -121,11 +136,8 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
         """Return the abstract call: shapes and rules."""
-        described = describe(operands_of(args), _rules(options))
-        return_lse, deterministic = options.get("return_lse", False), options.get("deterministic", False)
-        if not return_lse and not deterministic:
-            return described
-        return dataclasses.replace(described, return_lse=return_lse, deterministic=deterministic)
+        more = {name: options.get(name, False) for name in ("return_lse", "deterministic")}
+        return describe(operands_of(args), _rules(options), **more)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output computed in float32 from the full score matrix."""
@@ -137,7 +149,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random arrays in which the first key is visible, segment ids ascend, and no example is empty."""
         args, kwargs = super().example_inputs(inv, rng)
-        query, key, value, bias, mask, segments, lengths, *others = _all_arrays(args)
+        query, key, value, bias, mask, segments, lengths, *others = all_arguments(args)
         if mask is not None:
             mask = mask.at[..., 0].set(True)
         if segments is not None:
@@ -149,7 +161,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
         """Return the rule that shards examples and heads."""
-        return attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
+        return _attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the cost of the forward: two products for every pair that the static rules make visible.
@@ -180,7 +192,7 @@ class BucketedFlashAttention(FlashAttention):
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
         own, options = inv.abstract_args, inv.abstract_kwargs
-        query, key, value, bias, mask, segments, *others = _all_arrays(own)
+        query, key, value, bias, mask, segments, *others = all_arguments(own)
         rounded = (
             *(bucketed(x, 1) for x in (query, key, value)),
             *(bucketed(x, 2, 3) for x in (bias, mask)),
@@ -208,10 +220,6 @@ def _rules(options: dict[str, Any]) -> Rules:
     )
 
 
-def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*args, *[None] * 6)[:9]
-
-
 def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
     # The first six arguments existed from the start. Later ones are omitted at their default, so that earlier keys
@@ -225,3 +233,23 @@ def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Ar
 
 def _random_lengths(shape: tuple[int, ...], most: int, rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(rng.integers(1, most + 1, shape), jnp.int32)
+
+
+def _attention_rule(operands: Operands, *, return_lse: bool) -> ShardingRule | None:
+    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
+    if operands.dropout_key is not None:
+        return None
+    given = [(name, array) for name, array in operands._asdict().items() if array is not None]
+    arguments = [_AXES[name] if name in _MAIN else _broadcast(_AXES[name], array) for name, array in given]
+    lse = ", batch heads queries" if return_lse else ""
+    return ShardingRule(
+        f"{', '.join(arguments)} -> batch queries heads _{lse}",
+        split="batch heads",
+        residuals="batch heads queries",
+        follows={"groups": "heads"},
+    )
+
+
+def _broadcast(axes: str, array: Any) -> str:
+    """Return the axes, with `_` in place of those of length 1, which broadcast."""
+    return " ".join("_" if length == 1 else name for name, length in zip(axes.split(), array.shape, strict=True))

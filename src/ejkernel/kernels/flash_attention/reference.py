@@ -6,8 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .common import EMPTY_ROW_LSE, Operands, Rules, accumulator, within_window
-from .dropout import kept
+from .common import EMPTY_ROW_LSE, Operands, Rules, accumulator, kept, within_window
 
 
 def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:

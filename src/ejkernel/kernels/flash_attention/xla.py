@@ -19,37 +19,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._numbers import has_small_range
-from ejkernel.kernels._small_range import normalized
+from ejkernel.kernels._numbers import has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
 
-from ._xla_blocks import (
-    Blocks,
-    Grid,
-    RowBlocks,
-    default_blocks,
-    dot,
-    even_block,
-    full,
-    grid_of,
-    has_blocks,
-    join_bias,
-    join_keys,
-    join_queries,
-    join_rows,
-    missing,
-    part_of,
-    put,
-    put_part,
-    split,
-    split_queries,
-    split_rows,
-    take,
+from ._xla_blocks import Blocks, Grid, RowBlocks, default_blocks, even_block, full, grid_of, has_blocks, put, take
+from .common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    AttentionImplementation,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    describe,
+    kept,
+    within_window,
 )
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, describe, within_window
-from .dropout import kept
 
 # The block sizes of the search space: queries, keys.
 _CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
@@ -98,122 +85,89 @@ class Xla(AttentionImplementation):
         pairs = itertools.product(q_blocks, kv_blocks)
         return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
 
-    def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
-        """See `forward`."""
-        return forward(operands, rules, params)
+    def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> Residuals:
+        """See `AttentionImplementation`; unset block sizes are those of `default_blocks`."""
+        grid = grid_of(describe(operands, rules), params)
+        blocks = grid.split(unify_varying(operands))
+        rows = (grid.query_blocks, *blocks.query.shape[1:5])
+        carry: Any = (
+            full((*rows, blocks.value.shape[-1]), 0, grid.dtype, blocks),
+            full(rows, -jnp.inf, grid.dtype, blocks),
+            full(rows, 0, grid.dtype, blocks),
+        )
+
+        def attend(rows: Any, pair: jax.Array) -> Any:
+            acc, top, total = rows
+            new_top, weights, decay = _weights(_logits(blocks, grid, pair), top)
+            value = take(blocks.value, pair[1])
+            keep = _kept(blocks, grid, pair)
+            used = weights if keep is None else jnp.where(keep, weights, 0)
+            product = grid.dot("bgrqk,bgke->bgrqe", used.astype(value.dtype), value)
+            # The sum includes dropped weights: dropout applies to the result of the softmax.
+            return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
+
+        def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+            new = _where_they_meet(attend, tuple(take(x, pair[0]) for x in carry), pair, blocks, grid)
+            return tuple(put(x, y, pair[0]) for x, y in zip(carry, new, strict=True)), None
+
+        (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
+        empty = total == 0
+        total = jnp.where(empty, 1, total)
+        # Dividing inside the loop, where weights are rounded, could overflow in float16 if the divisor is small.
+        out = (acc / (total[..., None] * (1 - rules.dropout_rate))).astype(operands.query.dtype)
+        lse = jnp.where(empty, EMPTY_ROW_LSE, top * _factor(blocks, grid) + jnp.log(total))
+        return grid.join_queries(out), grid.join_rows(lse)
 
     def differentiate(
         self,
         operands: Operands,
-        residuals: tuple[jax.Array, jax.Array],
+        residuals: Residuals,
         dout: jax.Array,
         rules: Rules,
         params: BwdParams,
         *,
         dlse: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """See `backward`."""
-        return backward(operands, residuals, dout, rules, params, dlse=dlse)
+    ) -> Gradients:
+        """See `AttentionImplementation`; recomputes the probabilities block by block."""
+        out, lse = residuals
+        grid = grid_of(describe(operands, rules, backward=True), params)
+        operands, out, lse, dout, dlse = unify_varying((operands, out, lse, dout, dlse))
+        blocks = grid.split(operands)
+        delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
+        # Padding rows see no key, so they add nothing to any gradient.
+        lse = grid.split_rows(lse.astype(grid.dtype), fill=EMPTY_ROW_LSE)
+        empty = lse == EMPTY_ROW_LSE
+        rows = RowBlocks(
+            dout=grid.split_queries(dout),
+            top=jnp.where(empty, jnp.inf, jnp.zeros_like(lse)),
+            rest=jnp.where(empty, 0, lse),
+            delta=grid.split_rows(delta, fill=0),
+        )
+        rows = _exact_rows(rows, blocks, grid)
+        if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
+            rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
+        sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
+        carry: Any = tuple(None if x is None else full(x.shape, 0, grid.dtype, blocks) for x in sums)
+
+        def add(sums: Any, pair: jax.Array) -> Any:
+            return _add_gradients(sums, blocks, rows, grid, pair)
+
+        def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+            new = _where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks, grid)
+            return _put_sums(carry, new, grid, pair), None
+
+        (dquery, dkey, dvalue, dbias), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
+        return (
+            grid.join_queries(dquery).astype(operands.query.dtype),
+            grid.join_keys(dkey).astype(operands.key.dtype),
+            grid.join_keys(dvalue / (1 - rules.dropout_rate)).astype(operands.value.dtype),
+            None if operands.bias is None else grid.join_bias(dbias, operands.bias),
+        )
 
 
 def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
     of_direction = BwdParams if call.backward else FwdParams
     return of_direction(q_blocksize=q_block, kv_blocksize=kv_block)
-
-
-def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
-
-    Args:
-        operands: Arrays in float16, bfloat16, float32 or float64.
-        rules: The static part of the call.
-        params: Block sizes; `None` means `default_blocks`.
-    """
-    grid = grid_of(describe(operands, rules), params)
-    blocks = split(unify_varying(operands), grid)
-    rows = (grid.query_blocks, *blocks.query.shape[1:5])
-    carry: Any = (
-        full((*rows, blocks.value.shape[-1]), 0, grid.dtype, blocks),
-        full(rows, -jnp.inf, grid.dtype, blocks),
-        full(rows, 0, grid.dtype, blocks),
-    )
-
-    def attend(rows: Any, pair: jax.Array) -> Any:
-        acc, top, total = rows
-        new_top, weights, decay = _weights(_logits(blocks, rules, grid, pair), top)
-        value = take(blocks.value, pair[1])
-        keep = _kept(blocks, rules, grid, pair)
-        used = weights if keep is None else jnp.where(keep, weights, 0)
-        product = dot("bgrqk,bgke->bgrqe", used.astype(value.dtype), value, grid)
-        # The sum includes dropped weights: dropout applies to the result of the softmax.
-        return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
-
-    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-        new = _where_they_meet(attend, tuple(take(x, pair[0]) for x in carry), pair, blocks, grid)
-        return tuple(put(x, y, pair[0]) for x, y in zip(carry, new, strict=True)), None
-
-    (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    # Dividing inside the loop, where weights are rounded, could overflow in float16 if the divisor is small.
-    out = (acc / (total[..., None] * (1 - rules.dropout_rate))).astype(operands.query.dtype)
-    lse = jnp.where(empty, EMPTY_ROW_LSE, top * _factor(blocks, rules) + jnp.log(total))
-    return join_queries(out, grid), join_rows(lse, grid)
-
-
-def backward(
-    operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
-    dout: jax.Array,
-    rules: Rules,
-    params: BwdParams,
-    *,
-    dlse: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias, recomputing probabilities block by block.
-
-    Args:
-        operands: The operands of the forward.
-        residuals: Output and log-sum-exp, from the forward of any implementation.
-        dout: Cotangent of the output.
-        rules: The rules of the forward.
-        params: Block sizes; `None` means `default_blocks`.
-        dlse: Cotangent of the log-sum-exp; `None`: zero.
-    """
-    out, lse = residuals
-    grid = grid_of(describe(operands, rules, backward=True), params)
-    operands, out, lse, dout, dlse = unify_varying((operands, out, lse, dout, dlse))
-    blocks = split(operands, grid)
-    delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
-    # Padding rows see no key, so they add nothing to any gradient.
-    lse = split_rows(lse.astype(grid.dtype), grid, fill=EMPTY_ROW_LSE)
-    empty = lse == EMPTY_ROW_LSE
-    rows = RowBlocks(
-        dout=split_queries(dout, grid),
-        top=jnp.where(empty, jnp.inf, jnp.zeros_like(lse)),
-        rest=jnp.where(empty, 0, lse),
-        delta=split_rows(delta, grid, fill=0),
-    )
-    rows = _exact_rows(rows, blocks, rules, grid)
-    if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
-        rows = rows._replace(delta=rows.delta - split_rows(dlse.astype(grid.dtype), grid, fill=0))
-    sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
-    carry: Any = tuple(None if x is None else full(x.shape, 0, grid.dtype, blocks) for x in sums)
-
-    def add(sums: Any, pair: jax.Array) -> Any:
-        return _add_gradients(sums, blocks, rows, rules, grid, pair)
-
-    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-        new = _where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks, grid)
-        return _put_sums(carry, new, grid, pair), None
-
-    (dquery, dkey, dvalue, dbias), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
-    return (
-        join_queries(dquery, grid).astype(operands.query.dtype),
-        join_keys(dkey, grid).astype(operands.key.dtype),
-        join_keys(dvalue / (1 - rules.dropout_rate), grid).astype(operands.value.dtype),
-        None if operands.bias is None else join_bias(dbias, operands.bias),
-    )
 
 
 def _where_they_meet(
@@ -240,42 +194,42 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 def _sums_of(sums: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
     """Return the blocks of the gradients to which one pair contributes."""
     dquery, dkey, dvalue, dbias = sums
-    part = None if dbias is None else part_of(dbias, grid, pair)
+    part = None if dbias is None else grid.part_of(dbias, pair)
     return take(dquery, pair[0]), take(dkey, pair[1]), take(dvalue, pair[1]), part
 
 
 def _put_sums(sums: _Sums, parts: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
     """Return the gradients with the blocks of one pair replaced."""
     i, j = pair[0], pair[1]
-    dbias = None if sums[3] is None or parts[3] is None else put_part(sums[3], parts[3], grid, pair)
+    dbias = None if sums[3] is None or parts[3] is None else grid.put_part(sums[3], parts[3], pair)
     return put(sums[0], parts[0], i), put(sums[1], parts[1], j), put(sums[2], parts[2], j), dbias
 
 
-def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Sums:
+def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, grid: Grid, pair: jax.Array) -> _Sums:
     """Return `sums`, the gradients of one pair's blocks, plus the contributions of that pair."""
     dquery, dkey, dvalue, dbias = sums
     i, j = pair[0], pair[1]
     query, key, value = take(blocks.query, i), take(blocks.key, j), take(blocks.value, j)
     dout = take(rows.dout, i)
-    logits = _logits(blocks, rules, grid, pair)
+    logits = _logits(blocks, grid, pair)
     slope = logits.slope
     differences = (logits.values - take(rows.top, i)[..., None]) * logits.factor - take(rows.rest, i)[..., None]
     weights = jnp.exp(_at_most_zero(differences))
-    keep = _kept(blocks, rules, grid, pair)
+    keep = _kept(blocks, grid, pair)
     used = weights if keep is None else jnp.where(keep, weights, 0)
-    dweights = _gradient_of_weights(dout, value, keep, rules, grid)
+    dweights = _gradient_of_weights(dout, value, keep, grid)
     dlogits = weights * (dweights - take(rows.delta, i)[..., None])
     dproducts = dlogits if slope is None else dlogits * slope
     if dbias is not None:
-        dlogits = dproducts if rules.cap_after_bias else dlogits
+        dlogits = dproducts if grid.rules.cap_after_bias else dlogits
         # the axes along which the bias was broadcast
         axes = tuple(a for a in range(5) if dbias.shape[a] == 1 and dlogits.shape[a] != 1)
         dbias = dbias + dlogits.sum(axis=axes, keepdims=True)
-    dscores, size = _in_range(dproducts * rules.scale, query.dtype)
+    dscores, size = _in_range(dproducts * grid.rules.scale, query.dtype)
     return (
-        dquery + dot("bgrqk,bgkd->bgrqd", dscores, key, grid) * size,
-        dkey + dot("bgrqk,bgrqd->bgkd", dscores, query, grid) * size[:, :, 0],
-        dvalue + dot("bgrqk,bgrqe->bgke", used.astype(dout.dtype), dout, grid),
+        dquery + grid.dot("bgrqk,bgkd->bgrqd", dscores, key) * size,
+        dkey + grid.dot("bgrqk,bgrqd->bgkd", dscores, query) * size[:, :, 0],
+        dvalue + grid.dot("bgrqk,bgrqe->bgke", used.astype(dout.dtype), dout),
         dbias,
     )
 
@@ -308,31 +262,31 @@ class _Logits(NamedTuple):
     slope: jax.Array | None
 
 
-def _factor(blocks: Blocks, rules: Rules) -> float:
+def _factor(blocks: Blocks, grid: Grid) -> float:
     """Return the factor of the logits; see `_Logits`."""
-    if blocks.bias is not None and not rules.cap_after_bias:
+    if blocks.bias is not None and not grid.rules.cap_after_bias:
         return 1.0
-    return rules.scale if rules.soft_cap is None else rules.soft_cap
+    return grid.rules.scale if grid.rules.soft_cap is None else grid.rules.soft_cap
 
 
-def _logits(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Logits:
+def _logits(blocks: Blocks, grid: Grid, pair: jax.Array) -> _Logits:
     """Return the logits of one pair."""
-    slope, factor = None, _factor(blocks, rules)
-    values = dot("bgrqd,bgkd->bgrqk", take(blocks.query, pair[0]), take(blocks.key, pair[1]), grid)
-    bias = None if blocks.bias is None else part_of(blocks.bias, grid, pair).astype(grid.dtype)
-    if bias is not None or rules.soft_cap is not None:
-        values = values * rules.scale
-    if bias is not None and rules.cap_after_bias:
+    slope, factor = None, _factor(blocks, grid)
+    values = grid.dot("bgrqd,bgkd->bgrqk", take(blocks.query, pair[0]), take(blocks.key, pair[1]))
+    bias = None if blocks.bias is None else grid.part_of(blocks.bias, pair).astype(grid.dtype)
+    if bias is not None or grid.rules.soft_cap is not None:
+        values = values * grid.rules.scale
+    if bias is not None and grid.rules.cap_after_bias:
         values = values + jnp.where(bias == -jnp.inf, 0, bias)  # the cap would turn -inf into a finite number
         bias = jnp.where(bias == -jnp.inf, bias, 0)
-    if rules.soft_cap is not None:
-        values = jnp.tanh(values / rules.soft_cap)
+    if grid.rules.soft_cap is not None:
+        values = jnp.tanh(values / grid.rules.soft_cap)
         slope = 1 - values * values
         if factor == 1:
-            values = values * rules.soft_cap
+            values = values * grid.rules.soft_cap
     if bias is not None:
         values = values + bias
-    for visible in _masks(blocks, rules, grid, pair):
+    for visible in _masks(blocks, grid, pair):
         values = jnp.where(visible, values, -jnp.inf)
     return _Logits(values, factor, slope)
 
@@ -355,15 +309,13 @@ def _at_most_zero(x: jax.Array) -> jax.Array:
     return x - lax.stop_gradient(jnp.maximum(x, 0))
 
 
-def _gradient_of_weights(
-    dout: jax.Array, value: jax.Array, keep: jax.Array | None, rules: Rules, grid: Grid
-) -> jax.Array:
+def _gradient_of_weights(dout: jax.Array, value: jax.Array, keep: jax.Array | None, grid: Grid) -> jax.Array:
     """Return the gradient of one pair's weights before dropout."""
-    dweights = dot("bgrqe,bgke->bgrqk", dout, value, grid)
-    return dweights if keep is None else jnp.where(keep, dweights / (1 - rules.dropout_rate), 0)
+    dweights = grid.dot("bgrqe,bgke->bgrqk", dout, value)
+    return dweights if keep is None else jnp.where(keep, dweights / (1 - grid.rules.dropout_rate), 0)
 
 
-def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> RowBlocks:
+def _exact_rows(rows: RowBlocks, blocks: Blocks, grid: Grid) -> RowBlocks:
     """Return the data of each query row for the backward, exact also for a large log-sum-exp.
 
     The float32 after 1e9 is 64 larger, so weights computed from such a log-sum-exp may be off by any factor. If a row
@@ -375,9 +327,9 @@ def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> Ro
     def add(sums: Any, pair: jax.Array) -> Any:
         rows, blocks = at_rest
         top, total, pulled = sums
-        new_top, weights, decay = _weights(_logits(blocks, rules, grid, pair), top)
-        keep = _kept(blocks, rules, grid, pair)
-        dweights = _gradient_of_weights(take(rows.dout, pair[0]), take(blocks.value, pair[1]), keep, rules, grid)
+        new_top, weights, decay = _weights(_logits(blocks, grid, pair), top)
+        keep = _kept(blocks, grid, pair)
+        dweights = _gradient_of_weights(take(rows.dout, pair[0]), take(blocks.value, pair[1]), keep, grid)
         return (
             new_top,
             total * decay + weights.sum(axis=-1),
@@ -395,7 +347,7 @@ def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> Ro
     # A loop instead of `lax.cond`, which runs both branches under `vmap`.
     top, total, pulled = lax.fori_loop(jnp.int32(0), count, step, start)
     total = jnp.where(large, total, 1)
-    return _with_exact(rows, large, (top, jnp.log(total), pulled / total), _factor(blocks, rules))
+    return _with_exact(rows, large, (top, jnp.log(total), pulled / total), _factor(blocks, grid))
 
 
 def _with_exact(rows: RowBlocks, large: jax.Array, found: Any, factor: float) -> RowBlocks:
@@ -422,15 +374,15 @@ def _positions(grid: Grid, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     return queries, keys
 
 
-def _masks(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> list[jax.Array]:
+def _masks(blocks: Blocks, grid: Grid, pair: jax.Array) -> list[jax.Array]:
     """Return the masks of one pair, each broadcastable to `[b, g, r, q, k]`; false hides a key from a query."""
     queries, keys = _positions(grid, pair)
-    window = within_window(queries + (grid.keys - grid.queries), keys, rules)
+    window = within_window(queries + (grid.keys - grid.queries), keys, grid.rules)
     masks = [] if window is None else [window[None, None, None]]
-    if missing(grid.keys, grid.kv_block):
+    if grid.pads_keys:
         masks.append((keys < grid.keys)[None, None, None, None])
     if blocks.mask is not None:
-        masks.append(part_of(blocks.mask, grid, pair))
+        masks.append(grid.part_of(blocks.mask, pair))
     if blocks.query_segments is not None and blocks.key_segments is not None:
         same = take(blocks.query_segments, pair[0])[:, :, None] == take(blocks.key_segments, pair[1])[:, None, :]
         masks.append(same[:, None, None])
@@ -441,10 +393,10 @@ def _masks(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> list[ja
     return masks
 
 
-def _kept(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> jax.Array | None:
+def _kept(blocks: Blocks, grid: Grid, pair: jax.Array) -> jax.Array | None:
     """Return which weights of one pair the dropout keeps; `None` without dropout."""
     if blocks.dropout_key is None:
         return None
     batch, groups, heads = blocks.query.shape[1:4]
     rows = jnp.arange(batch * grid.heads, dtype=jnp.int32).reshape(batch, groups, heads)
-    return kept(blocks.dropout_key, rows, *_positions(grid, pair), rules)
+    return kept(blocks.dropout_key, rows, *_positions(grid, pair), grid.rules)

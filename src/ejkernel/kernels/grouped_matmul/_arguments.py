@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._options import canonical_precision
-from ejkernel.ops.core.sharding.parts import CallPart
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array, is_known

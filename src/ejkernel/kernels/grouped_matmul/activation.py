@@ -25,8 +25,7 @@ from ejkernel.ops.utils.messages.names import did_you_mean
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall, own_rows
-from .epilogue import ACTIVATIONS, finished
+from .common import ACTIVATIONS, GroupedMatmulCall, finished, own_rows
 from .operation import (
     GROUPS,
     REFERENCE_BLOCK,

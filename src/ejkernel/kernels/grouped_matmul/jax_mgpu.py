@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._varying import unify_varying
-from ejkernel.ops.errors import ConfigError
+from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -25,7 +24,6 @@ from .common import GroupedMatmulCall, Groups, row_spans
 
 _BLOCK_K = 64
 _MOST_GROUPS = 256  # the size of the kernel's program grows with the groups
-_one_by_one: Any = sequential_vmap  # for `vmap`; untyped in JAX
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +43,10 @@ class JaxMgpuParams:
     panel: int = 16
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (64, 128))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}.")
-        for name, most in (("stages", 8), ("panel", 256)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ConfigError(f"{name} must be from 1 to {most}, got {value!r}.")
+        check_integer("block_m", self.block_m, (64, 128, 192))
+        check_integer("block_n", self.block_n, (64, 128))
+        check_integer("stages", self.stages, range(1, 9), "from 1 to 8")
+        check_integer("panel", self.panel, range(1, 257), "from 1 to 256")
 
 
 class JaxMgpu(Implementation[GroupedMatmulCall]):
@@ -119,7 +114,7 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
                 (row >= starts[0]) & (row < ends[-1]), out, jnp.zeros_like(out)
             )  # the kernel does not write them
 
-        return _one_by_one(compute)(*unify_varying(args)), ()
+        return one_by_one(compute, *args), ()
 
 
 _OVERHEAD = 2048  # bytes of shared memory for barriers and alignment

@@ -12,23 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 from ejkernel import compat
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
-from .epilogue import PREACTIVATIONS, finished
+from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, without_rest
 
 _DTYPES = ("bfloat16", "float32")
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
 _ROWS, _LANES = 16, 128  # the granularity of tiles
 _COLUMNS = (128, 256, 512, 1024)
-_one_by_one: Any = sequential_vmap  # for `vmap`; untyped in JAX
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +121,9 @@ class MegabloxActivation(_Megablox):
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: MegabloxParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
         lhs, rhs, groups, gate, row_scale = args
-        matrices = [matrix for matrix in (rhs, gate) if matrix is not None]
-        products = [_product(call, lhs, matrix, groups, params, "float32") for matrix in matrices]
-        own = own_rows(groups, call.rows, call.groups)
-        out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
-        return out, tuple(product.astype(call.kept_dtype) for product in products)
+        return activated(
+            call, lambda matrix: _product(call, lhs, matrix, groups, params, "float32"), rhs, groups, gate, row_scale
+        )
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
         """Return the bytes of a product's tiles, with a float32 result."""
@@ -148,7 +143,7 @@ class MegabloxWgrad(_Megablox):
                 lhs, rhs, _sizes(call, groups), count=call.groups, dtype=call.out_dtype, tiling=tiling
             )
 
-        return _one_by_one(compute)(*unify_varying(args)), ()
+        return one_by_one(compute, *args), ()
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
         """Return the bytes of its tiles: two of each operand and result, operands in float32, and one accumulator."""
@@ -171,7 +166,7 @@ def _product(
         )
         return without_rest(out[: call.rows], own_rows(groups, call.rows, call.groups))
 
-    out: jax.Array = _one_by_one(compute)(*unify_varying((lhs, rhs, groups)))
+    out: jax.Array = one_by_one(compute, lhs, rhs, groups)
     return out
 
 

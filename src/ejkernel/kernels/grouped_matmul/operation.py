@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ejkernel.kernels._numbers import accumulator, has_small_range
+from ejkernel.kernels._numbers import accumulator, balanced, has_small_range, normalized
 from ejkernel.kernels._options import canonical_flag
-from ejkernel.kernels._small_range import balanced, normalized
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
@@ -31,8 +30,7 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall, Groups, own_rows, taken_apart, without_rest
-from .epilogue import scaled_rows
+from .common import GroupedMatmulCall, Groups, own_rows, scaled_rows, taken_apart, without_rest
 
 REFERENCE_BLOCK = 512
 GROUPS = 2  # position of the groups among the arguments

@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.ops.errors import ConfigError
+from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
-from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
-from .epilogue import PREACTIVATIONS, finished, scaled_rows
+from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, scaled_rows, without_rest
 
 _Spans = tuple[jax.Array, jax.Array]  # where the rows of each group begin, and where they end
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
@@ -35,8 +36,8 @@ class XlaParams:
     block_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_rows is not None and (type(self.block_rows) is not int or self.block_rows < 1):
-            raise ConfigError(f"block_rows must be an int >= 1, or None; got {self.block_rows!r}.")
+        if self.block_rows is not None:
+            check_integer("block_rows", self.block_rows, range(1, 1 << 62), "a positive integer or None")
 
 
 class _Xla(Implementation[GroupedMatmulCall]):
@@ -85,11 +86,7 @@ class XlaActivation(_Xla):
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
         lhs, rhs, groups, gate, row_scale = args
-        matrices = [matrix for matrix in (rhs, gate) if matrix is not None]
-        products = [_product(call, lhs, matrix, groups, params) for matrix in matrices]
-        own = own_rows(groups, call.rows, call.groups)
-        out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
-        return out, tuple(product.astype(call.kept_dtype) for product in products)
+        return activated(call, lambda matrix: _product(call, lhs, matrix, groups, params), rhs, groups, gate, row_scale)
 
 
 class XlaWgrad(_Xla):
@@ -138,8 +135,21 @@ def _whole(
 ) -> jax.Array:
     """Return the product by XLA's ragged dot."""
     numbers = lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
-    sizes, sum_dtype = spans[1] - spans[0], accumulator(call.dtype)
-    return lax.ragged_dot_general(*operands, sizes, numbers, precision=call.precision, preferred_element_type=sum_dtype)
+    dtypes: dict[str, Any] = {"precision": call.precision, "preferred_element_type": accumulator(call.dtype)}
+
+    def multiply(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(left, right, sizes, numbers, **dtypes)
+
+    def of_examples(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        # JAX batches a ragged product once, and only if all operands have the axis.
+        pairs = zip(arrays, batched, strict=True)
+        every = [x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in pairs]
+        return one_by_one(jax.vmap(multiply), *every), True
+
+    batchable: Any = custom_vmap(multiply)
+    batchable.def_vmap(of_examples)
+    product: jax.Array = batchable(*operands, spans[1] - spans[0])
+    return product
 
 
 def _own_first(call: GroupedMatmulCall, x: jax.Array, spans: _Spans) -> jax.Array:

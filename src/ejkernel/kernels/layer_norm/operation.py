@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_rows, given_residual
+from ejkernel.kernels._row_norms.common import (
+    Normalized,
+    RowNorm,
+    RowNormCall,
+    canonical_eps,
+    check_rows,
+    given_residual,
+)
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
-from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
-from ejkernel.ops.operation import Operation
 
 _Invocation = Invocation["LayerNormConfig", Normalized]
 
@@ -41,9 +46,10 @@ class LayerNormConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
+class LayerNorm(RowNorm[LayerNormConfig, LayerNormCall]):
     """The operation behind `layer_norm`; see there for the arguments."""
 
+    flops = 7
     implementations = Implementations(
         {
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
@@ -91,15 +97,6 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         """Return a rule that splits the rows."""
         more = ", ... dim" * (len(inv.args) - 3)
         return ShardingRule(f"... dim, dim, dim{more} -> ... dim{more}", split="...", residuals="..., ...")
-
-    def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the work of the forward: seven operations per element, and each array read or written once."""
-        if inv.direction != "fwd":
-            return None
-        call = self.call_of(inv)
-        elements = call.all_rows * call.dim
-        written = (1 + call.residual) * elements * jnp.dtype(call.dtype).itemsize
-        return Cost(flops=7 * elements, bytes=inv.input_bytes + written)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with 1024 rows of 1024 elements."""

@@ -10,17 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._numbers import is_number
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_rows, given_residual
+from ejkernel.kernels._numbers import accumulator, is_number
+from ejkernel.kernels._row_norms.common import (
+    Normalized,
+    RowNorm,
+    RowNormCall,
+    canonical_eps,
+    check_rows,
+    given_residual,
+)
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
-from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
-from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.scalars import given_text
-
-from .reference import normalize
 
 _Invocation = Invocation["RmsNormConfig", Normalized]
 
@@ -58,9 +61,10 @@ class RmsNormConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
+class RmsNorm(RowNorm[RmsNormConfig, RmsNormCall]):
     """The operation behind `rms_norm`; see there for the arguments."""
 
+    flops = 4
     implementations = Implementations(
         {
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
@@ -122,18 +126,19 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         more = ", ... dim" * (len(inv.args) - 2)
         return ShardingRule(f"... dim{weight}{more} -> ... dim{more}", split="...", residuals="...")
 
-    def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the work of the forward: four operations per element, and each array read or written once."""
-        if inv.direction != "fwd":
-            return None
-        call = self.call_of(inv)
-        elements = call.all_rows * call.dim
-        written = (1 + call.residual) * elements * jnp.dtype(call.dtype).itemsize
-        return Cost(flops=4 * elements, bytes=inv.input_bytes + written)
-
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with 1024 rows of 1024 elements."""
         return (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)), {}
 
 
 rms_norm = RmsNorm()
+
+
+def normalize(x: jax.Array, weight: jax.Array | None, eps: float, offset: float = 0.0) -> jax.Array:
+    """Return `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last axis, in float32 (float64 for float64)."""
+    wide = x.astype(accumulator(x.dtype))
+    normal = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    if weight is None:
+        return normal
+    # The user may have disabled JAX's rank promotion.
+    return normal * (weight.astype(wide.dtype) + offset).reshape((1,) * (x.ndim - 1) + weight.shape)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._options import check_integer
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -40,8 +40,8 @@ class XlaParams:
     block_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_rows is not None and (type(self.block_rows) is not int or self.block_rows < 1):
-            raise ConfigError(f"block_rows must be a positive integer or None, got {self.block_rows!r}.")
+        if self.block_rows is not None:
+            check_integer("block_rows", self.block_rows, range(1, 1 << 62), "a positive integer or None")
 
 
 class Xla(Implementation[RmsNormCall]):
@@ -49,8 +49,8 @@ class Xla(Implementation[RmsNormCall]):
 
     name = "xla"
     params = XlaParams
-    residuals = RESIDUALS
     differentiable = True
+    residuals = RESIDUALS
     features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def heuristic(self, call: RmsNormCall) -> XlaParams:
@@ -72,10 +72,24 @@ class Xla(Implementation[RmsNormCall]):
         return [XlaParams(), *(XlaParams(block_rows=size) for size in sizes if size < rows)]
 
     def forward(self, call: RmsNormCall, /, *args: Any, params: XlaParams) -> tuple[Any, jax.Array]:
-        """Return the output, and `1 / rms` of every row."""
+        """Return the output, and `1 / rms` of every row in float32."""
         x, weight, *residual = args
         x = x + residual[0] if residual else x
-        out, scale = forward(x, weight, call.eps, params.block_rows, offset=call.weight_offset)
+        # Add the offset in float32: in bfloat16, a sum with an offset of 1 keeps few digits of a small weight.
+        factor = None if weight is None else (weight.astype(accumulator(x.dtype)) + call.weight_offset)[None]
+
+        def block(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            wide = rows.astype(accumulator(rows.dtype))
+            scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + call.eps)
+            normal = wide * scale if factor is None else wide * scale * factor
+            return normal.astype(rows.dtype), scale[..., 0]
+
+        rows = x.reshape(-1, x.shape[-1])
+        if params.block_rows is None or params.block_rows >= rows.shape[0]:
+            out, scale = block(rows)
+        else:
+            out, scale = _in_blocks(block, params.block_rows, rows)
+        out, scale = out.reshape(x.shape), scale.reshape(x.shape[:-1])
         return ((out, x) if residual else out), scale
 
     def backward(
@@ -84,77 +98,29 @@ class Xla(Implementation[RmsNormCall]):
         """Return the gradients of `x`, the weight, and the residual."""
         x, weight, *residual = args
         # The forward returned the sum as its second result.
-        x = out[1] if residual else x
-        dx, dweight = backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
+        x, dim = (out[1] if residual else x), x.shape[-1]
+
+        def block(rows: jax.Array, scale: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
+            wide, wide_dout = rows.astype(scale.dtype), dout.astype(scale.dtype)
+            normal = wide * scale[..., None]
+            dnormal = (
+                wide_dout if weight is None else wide_dout * (weight.astype(scale.dtype) + call.weight_offset)[None]
+            )
+            inner = jnp.mean(dnormal * normal, axis=-1, keepdims=True)
+            return (scale[..., None] * (dnormal - normal * inner)).astype(rows.dtype), (wide_dout * normal).sum(axis=0)
+
+        flat = (x.reshape(-1, dim), residuals.reshape(-1), cotangents[0].reshape(-1, dim))
+        weight, *arrays = unify_varying((weight, *flat))
+        if params.block_rows is None or params.block_rows >= arrays[0].shape[0]:
+            dx, dweight = block(*arrays)
+        else:
+            dx, dweight = _summed_in_blocks(block, params.block_rows, arrays)
+        dx, gradient = dx.reshape(x.shape), None if weight is None else dweight.astype(weight.dtype)
         if not residual:
-            return dx, dweight
+            return dx, gradient
         # Add the cotangent of the sum, which is the second result.
         dx = dx + cotangents[1]
-        return dx, dweight, dx
-
-
-def forward(
-    x: jax.Array, weight: jax.Array | None, eps: float, block_rows: int | None, *, offset: float = 0.0
-) -> tuple[jax.Array, jax.Array]:
-    """Return the normalised `x`, `[..., dim]`, and `1 / rms` of every row, `[...]`, in float32.
-
-    Args:
-        x: The array to normalise over its last axis.
-        weight: `[dim]`, or `None`.
-        eps: Added to the mean of squares.
-        block_rows: Rows per block; `None` means one pass over all.
-        offset: Added to the weight.
-    """
-    # Add the offset in float32: in bfloat16, a sum with an offset of 1 keeps few digits of a small weight.
-    factor = None if weight is None else (weight.astype(accumulator(x.dtype)) + offset)[None]
-
-    def block(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wide = rows.astype(accumulator(rows.dtype))
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        normal = wide * scale if factor is None else wide * scale * factor
-        return normal.astype(rows.dtype), scale[..., 0]
-
-    rows = x.reshape(-1, x.shape[-1])
-    if block_rows is None or block_rows >= rows.shape[0]:
-        out, scale = block(rows)
-    else:
-        out, scale = _in_blocks(block, block_rows, rows)
-    return out.reshape(x.shape), scale.reshape(x.shape[:-1])
-
-
-def backward(
-    x: jax.Array,
-    weight: jax.Array | None,
-    scale: jax.Array,
-    dout: jax.Array,
-    block_rows: int | None,
-    *,
-    offset: float = 0.0,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradients of `x` and `weight`.
-
-    Args:
-        x, weight: As in the forward.
-        scale: `1 / rms` of every row, from the forward.
-        dout: Cotangent of the output.
-        block_rows: Rows per block; `None` means one pass over all.
-        offset: Added to the weight.
-    """
-
-    def block(rows: jax.Array, scale: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wide, wide_dout = rows.astype(scale.dtype), dout.astype(scale.dtype)
-        normal = wide * scale[..., None]
-        dnormal = wide_dout if weight is None else wide_dout * (weight.astype(scale.dtype) + offset)[None]
-        inner = jnp.mean(dnormal * normal, axis=-1, keepdims=True)
-        return (scale[..., None] * (dnormal - normal * inner)).astype(rows.dtype), (wide_dout * normal).sum(axis=0)
-
-    dim = x.shape[-1]
-    weight, *arrays = unify_varying((weight, x.reshape(-1, dim), scale.reshape(-1), dout.reshape(-1, dim)))
-    if block_rows is None or block_rows >= arrays[0].shape[0]:
-        dx, dweight = block(*arrays)
-    else:
-        dx, dweight = _summed_in_blocks(block, block_rows, arrays)
-    return dx.reshape(x.shape), None if weight is None else dweight.astype(weight.dtype)
+        return dx, gradient, dx
 
 
 def _even(rows: int, most: int) -> int:

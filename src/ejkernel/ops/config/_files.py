@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError
+from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import stable_json
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ENTRY: Final = ".json"  # suffix of an entry's file; no other file beside it has this suffix
 _KEY: Final = frozenset(ConfigKey._fields)
@@ -41,6 +44,19 @@ _warned: set[str] = set()  # files and places that this process has warned about
 
 class UnusableError(EjkernelError):
     """An entry cannot be used; the message has the reason."""
+
+
+def or_unusable(read: Callable[P, T]) -> Callable[P, T]:
+    """Make a function raise `UnusableError` instead of `SerializationError`."""
+
+    @functools.wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except SerializationError as error:
+            raise UnusableError(str(error)) from error
+
+    return reading
 
 
 class Place(NamedTuple):
@@ -164,12 +180,15 @@ def listed(folder: Traversable | str) -> list[Place]:
         return []
 
 
-def read_file(file: Traversable | str, largest: int, *, follow_links: bool = False) -> bytes | None:
+def read_file(
+    file: Traversable | str, largest: int, *, root: str | Path | None = None, follow_links: bool = False
+) -> bytes | None:
     """Return the content of a file, or `None` if it does not exist. Never blocks, e.g. on a pipe.
 
     Args:
         file: The file.
         largest: The largest accepted size in bytes.
+        root: The cache folder, to check that no folder between root and file is a link.
         follow_links: Whether the file may be a link.
 
     Raises:
@@ -177,9 +196,12 @@ def read_file(file: Traversable | str, largest: int, *, follow_links: bool = Fal
     """
     try:
         if isinstance(file, (str, Path)):
+            if root is not None:
+                check_inside(root, file)
             raw = _read_path(file, largest, follow_links=follow_links)
         else:
-            raw = _read_other(file, largest)
+            with file.open("rb") as stream:
+                raw = stream.read(largest + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -231,11 +253,6 @@ def _read_path(path: str | Path, largest: int, *, follow_links: bool) -> bytes:
                 break
             raw += chunk
         return raw
-
-
-def _read_other(file: Traversable, largest: int) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(largest + 1)
 
 
 def warn_of(place: str, reason: Exception) -> None:

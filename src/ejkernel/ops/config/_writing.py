@@ -7,7 +7,8 @@ A command such as `ejkernel cache prune` reads an entry, decides, and removes it
 and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock. A
 command holds the exclusive lock while it compares the file with the content that it judged, and removes or replaces
 it. Readers take no lock. On file systems where the lock does not reach other machines, a removal renames the file
-aside, compares it again, and restores it if it has changed.
+aside, compares it again, and restores it if it has changed. The lock is `flock` on the cache folder itself, so no lock
+file is needed. The operating system releases it when the process ends, even after a crash.
 
 A durable write takes milliseconds, little compared with a search. The temporary file of a killed process is removed as
 soon as its writer is known to be dead: the file name contains the process id and a digest of the machine. A temporary
@@ -26,14 +27,14 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import UnusableError, check_inside, read_file
-from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.storage.folder_lock import exclusive, shared
+from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -345,3 +346,91 @@ def _put_back(aside: Path, file: Path) -> None:
             os.rename(aside, file)
             return
     aside.unlink(missing_ok=True)
+
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+PATIENCE: Final = 10.0  # seconds that a process waits for the lock
+_FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.02  # seconds between two attempts
+_NO_LOCK: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # a writable folder may be unreadable
+
+
+class LockedError(OSError):
+    """Another process holds the lock of a folder."""
+
+
+def shared(root: Path) -> AbstractContextManager[None]:
+    """Hold the shared lock for a `with` block. Does nothing if the file system has no locks.
+
+    Raises:
+        LockedError: Another process has held the exclusive lock for `PATIENCE` seconds.
+    """
+    return _held(root, is_shared=True)
+
+
+def exclusive(root: Path) -> AbstractContextManager[None]:
+    """Hold the exclusive lock for a `with` block. Does nothing if the file system has no locks.
+
+    Raises:
+        LockedError: Other processes have held the lock for `PATIENCE` seconds.
+    """
+    return _held(root, is_shared=False)
+
+
+@contextlib.contextmanager
+def _held(root: Path, *, is_shared: bool) -> Iterator[None]:
+    descriptor = _opened_folder(root)
+    if descriptor is None:
+        yield
+        return
+    try:
+        is_locked = _locked(descriptor, root, is_shared=is_shared)
+        try:
+            yield
+        finally:
+            if is_locked:  # unlock explicitly: a process forked by another thread may still have the descriptor open
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _opened_folder(root: Path) -> int | None:
+    """Return a descriptor of a folder; `None` if it cannot be locked."""
+    if fcntl is None:
+        return None
+    try:
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FOLDER:
+            return None
+        raise
+
+
+def _locked(descriptor: int, root: Path, *, is_shared: bool) -> bool:
+    """Acquire the lock; return whether the file system has locks.
+
+    Raises:
+        LockedError: Another process holds the lock.
+    """
+    how = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+    deadline, wait = time.monotonic() + PATIENCE, _FIRST_WAIT
+    while True:
+        try:
+            fcntl.flock(descriptor, how)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                text = f"another process has held the lock of this folder for {PATIENCE:g} s"
+                raise LockedError(errno.EAGAIN, text, str(root)) from None
+        except OSError as error:
+            if error.errno in _NO_LOCK:
+                return False
+            raise
+        else:
+            return True
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT)

@@ -32,23 +32,25 @@ class Remembered:
         return tier_named(self.source)
 
 
-def split_put(arguments: tuple[Any, ...]) -> tuple[Hashable, Any]:
+def key_and_config(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return `(key, cfg)` for `put(key, cfg)` and for `put(device, op, call, cfg)`."""
-    if len(arguments) == 2:
-        return arguments
-    if len(arguments) == 4:
-        return ConfigKey(*arguments[:3]), arguments[3]
-    raise TypeError(f"put takes (key, cfg) or (device, op, call, cfg), got {len(arguments)} arguments.")
+    if len(arguments) not in (2, 4):
+        raise TypeError(f"put takes (key, cfg) or (device, op, call, cfg), got {len(arguments)} arguments.")
+    return key_of(arguments[:-1]), arguments[-1]
 
 
-def join_key(arguments: tuple[Any, ...]) -> Hashable:
+def key_of(parts: tuple[Any, ...]) -> Any:
     """Return the key of `get(key)` and of `get(device, op, call)`."""
-    if len(arguments) == 1:
-        key: Hashable = arguments[0]
+    if len(parts) == 1:
+        (key,) = parts
+        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
+            return ConfigKey(*key)
         return key
-    if len(arguments) == 3:
-        return ConfigKey(*arguments)
-    raise TypeError(f"get takes (key) or (device, op, call), got {len(arguments)} arguments.")
+    if len(parts) == 3:
+        if all(isinstance(part, str) for part in parts):
+            return ConfigKey(*parts)
+        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
+    raise TypeError(f"get takes (key) or (device, op, call), got {len(parts)} arguments; a key is one value.")
 
 
 class ConfigCache:
@@ -67,12 +69,12 @@ class ConfigCache:
 
         Eager calls use it at once. A compiled function keeps its configuration; see `overlay_cache`.
         """
-        key, config = split_put(arguments)
+        key, config = key_and_config(arguments)
         self.remember(key, config, "memory")
 
     def get(self, *arguments: object) -> Any:
         """Return the configuration under `key` (or `device, op, call`), or `None`."""
-        found = self.remembered(join_key(arguments))
+        found = self.remembered(key_of(arguments))
         return None if found is None else found.config
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
@@ -111,7 +113,7 @@ class ConfigCache:
     def remove(self, *arguments: object) -> bool:
         """Remove a configuration; return whether the key had one."""
         with self._lock:
-            key = join_key(arguments)
+            key = key_of(arguments)
             found = self._entries.pop(key, None)
             self._provisional.pop(key, None)
         if found is not None:
@@ -178,35 +180,33 @@ class Overlay:
 
     Args:
         entries: A mapping from `ConfigKey` (or triples of strings) to configurations.
+
+    Attributes:
+        digest: SHA-256 of the content.
     """
 
-    __slots__ = ("_digest", "_entries")
+    __slots__ = ("_entries", "digest")
 
     def __init__(self, entries: Mapping[Any, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
         # JAX's cache keys contain the digest, so it must not depend on the order of the entries.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
-        self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
+        self.digest = hashlib.sha256(content.encode("ascii")).hexdigest()
 
     def lookup(self, key: ConfigKey) -> Any:
         """Return the configuration under `key`, or `None`."""
         return self._entries.get(key)
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the content."""
-        return self._digest
-
     def __eq__(self, other: object) -> bool:
         # Configurations of a redefined class have equal content, but the kernel rejects them.
-        return isinstance(other, Overlay) and other._digest == self._digest and other._types == self._types
+        return isinstance(other, Overlay) and other.digest == self.digest and other._types == self._types
 
     @property
     def _types(self) -> dict[ConfigKey, type]:
         return {key: type(config) for key, config in self._entries.items()}
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
 
 def _overlay_key(key: object) -> ConfigKey:

@@ -1,31 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a persistent cache: their layout, their files and their content."""
+"""Entries of a persistent cache: their layout, their files and their content; and the shipped entries.
+
+Shipped configurations were measured on a few devices, and are also useful on their sister devices. They are separate
+tiers, not a layer of the persistent cache. So `ejkernel tune` still tunes calls that only have a shipped configuration,
+and the cache commands list only the user's entries. An entry for the same device ranks before tuning. A sister's
+entry, from another device with the same chip, ranks after tuning and counts as a miss, so any measurement on this
+machine replaces it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
+import re
 from collections.abc import Mapping
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import (
     UnusableError,
-    check_inside,
     file_name,
     identity,
+    listed,
     location,
+    or_unusable,
     provenance,
     read_file,
     restored_key,
+    slug,
+    warn_of,
 )
 from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
-from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import cases
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; an entry of another schema is a miss with a warning
 WHAT: Final = "an entry of this cache"
@@ -68,20 +81,7 @@ class StoredEntry:
         return printable(self.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """Layout of a file."""
-
-    schema: int
-    key: Any
-    config_type: str
-    config: Any
-    call: Any
-    measured: dict[str, Any] | None
-    provenance: dict[str, Any]
-
-
-_FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
+_FIELDS: Final = {"schema", *(field.name for field in dataclasses.fields(StoredEntry))} - {"path"}  # of a file
 
 
 def new_entry(
@@ -120,26 +120,17 @@ def text_of(entry: StoredEntry) -> str:
     return text
 
 
+@or_unusable
 def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     """Return the entry of a parsed JSON object with the right schema.
 
     Raises:
         UnusableError: The object is not an entry.
     """
+    fields = {name: value for name, value in data.items() if name != "schema"}
     if not _is_entry(data):
-        try:
-            from_plain(data, _File)  # raises an error that names the wrong field
-        except SerializationError as error:
-            raise UnusableError(str(error)) from error
-    return StoredEntry(
-        key=restored_key(data["key"]),
-        config=data["config"],
-        config_type=data["config_type"],
-        call=data["call"],
-        measured=data["measured"],
-        provenance=data["provenance"],
-        path=path,
-    )
+        from_plain(fields, StoredEntry)  # raises an error that names the wrong field
+    return StoredEntry(**fields | {"key": restored_key(data["key"]), "path": path})
 
 
 def read_entry(file: Path) -> StoredEntry | None:
@@ -210,28 +201,20 @@ def read_at(
     Raises:
         UnusableError: The entry is not usable.
     """
-    try:
-        if root is not None and isinstance(file, (str, Path)):
-            check_inside(root, file)
-    except OSError as error:
-        raise UnusableError(f"it cannot be read: {error}") from error
-    raw = read_file(file, LARGEST, follow_links=follow_links)
+    raw = read_file(file, LARGEST, root=root, follow_links=follow_links)
     if raw is None:
         return None
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
+@or_unusable
 def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
 
     Raises:
         UnusableError: The content is not an entry.
     """
-    try:
-        data = read_object(raw, SCHEMA, WHAT)
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    return entry_of(data, path)
+    return entry_of(read_object(raw, SCHEMA, WHAT), path)
 
 
 def _is_entry(data: Mapping[str, object]) -> bool:
@@ -256,3 +239,71 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
         return from_plain(entry.config, cfg_type)  # parsed JSON, so plain data
     except ConfigError as error:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error
+
+
+# Device names with the same chip, and the measured device among them. MIG slices are excluded.
+_SISTERS: Final = ((re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"), "gpu:nvidia_h200"),)
+
+
+class Shipped(NamedTuple):
+    """A shipped configuration and its entry."""
+
+    config: Any
+    entry: StoredEntry
+
+    @property
+    def note(self) -> str:
+        """The device, version and date of the measurement, in words."""
+        known = self.entry.provenance
+        versions = f"JAX {known.get('jax')}, {str(known.get('time')).partition('T')[0]}"
+        found = cases(self.entry.measured)
+        together = f"; {found}" if found else ""
+        return f"measured on {known.get('device')} with {versions}{together}"
+
+
+class ShippedConfigs:
+    """The configurations in a folder of the package. A lookup for a device without any reads no file.
+
+    Args:
+        folder: A folder with the layout of a `PersistentCache`.
+    """
+
+    def __init__(self, folder: Traversable) -> None:
+        self.folder = folder
+
+    def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
+        """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
+
+        Args:
+            key: The key of the call.
+            cfg_type: The configuration type; see `PersistentCache.get`.
+        """
+        if slug(key.device) not in self._devices:
+            return None
+        try:
+            entry = entry_in(self.folder, key, follow_links=True)  # some installers link files
+            return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
+        except UnusableError as error:
+            warn_of(f"{key.call} of {self.folder}", error)
+            return None
+
+    def find_of_sister(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
+        """Return the shipped configuration of another device with the same chip."""
+        sister = sister_of(key.device)
+        return None if sister is None else self.find(key._replace(device=sister), cfg_type)
+
+    @functools.cached_property
+    def _devices(self) -> frozenset[str]:
+        return frozenset(place.name for place in listed(self.folder))
+
+
+def sister_of(device: str) -> str | None:
+    """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
+    found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
+    return None if found == device else found
+
+
+@functools.cache
+def shipped_configs() -> ShippedConfigs:
+    """Return the configurations that this package ships."""
+    return ShippedConfigs(resources.files("ejkernel") / "data" / "configs")

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import ENTRY, UnusableError, check_inside, files, location, read_file
+from ejkernel.ops.config._files import ENTRY, UnusableError, check_inside, files, location, now, or_unusable, read_file
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json
 
 SCHEMA: Final = 2
 FOLDER: Final = "missed"
@@ -70,7 +69,7 @@ class MissedNotes:
 
     def __init__(self, cache_dir: Path, *, clock: Callable[[], datetime.datetime] | None = None) -> None:
         self.cache_dir = cache_dir
-        self._clock = clock if clock is not None else _now
+        self._clock = clock if clock is not None else now
         self._written: set[ConfigKey] = set()
         self._write_failed = False
 
@@ -120,23 +119,17 @@ class MissedNotes:
         """Return the files of all notes, sorted by device, operation and call."""
         return [] if self.folder.is_symlink() else list(files(self.folder, ENTRY))
 
+    @or_unusable
     def read(self, file: Path) -> Note | None:
         """Return the note of a file, or `None` if it is gone.
 
         Raises:
             UnusableError: The note cannot be used.
         """
-        try:
-            check_inside(self.cache_dir, file)
-        except OSError as error:
-            raise UnusableError(f"it cannot be read: {error}") from error
-        raw = read_file(file, _LARGEST)
+        raw = read_file(file, _LARGEST, root=self.cache_dir)
         if raw is None:
             return None
-        try:
-            note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
-        except SerializationError as error:
-            raise UnusableError(str(error)) from error
+        note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
         # With a wrong file name, tuning the call would remove the wrong note.
         if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
             raise UnusableError(f"it holds another key: {describe(note.key)}")
@@ -168,7 +161,3 @@ class MissedNotes:
         except UnusableError as error:
             warn(f"ignoring the note {file}: {error}", CacheWarning)
             return None
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)

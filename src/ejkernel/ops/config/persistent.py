@@ -31,6 +31,7 @@ from ejkernel.ops.config._files import (
     warn_once,
 )
 from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.cache import key_and_config, key_of
 from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
@@ -42,7 +43,6 @@ from ejkernel.ops.config.entries import (
     text_of,
 )
 from ejkernel.ops.core.declared_names import why_not_decoded
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
@@ -60,6 +60,12 @@ class PersistentCache:
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An unusable entry is a miss with one `CacheWarning` per file. If the folder is not writable, the
     cache warns once and keeps new entries in memory. It also warns once of a missing layer.
+
+    Attributes:
+        path: The writable folder; `None` if `~` cannot be expanded because the user has no home folder.
+        layers: The read-only layers, read after `path`.
+        shipped: Whether a chain continues with the shipped configurations after a miss.
+        clock: Returns the time of new entries.
     """
 
     def __init__(
@@ -83,32 +89,20 @@ class PersistentCache:
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
         if layers is None:
             layers = _usual_layers() if path is None else ()
-        self._path = _expand(path)
-        opened = {
-            layer: _shared(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)
-        }
-        self._layers = tuple(layer for layer in opened.values() if layer is not None)
+        self.path = _expand(path)
+        opened = {layer: _shared(layer, self.path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)}
+        self.layers = tuple(layer for layer in opened.values() if layer is not None)
         self._homeless = [str(name) for name, layer in opened.items() if layer is None]
         self._has_looked_for_layers = False
-        self._shipped = shipped
-        self._clock = clock if clock is not None else now
+        self.shipped = shipped
+        self.clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
 
     @property
-    def path(self) -> Path | None:
-        """The writable folder; `None` if `~` cannot be expanded because the user has no home folder."""
-        return self._path
-
-    @property
-    def layers(self) -> tuple[Path | SharedLayer, ...]:
-        """The read-only layers, read after `path`."""
-        return self._layers
-
-    @property
     def shared(self) -> tuple[SharedLayer, ...]:
         """The layers with URLs."""
-        return tuple(layer for layer in self._layers if not isinstance(layer, Path))
+        return tuple(layer for layer in self.layers if not isinstance(layer, Path))
 
     def refresh_if_due(self) -> None:
         """Update the copies of shared layers, unless they were updated recently.
@@ -118,22 +112,12 @@ class PersistentCache:
         for layer in self.shared:
             layer.refresh_if_due()
 
-    @property
-    def shipped(self) -> bool:
-        """Whether a chain continues with the shipped configurations after a miss."""
-        return self._shipped
-
-    @property
-    def clock(self) -> Callable[[], datetime.datetime]:
-        """Returns the time of new entries."""
-        return self._clock
-
     def why_not_writable(self) -> str | None:
         """Return why the folder is not writable; `None` if a test write succeeds."""
-        if self._path is None:
+        if self.path is None:
             return "the user has no home folder"
         try:
-            probe = self._path / f".{secrets.token_hex(8)}"
+            probe = self.path / f".{secrets.token_hex(8)}"
             # Permissions say nothing about read-only file systems, quotas or root, so write a file.
             write_file(probe, "", durable=False)
             probe.unlink()
@@ -142,7 +126,7 @@ class PersistentCache:
         return None
 
     def __repr__(self) -> str:
-        return f"PersistentCache({str(self._path)!r}, layers={list(map(str, self._layers))}, shipped={self._shipped})"
+        return f"PersistentCache({str(self.path)!r}, layers={list(map(str, self.layers))}, shipped={self.shipped})"
 
     @overload
     def put(self, key: Any, cfg: Any, /, *, call: Any = ..., measured: Mapping[str, Any] | None = ...) -> None: ...
@@ -161,13 +145,11 @@ class PersistentCache:
         Raises:
             SerializationError: An argument has no JSON form, or the entry is too large.
         """
-        if len(key_and_cfg) not in (2, 4):
-            raise TypeError(f"put() takes (key, cfg) or (device, op, call, cfg), got {len(key_and_cfg)} arguments.")
-        key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
+        key, cfg = key_and_config(key_and_cfg)
         if cfg is None:
             raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
         # Serialize first: a value without a JSON form must not touch the old entry.
-        text = text_of(new_entry(key, cfg, call, measured, self._clock()))
+        text = text_of(new_entry(key, cfg, call, measured, self.clock()))
         self._store(key, text)
         reason = why_not_decoded(cfg)
         if reason:
@@ -190,29 +172,29 @@ class PersistentCache:
                 names it, if it is marked `nameable`, or if this process has stored a value of it.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
-        key = _key(parts)
+        key = key_of(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
 
     def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
         """Yield the usable configurations of a key with their entries; `get` returns the first."""
-        return self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type), entry))
+        return self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
-        return next(self._answers(_key(key), lambda entry: entry), None)
+        return next(self._answers(key_of(key), lambda entry: entry), None)
 
     def __contains__(self, key: object) -> bool:
         return self.load(key) is not None
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
-        wanted = _key(key)
+        wanted = key_of(key)
         found = self._memory.pop(identity(wanted), None) is not None
-        if self._path is None:
+        if self.path is None:
             return found
         try:
-            file = self._path.joinpath(*location(wanted))
-            check_inside(self._path, file)
+            file = self.path.joinpath(*location(wanted))
+            check_inside(self.path, file)
             file.unlink()
         except (FileNotFoundError, NotADirectoryError):
             return found
@@ -228,7 +210,7 @@ class PersistentCache:
     def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key are unusable; `None` if it has no entry or a usable one."""
         problems: list[str] = []
-        found = next(self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
+        found = next(self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
         return "; ".join(problems) or None if found is None else None
 
     def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
@@ -248,9 +230,9 @@ class PersistentCache:
         if self._has_looked_for_layers:
             return
         self._has_looked_for_layers = True
-        folders = [str(layer) for layer in self._layers if isinstance(layer, Path)]
+        folders = [str(layer) for layer in self.layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
-            text = f"there is no folder {name}, a layer read after {self._path}; check its name."
+            text = f"there is no folder {name}, a layer read after {self.path}; check its name."
             warn_once(name, text)
 
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
@@ -258,7 +240,7 @@ class PersistentCache:
         self._look_for_layers()
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
-        for layer in (self._path, *self._layers):
+        for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 yield from _all_in(layer, operation)
             elif layer is not None:
@@ -290,7 +272,7 @@ class PersistentCache:
         if text is not None:
             yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
-        for layer in (self._path, *self._layers):
+        for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 file = os.path.join(layer, *parts)  # a string: building a `Path` takes as long as opening the file
                 yield file, functools.partial(read_at, file, root=layer)
@@ -299,15 +281,15 @@ class PersistentCache:
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders, in lookup order."""
-        yield from (layer for layer in (self._path, *self._layers) if isinstance(layer, Path))
+        yield from (layer for layer in (self.path, *self.layers) if isinstance(layer, Path))
 
     def _store(self, key: object, text: str) -> None:
         canonical = identity(key)
         try:
-            if self._path is None:
+            if self.path is None:
                 raise OSError("no home folder is known")
-            file = self._path.joinpath(*location(key))
-            write_file(file, text, root=self._path)
+            file = self.path.joinpath(*location(key))
+            write_file(file, text, root=self.path)
         except OSError as error:
             self._memory[canonical] = text
             self.warn_not_writable(error)
@@ -320,7 +302,7 @@ class PersistentCache:
         """Warn, once for this object, that new entries stay in memory."""
         if not self._write_failed:
             self._write_failed = True
-            where = "the persistent cache" if self._path is None else f"the persistent cache {self._path}"
+            where = "the persistent cache" if self.path is None else f"the persistent cache {self.path}"
             message = (
                 f"{where} cannot be written ({error}); configurations stay in this process. Set EJKERNEL_CACHE_DIR."
             )
@@ -328,19 +310,6 @@ class PersistentCache:
 
 
 # --- keys and their places ---
-
-
-def _key(parts: tuple[Any, ...]) -> Any:
-    if len(parts) == 1:
-        (key,) = parts
-        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
-            return ConfigKey(*key)
-        return key
-    if len(parts) == 3:
-        if all(isinstance(part, str) for part in parts):
-            return ConfigKey(*parts)
-        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
-    raise TypeError(f"A key is one value or (device, op, call), got {len(parts)} arguments.")
 
 
 def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:

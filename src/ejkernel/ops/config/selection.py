@@ -9,30 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
+from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
-from ejkernel.ops.config.shipped import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standing
-from ejkernel.ops.config.tiers import (
-    AUTOTUNE,
-    CHOOSER,
-    FORWARD,
-    HEURISTIC,
-    MEMORY,
-    OVERLAY,
-    OVERRIDE,
-    PERSISTENT,
-    SHARED,
-    SHIPPED,
-    SISTER,
-    STALE,
-    Answer,
-    RejectedEntry,
-    Tier,
-)
+from ejkernel.ops.config.tiers import Answer, RejectedEntry, Tier
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.core.context import current_scope, is_measuring
@@ -173,7 +158,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
-        asked = [found.tier for found in tried if request.policy.heuristic or found.tier != HEURISTIC.name]
+        asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
         raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
@@ -203,7 +188,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """
         return self._autotune.search(self, inv, kernel, tuner, **options)
 
-    def remember(self, key: ConfigKey, config: Any, source: str = AUTOTUNE.name, **evidence: Any) -> None:
+    def remember(self, key: ConfigKey, config: Any, source: str = tiers.AUTOTUNE.name, **evidence: Any) -> None:
         """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
         self.cache.remember(key, config, source)
         if self.persistent is not None and self.persist_autotune:
@@ -269,22 +254,22 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warn(text, KernelWarning)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        tiers: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (  # documented order
-            (OVERRIDE, self._from_override),
-            (OVERLAY, self._from_overlay),
-            (MEMORY, self._from_memory),
-            (PERSISTENT, self._from_persistent),
-            (SHIPPED, self._from_shipped),
-            (SHARED, self._from_shared),
-            (AUTOTUNE, self._from_tuning),
-            (STALE, self._from_stale),
-            (SISTER, self._from_sister),
-            (FORWARD, self._from_forward),
-            (HEURISTIC, self._from_heuristic),
+        documented: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (
+            (tiers.OVERRIDE, self._from_override),
+            (tiers.OVERLAY, self._from_overlay),
+            (tiers.MEMORY, self._from_memory),
+            (tiers.PERSISTENT, lambda request: self._saved(request, tiers.PERSISTENT, "use")),
+            (tiers.SHIPPED, lambda request: self._shipped(request, tiers.SHIPPED, ShippedConfigs.find)),
+            (tiers.SHARED, self._from_shared),
+            (tiers.AUTOTUNE, self._from_tuning),
+            (tiers.STALE, lambda request: self._saved(request, tiers.STALE, "retune")),
+            (tiers.SISTER, lambda request: self._shipped(request, tiers.SISTER, ShippedConfigs.find_of_sister)),
+            (tiers.FORWARD, self._from_forward),
+            (tiers.HEURISTIC, self._from_heuristic),
         )
-        for tier, ask in tiers:
-            if (tier is SHARED and not getattr(self.persistent, "shared", ())) or (
-                tier is STALE and request.policy.stale == StalePolicy()
+        for tier, ask in documented:
+            if (tier is tiers.SHARED and not getattr(self.persistent, "shared", ())) or (
+                tier is tiers.STALE and request.policy.stale == StalePolicy()
             ):
                 continue  # cannot have an answer, so `explain` need not list it
             consulted = Consulted.of(tier, ask(request))
@@ -295,7 +280,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _from_override(self, request: _Request) -> Resolution[Any] | str:
         if request.inv.override_cfg is None:
             return "no cfg= was given"
-        return request.answer(request.inv.override_cfg, OVERRIDE)
+        return request.answer(request.inv.override_cfg, tiers.OVERRIDE)
 
     def _from_overlay(self, request: _Request) -> Resolution[Any] | str:
         layers = current_scope().layers
@@ -308,7 +293,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if config is None:
                 continue
             misfit = self._misfit(request, config, "the overlay's configuration")
-            return misfit or request.answer(config, OVERLAY)
+            return misfit or request.answer(config, tiers.OVERLAY)
         return f"not among the entries of {counted(len(layers), 'overlay')}"
 
     def _from_memory(self, request: _Request) -> Resolution[Any] | str:
@@ -334,9 +319,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return f"it does not fit: {error}"
         return ""
 
-    def _from_persistent(self, request: _Request) -> Answer:
-        return self._saved(request, PERSISTENT, "use")
-
     def _saved(self, request: _Request, tier: Tier, wanted: Action) -> Answer:
         """Return the first saved configuration whose action under the stale policy is `wanted`."""
         if self.persistent is None:
@@ -355,15 +337,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
         return RejectedEntry("; ".join(dict.fromkeys(notes))) if notes else "no entry"
-
-    def _from_stale(self, request: _Request) -> Answer:
-        return self._saved(request, STALE, "retune")
-
-    def _from_shipped(self, request: _Request) -> Answer:
-        return self._shipped(request, SHIPPED, ShippedConfigs.find)
-
-    def _from_sister(self, request: _Request) -> Answer:
-        return self._shipped(request, SISTER, ShippedConfigs.find_of_sister)
 
     def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
         """Return the shipped configuration that `find` selects, if the call can run with it here."""
@@ -388,7 +361,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return request.no_key
         assert self.persistent is not None  # `_consult` asks this tier only if it has shared layers
         self.persistent.refresh_if_due()
-        return self._saved(request, SHARED, "use")
+        return self._saved(request, tiers.SHARED, "use")
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:
@@ -427,7 +400,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
                 # an overlay's configuration holds only inside its block
-                return request.answer(found.config, OVERLAY if found.tier is OVERLAY else FORWARD)
+                return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
         return "its forward call has no measured configuration either"
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
@@ -437,7 +410,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
         except NoConfigError:
             return "the kernel has neither heuristic_cfg nor config_space"
-        return request.answer(config, HEURISTIC)
+        return request.answer(config, tiers.HEURISTIC)
 
 
 class BareChooser(Generic[Cfg, Out]):
@@ -457,8 +430,8 @@ class BareChooser(Generic[Cfg, Out]):
         except UnstableKeyError:
             key = None
         if inv.override_cfg is not None:
-            return Resolution(inv.override_cfg, OVERRIDE.name, key)
-        return Resolution(self._chooser.choose(inv, kernel), CHOOSER.name, key)
+            return Resolution(inv.override_cfg, tiers.OVERRIDE.name, key)
+        return Resolution(self._chooser.choose(inv, kernel), tiers.CHOOSER.name, key)
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return its only answer."""

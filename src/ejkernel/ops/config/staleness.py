@@ -7,18 +7,21 @@ The kernel's version and the device are parts of the key, so entries of other ve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from ejkernel import settings
 from ejkernel.ops.config._files import driver_of, version
 from ejkernel.ops.config.entries import StoredEntry
-from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.config.spaces.axes import Axis
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 Action = Literal["use", "retune", "refuse"]
 ACTIONS: Final = get_args(Action)  # the mildest first
@@ -137,3 +140,31 @@ def standing(
     looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
     return policy.action(found), text_of_differences(found)
+
+
+def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | None:
+    """Return 16 hex digits for the search space of a call, the same in every process.
+
+    For a list, the digest covers the configurations in any order. For a `ConfigSpace`, it covers the axes and the
+    number of configurations, because constraints are code and cannot be compared.
+
+    Returns:
+        The digest; `None` if a value has no JSON form or the kernel's own code raises.
+    """
+    try:
+        content = _content_of_space(candidates_of(kernel, inv.representative))
+    except (EjkernelError, SerializationError):
+        return None
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _content_of_space(space: Collection[Any]) -> str:
+    if isinstance(space, ConfigSpace):
+        count = space.size if space.exact else "many"
+        return "\n".join([*map(_text_of_axis, space.axes), str(count)])
+    return "\n".join(sorted(map(stable_json, space)))
+
+
+def _text_of_axis(axis: Axis) -> str:
+    values = axis.values
+    return f"{axis.name}: {values!r}" if isinstance(values, range) else f"{axis.name}: {stable_json(list(values))}"

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Final, Generic
 
 from ejkernel.ops.core.types import Cfg, ConfigKey
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

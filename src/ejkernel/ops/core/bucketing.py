@@ -3,26 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec, take_apart
-from ejkernel.ops.core.hooks import Kernel
-from ejkernel.ops.core.transformations.autodiff import with_spec
-from ejkernel.ops.core.transformations.naming import array_names
-from ejkernel.ops.core.transformations.nodes import Node
-from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.errors import ArgumentError, KernelError
-from ejkernel.ops.utils.validation import asked
 from ejkernel.ops.utils.values.signature import abstract, is_array
 
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-
-_StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
+StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
+Retake = Callable[[tuple[Any, ...], dict[str, Any]], StandIn]
 
 
 def bucketed(array: object, *axes: int, least: int = 1) -> Any:
@@ -65,56 +56,45 @@ def _rounded(size: Any, axis: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
-def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node: Node | None) -> Invocation[Any, Any]:
-    """Return the call that represents the bucket of `inv`, according to `kernel.bucket`; it may be `inv` itself.
+def representative_of(op_id: str, own: StandIn, ask: Callable[[StandIn], object], retake: Retake) -> StandIn:
+    """Return the arguments that represent a call's bucket, according to `Kernel.bucket`; `own` if they are its own.
 
     Args:
-        inv: The call.
-        kernel: Its kernel.
-        node: The node of a traced call.
+        op_id: Name of the operation, for messages.
+        own: The call's own arguments.
+        ask: Calls the hook for the call with these arguments.
+        retake: Takes the arguments in the hook's answer apart.
 
     Raises:
         KernelError: `bucket` returns something that cannot represent the call.
     """
-    own = _taken_apart(kernel, inv.args, inv.kwargs, inv.method)
-    stand_in = _asked(kernel, inv, own)
-    if stand_in == own:
-        return inv
-    spec, types = stand_in
-    args, kwargs = spec.join(types)
-    # Nodes hold no shapes, so the representative can use this call's node. Types of batches, residuals and cotangents
-    # (`array_types`) are computed later, on the measuring thread, where no trace of the caller is open.
-    other = dataclasses.replace(
-        inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
-    )
+    found = _checked(op_id, ask(own), own, retake)
     # If the representative were in another bucket than the call, tuning would save under another key.
-    again = _asked(kernel, other, stand_in)
-    if again != stand_in:
+    if found != own and (again := _checked(op_id, ask(found), found, retake)) != found:
         raise KernelError(
-            f"{kernel.op_id}: bucket must be idempotent, but it returned {_shown(stand_in)} for {_shown(own)}, and "
+            f"{op_id}: bucket must be idempotent, but it returned {_shown(found)} for {_shown(own)}, and "
             f"{_shown(again)} for its own result."
         )
-    return other
+    return own if found == own else found
 
 
-def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -> _StandIn:
-    """Return the representative's spec and types from the kernel's hook, checked against the call's, `own`."""
-    answer: Any = asked(f"{kernel.op_id}: bucket", kernel.bucket, inv)
+def _checked(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
+    """Return the arguments in the hook's answer, checked against the call's, `own`."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
-        raise KernelError(f"{kernel.op_id}: bucket must return (args, kwargs), got {answer!r}.")
+        raise KernelError(f"{op_id}: bucket must return (args, kwargs), got {answer!r}.")
     try:
-        spec, types = _taken_apart(kernel, answer[0], answer[1], inv.method)
+        spec, types = retake(tuple(answer[0]), dict(answer[1]))
     except (TypeError, ArgumentError) as error:
-        raise KernelError(f"{kernel.op_id}: bucket must return arguments of the kernel: {error}") from error
+        raise KernelError(f"{op_id}: bucket must return arguments of the kernel: {error}") from error
     if spec.structure != own[0].structure:
         raise KernelError(
-            f"{kernel.op_id}: bucket must return arguments with the same structure as the call's, "
+            f"{op_id}: bucket must return arguments with the same structure as the call's, "
             f"{_shown(own)}; got {_shown((spec, types))}."
         )
     for name, mine, like in zip(array_names(spec), types, own[1], strict=True):
         if mine.dtype != like.dtype or len(mine.shape) != len(like.shape):
             raise KernelError(
-                f"{kernel.op_id}: bucket may change only the sizes of arrays, but it changed {name} from "
+                f"{op_id}: bucket may change only the sizes of arrays, but it changed {name} from "
                 f"{like.dtype}{list(like.shape)} to {mine.dtype}{list(mine.shape)}."
             )
     return spec, [
@@ -124,12 +104,7 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
     ]
 
 
-def _taken_apart(kernel: Kernel[Any, Any], args: Any, kwargs: Mapping[str, Any], method: str | None) -> _StandIn:
-    spec, arrays = take_apart(kernel, tuple(args), dict(kwargs), method)
-    return spec, [abstract(array) for array in arrays]
-
-
-def _shown(stand_in: _StandIn) -> str:
+def _shown(stand_in: StandIn) -> str:
     spec, types = stand_in
     args, kwargs = spec.join(types)
     return ", ".join([*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())])

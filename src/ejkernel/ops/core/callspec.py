@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a call into its arrays and a hashable value for everything else."""
+"""Splits a call into its arrays and a hashable value for everything else, and names the arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import typing
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
+from ejkernel.ops.core.hooks import Computation, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -39,7 +38,7 @@ class _Placeholder:
 
 
 _PLACEHOLDER = _Placeholder()
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type})
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type, type(None)})
 
 
 def _placeholder() -> Any:
@@ -68,17 +67,15 @@ class CallSpec:
         return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.method)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    # JAX hashes a call at every lookup in its caches.
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.token, self.method))
+        known: int | None = self.__dict__.get("_hash")  # JAX hashes a call at every lookup in its caches
+        if known is None:
+            known = self.__dict__["_hash"] = hash((self.token, self.method))
+        return known
 
     @property
-    def kernel(self) -> Kernel[Any, Any]:
+    def kernel(self) -> Any:
         """The kernel."""
-        return typing.cast("Kernel[Any, Any]", self.held[0]())
+        return self.held[0]()
 
     @property
     def statics(self) -> tuple[Any, ...]:
@@ -88,7 +85,7 @@ class CallSpec:
     @functools.cached_property
     def num_arrays(self) -> int:
         """The number of arrays of the call."""
-        return sum(self.structure[1])
+        return [hold is _placeholder for hold in self.held].count(True)
 
     @functools.cached_property
     def structure(self) -> tuple[Any, tuple[bool, ...]]:
@@ -116,12 +113,12 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> CallSpec:
+def _restored(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> CallSpec:
     return _spec_of(kernel, tree, method)[0]
 
 
 def prepared(
-    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
+    kernel: Computation[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call after the kernel's `prepare`, with Python numbers for static scalars.
 
@@ -139,63 +136,100 @@ def prepared(
         raise
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
-    given, named = _with_numbers(_places(kernel).run, tuple(found[0]), found[1])
+    given, named = with_python_numbers(kernel, tuple(found[0]), found[1], are_prepared=True)
     return given, dict(named)
 
 
 def with_python_numbers(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, are_prepared: bool = False
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments of a call with Python numbers in place of static NumPy and JAX scalars.
 
     The signatures of `prepare` and `run` determine the static parameters; see `parameters_taking`. Without such a
     scalar the result is the same objects.
+
+    Args:
+        kernel: The kernel.
+        args, kwargs: The arguments.
+        are_prepared: Whether they come from `prepare`.
     """
-    return _with_numbers(_places(kernel).call, args, kwargs)
+    signature = _signature(kernel)
+    parameters = signature.prepared if are_prepared else signature.given
+    found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
+    if any(new is not old for new, old in zip(found, args, strict=False)):
+        args = (*found, *args[len(found) :])
+    others = parameters.others or Takes.ARRAYS
+    changed = {}
+    for name, value in kwargs.items():
+        number = python_numbers(value, parameters.named.get(name, others))
+        if number is not value:
+            changed[name] = number
+    return args, {**kwargs, **changed} if changed else kwargs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parameters:
     """The kinds of values that the parameters of a function take: by position, and by name."""
 
-    positional: tuple[Takes, ...]
-    named: Mapping[str, Takes]
-    others: Takes | None  # for **kwargs; `None` if the function has none
+    positional: tuple[Takes, ...] = ()
+    named: Mapping[str, Takes] = dataclasses.field(default_factory=dict)
+    others: Takes | None = None  # for **kwargs; `None` if the function has none
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Places:
-    """The parameters of a kernel: for a call, and for `run` after `prepare`."""
+class _Signature(NamedTuple):
+    """The signature of a kernel.
 
-    call: _Parameters
-    run: _Parameters
+    Attributes:
+        run: Of `run`, or of one of its forms, with `cfg` by keyword only; `None` if the class has no such function.
+        given: The parameters of a call.
+        prepared: The parameters of `run`, after `prepare`.
+    """
+
+    run: inspect.Signature | None
+    given: _Parameters
+    prepared: _Parameters
 
 
-_known_places: weakref.WeakKeyDictionary[type, _Places] = weakref.WeakKeyDictionary()
+_signatures: weakref.WeakKeyDictionary[type, dict[str, _Signature]] = weakref.WeakKeyDictionary()
 
 
-def _places(kernel: Kernel[Any, Any]) -> _Places:
+def _signature(kernel: Computation[Any, Any]) -> _Signature:
+    """Return the signature of a kernel, cached by class: inspecting it takes longer than an eager call."""
+    known = _signatures.setdefault(type(kernel), {})
+    form = "run" if overrides(kernel, "run") else next(iter(run_forms(kernel)), None)
+    if form is None:
+        raise KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
+    if form not in known:
+        known[form] = _inspected(kernel, form)
+    return known[form]
+
+
+def _inspected(kernel: Computation[Any, Any], form: str) -> _Signature:
     cls = type(kernel)
-    found = _known_places.get(cls)
-    if found is None:
-        found = _known_places[cls] = _places_of(kernel)
-    return found
-
-
-def _places_of(kernel: Kernel[Any, Any]) -> _Places:
-    signature = _run_signature(type(kernel), _signature_source(kernel))
-    if signature is None:
-        nothing = _Parameters((), {}, None)
-        return _Places(nothing, nothing)
+    if getattr(cls, form, None) is None:  # set on the instance: positions stay as given
+        return _Signature(None, _Parameters(), _Parameters())
+    signature = _with_cfg_by_keyword(cls, form)
     # For a kernel made by `tune`, the function has the annotations; its generated `run` has none.
-    function = vars(kernel).get("__wrapped__") or getattr(kernel, _signature_source(kernel))
-    run = _parameters(signature, function, kernel.choices)
+    run = _parameters(signature, vars(kernel).get("__wrapped__") or getattr(kernel, form), kernel.choices)
     if not overrides(kernel, "prepare"):
-        return _Places(run, run)
-    own = _parameters(inspect.signature(type(kernel).prepare), kernel.prepare, kernel.choices)
+        return _Signature(signature, run, run)
+    own = _parameters(inspect.signature(cls.prepare), kernel.prepare, kernel.choices)
     # If `prepare` takes *args and **kwargs, the parameters of `run` apply.
-    call = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
-    return _Places(call, run)
+    given = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
+    return _Signature(signature, given, run)
+
+
+def _with_cfg_by_keyword(cls: type, name: str) -> inspect.Signature:
+    signature = inspect.signature(getattr(cls, name))
+    parameters = list(signature.parameters.values())
+    at = next((index for index, parameter in enumerate(parameters) if parameter.name == "cfg"), len(parameters))
+    keyword_kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    takes_cfg = at < len(parameters) or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    if not takes_cfg or any(parameter.kind not in keyword_kinds for parameter in parameters[at + 1 :]):
+        raise KernelError(f"{cls.__name__}.{name} must take cfg as a keyword argument: def {name}(self, ..., *, cfg).")
+    # The library always passes cfg by name, so a plain last parameter is as good as a keyword-only parameter.
+    parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
+    return signature.replace(parameters=parameters)
 
 
 def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[str]) -> _Parameters:
@@ -210,23 +244,8 @@ def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[
     )
 
 
-def _with_numbers(
-    parameters: _Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
-    if any(new is not old for new, old in zip(found, args, strict=False)):
-        args = (*found, *args[len(found) :])
-    others = parameters.others or Takes.ARRAYS
-    changed = {}
-    for name, value in kwargs.items():
-        number = python_numbers(value, parameters.named.get(name, others))
-        if number is not value:
-            changed[name] = number
-    return args, {**kwargs, **changed} if changed else kwargs
-
-
 def take_apart(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
 ) -> tuple[CallSpec, list[Any]]:
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
@@ -236,7 +255,7 @@ def take_apart(
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
 
-def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
+def _spec_of(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[Any] = []
     held: list[Held] = [Strong(kernel)]
@@ -272,11 +291,9 @@ def tokens_of(tree: Any) -> Hashable:
 
 
 def _bind(
-    kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: Computation[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    cls: Any = type(kernel)
-    # Cached by class: inspecting the signature at each call takes three to five times as long as an eager call.
-    signature = _run_signature(cls, _signature_source(kernel))
+    signature = _signature(kernel).run
     if signature is None:
         return args, kwargs
     try:
@@ -285,25 +302,21 @@ def _bind(
         parameters = list(signature.parameters.values())[1:]  # without the kernel itself
         wrong = misfit(kernel.op_id, signature.replace(parameters=parameters), args, {"cfg": None, **kwargs})
         raise wrong or CallError(f"{kernel.op_id}: {error}") from None
-    _fill_gaps(bound)
+    # Fill in the defaults of positional parameters before the last passed argument; else `bound.args` stops early.
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    passed = [index for index, parameter in enumerate(positional) if parameter.name in bound.arguments]
+    for parameter in positional[: max(passed, default=0)]:
+        bound.arguments.setdefault(parameter.name, parameter.default)
     given = dict(bound.kwargs)
     given.pop("cfg", None)
     return bound.args[1:], given
 
 
-def _fill_gaps(bound: inspect.BoundArguments) -> None:
-    """Fill in the defaults of positional parameters before the last passed argument; else `bound.args` stops early."""
-    parameters = [p for p in bound.signature.parameters.values() if p.kind in _POSITIONAL]
-    passed = [index for index, parameter in enumerate(parameters) if parameter.name in bound.arguments]
-    for parameter in parameters[: max(passed, default=0)]:
-        bound.arguments.setdefault(parameter.name, parameter.default)
-
-
 def without_defaults(
-    kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
+    kernel: Computation[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments without those that equal the defaults of the kernel's `run`."""
-    signature = _run_signature(type(kernel), _signature_source(kernel))
+    signature = _signature(kernel).run
     if signature is None:
         return args, dict(kwargs)
     parameters = {
@@ -326,37 +339,29 @@ def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
     return tokens_of(parameter.default) == tokens_of(value)
 
 
-def _signature_source(kernel: Kernel[Cfg, Out]) -> str:
-    if overrides(kernel, "run"):
-        return "run"
-    forms = run_forms(kernel)
-    if not forms:
-        raise KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
-    return forms[0]
+def array_names(spec: CallSpec) -> list[str]:
+    """Return the names of a call's arrays, in order, e.g. `x`, `state['step']` or `args[2]`."""
+    mark = object()
+    leaves = jax.tree_util.tree_leaves_with_path(spec.join([mark] * spec.num_arrays))
+    return [leaf_name(spec.kernel, path) for path, leaf in leaves if leaf is mark]
 
 
-_signatures: weakref.WeakKeyDictionary[type, dict[str, inspect.Signature | None]] = weakref.WeakKeyDictionary()
+def leaf_name(kernel: Computation[Any, Any], path: Any) -> str:
+    """Return the name of the leaf at `path` in `(args, kwargs)` of a kernel's call."""
+    part, argument, *rest = path
+    if part.idx == 1:
+        name = argument.key
+    else:
+        positional = _positional_names(kernel)
+        name = positional[argument.idx] if argument.idx < len(positional) else f"args[{argument.idx}]"
+    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
-    """Return the signature of `cls.<name>`, with `cfg` by keyword only; `None` if the class has no such function."""
-    known = _signatures.setdefault(cls, {})
-    if name not in known:
-        known[name] = _signature_of(cls, name)
-    return known[name]
-
-
-def _signature_of(cls: Any, name: str) -> inspect.Signature | None:
-    function = getattr(cls, name, None)
-    if function is None:  # set on the instance: positions stay as given
-        return None
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    at = next((index for index, parameter in enumerate(parameters) if parameter.name == "cfg"), len(parameters))
-    keyword_kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    takes_cfg = at < len(parameters) or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    if not takes_cfg or any(parameter.kind not in keyword_kinds for parameter in parameters[at + 1 :]):
-        raise KernelError(f"{cls.__name__}.{name} must take cfg as a keyword argument: def {name}(self, ..., *, cfg).")
-    # The library always passes cfg by name, so a plain last parameter is as good as a keyword-only parameter.
-    parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
-    return signature.replace(parameters=parameters)
+def _positional_names(kernel: Computation[Any, Any]) -> list[str]:
+    # A `run` with *args has no parameter names: use those of another form, or of `prepare`.
+    for name in ("run", *run_forms(kernel), "prepare"):
+        parameters = inspect.signature(getattr(kernel, name)).parameters.values()
+        named = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        if named:
+            return named
+    return []

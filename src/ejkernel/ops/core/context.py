@@ -97,7 +97,7 @@ def search_depth() -> int:
 
 def is_measuring() -> bool:
     """Return whether this thread measures candidates."""
-    return search_depth() > 0
+    return getattr(_searches, "depth", 0) > 0
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types and functions that files may name, and comparison of kernels by code.
+"""Types and functions that files may name.
 
 Files store the type names of configurations. Decoding resolves a name only to types that this process has declared or
 used; it never looks into modules.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import types
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import Kernel, candidates_of, config_type_of, hook, run_forms
+from ejkernel.ops.core.hooks import Computation, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text
@@ -29,26 +29,6 @@ PLAIN: Final = "json"  # the type name of a configuration that is neither a data
 _MAX_INSPECTED: Final = 64  # candidates to inspect; the candidates of a large space have one type
 
 _noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
-
-
-def same_code(left: Kernel[Cfg, Out], right: Kernel[Cfg, Out]) -> bool:
-    """Return whether two kernels run the same code; their attributes may differ."""
-    return type(left) is type(right) or _code_of(left) == _code_of(right)
-
-
-def _code_of(kernel: Kernel[Cfg, Out]) -> list[Any]:
-    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
-    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
-    return [_code(getattr(function, "__code__", None)) for function in functions]
-
-
-def _code(code: object) -> Any:
-    """Return a function's bytecode, names and constants, without file names and line numbers."""
-    if not isinstance(code, types.CodeType):
-        return None
-    # As text, because 1, 1.0 and True compare equal.
-    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
-    return code.co_code, code.co_names, constants
 
 
 def names_of(kernel: Kernel[Cfg, Out]) -> Names:
@@ -64,7 +44,7 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     return names
 
 
-def note_config_types(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> None:
+def note_config_types(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) -> None:
     """Let files name the configuration type that the kernel's heuristic returns, if the kernel class declares none."""
     if kernel.config_type is not None:
         return
@@ -129,7 +109,7 @@ def _config_types() -> Iterator[type]:
     # The latest first: a redefined class has the name of its predecessor.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):
-        declared = config_type_of(cls)
+        declared = cls.config_type
         if declared is None:
             silent.append(cls)
         else:

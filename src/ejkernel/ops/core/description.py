@@ -19,10 +19,10 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.declared_names import names_of
-from ejkernel.ops.core.hooks import Kernel, living_kernels
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
-from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
-from ejkernel.ops.core.transformations.autodiff import differentiate
+from ejkernel.ops.core.kernel import Kernel, living_kernels
+from ejkernel.ops.core.primitive import Call, residual_trees, types_of
+from ejkernel.ops.core.transformations.autodiff import SUFFIXES, differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Forward, Node, is_inexact
 from ejkernel.ops.errors import DescriptionError
@@ -30,11 +30,11 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.storage.serialize import describe as shown
 from ejkernel.ops.utils.values.description import MAX_RANK, check_size, undescribe
+from ejkernel.ops.utils.values.identity import Strong
 from ejkernel.ops.utils.values.signature import abstract
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
-_SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # fields for derivatives, fields for vmap
 # Limits beyond any real program: descriptions come from untrusted files, and rebuilding traces the call.
 _MAX_STEPS: Final = 16
@@ -62,7 +62,7 @@ def rebuild(description: object, *, key: str | None = None, op: str | None = Non
         raise DescriptionError(f"it describes a call of {shown(data['op'])}")
     steps = _steps(data)
     refused: DescriptionError | None = None
-    for kernel in _kernels(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps)):
+    for kernel in _kernels(data["op"], "".join(SUFFIXES[step[0]] for step, _ in steps)):
         try:
             return _rebuilt(kernel, data, steps, key)
         except DescriptionError as error:  # another kernel of this name may succeed, e.g. the variant with buckets
@@ -115,7 +115,7 @@ def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
     derivatives = 0
     for step, more in zip(steps, wiring, strict=True):
         kind = step[0] if type(step) is list and step and type(step[0]) is str else None
-        if kind not in _SUFFIXES or len(step) != (3 if kind == "vmap" else 2) or type(step[-1]) is not list:
+        if kind not in SUFFIXES or len(step) != (3 if kind == "vmap" else 2) or type(step[-1]) is not list:
             raise DescriptionError(f"there is no step {shown(step)}")
         if type(more) is not dict or not set(more) <= _WIRING[kind == "vmap"]:
             raise DescriptionError(f"there is no wiring {shown(more)} of {kind}")
@@ -188,7 +188,7 @@ class _Builder:
 
     @property
     def call(self) -> Call:
-        return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
+        return Call(Strong(services.default_executor()), self.node, linear=self.linear)
 
     def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Builder:
         """Return the node under one `vmap`."""
@@ -205,11 +205,11 @@ class _Builder:
             raise DescriptionError(f"the axes {shown(axes)} do not fit {count} arrays")
         level = Level(size, tuple(axes), None if name is None else AxisName(name), None)
         if not self.linear:
-            return _Builder(Vmapped(self.node, level), _batched(self.types, axes, size))
+            return _Builder(Vmapped(self.node, level), _batched(level, self.types, axes))
         node: Node = LinearVmapped(self.node.transpose if transposed else self.node, level, fixed)
         if transposed:
             node, axes = node.transpose, [*axes[:fixed], *[0] * self.linear]
-        return _Builder(node, _batched(self.types, axes, size), self.linear, self.results)
+        return _Builder(node, _batched(level, self.types, axes), self.linear, self.results)
 
     def _ranks(self, count: int) -> list[int]:
         """Return the ranks of `count` arguments; for arguments beyond the node's own, the highest allowed rank."""
@@ -252,12 +252,9 @@ def _is_axis(axis: object, rank: int) -> bool:
     return axis is None or (type(axis) is int and 0 <= axis <= rank)
 
 
-def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int) -> list[Any]:
+def _batched(level: Level, types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None]) -> list[Any]:
     """Return the types of the arguments with the batch axis inserted."""
-    batched = [
-        like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
-        for like, axis in zip(types, axes, strict=True)
-    ]
+    batched = list(map(level.batched, types, axes))
     for like in batched:
         check_size(like.shape, like.dtype)
     return batched

@@ -13,8 +13,9 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import prepared, take_apart
-from ejkernel.ops.core.hooks import Kernel, overrides
+from ejkernel.ops.core.hooks import Computation
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
@@ -46,18 +47,17 @@ class GivenInputs:
         Raises:
             KernelError: The inputs have the wrong form, or differ from the call's types.
         """
-        assert inv.kernel is not None  # tuning sets it
-        what = f"{inv.kernel.op_id}: inputs"
+        kernel = kernel_of(inv)
+        what = f"{kernel.op_id}: inputs"
         answer: Any = asked(what, self.source, rng) if callable(self.source) else self.source
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
             answer = (answer if isinstance(answer, tuple | list) else (answer,), self.kwargs)
-        args, kwargs = prepared(inv.kernel, *answer)
-        spec, own = take_apart(inv.kernel, args, kwargs)
-        del spec
+        args, kwargs = prepared(kernel, *answer)
+        _, own = take_apart(kernel, args, kwargs)
         return _of_types(inv, own, what)
 
 
-def why_not_finite(kernel: Kernel[Any, Any], given: GivenInputs | None) -> str:
+def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> str:
     """Return advice for results with NaN or infinity, which unsuitable inputs may cause."""
     if given is not None or overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
         return "look at the inputs that inputs= or example_inputs gives"
@@ -112,8 +112,8 @@ def example_sets(
 
     Arrays outside the kernel's draws, such as cotangents, are the same in all sets.
     """
-    kernel = inv.kernel
-    if given is not None or kernel is None or not overrides(kernel, "example_draws"):
+    kernel = kernel_of(inv)
+    if given is not None or not overrides(kernel, "example_draws"):
         return {"": example_arrays(inv, rng, choice, given, save=save, scale=scale)}
     shared: dict[int, Any] = {}
     save = save or saver(inv.node.forward, choice)
@@ -160,8 +160,7 @@ def saver(forward: Node, choice: Choice) -> Save:
 
 def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
-    kernel = inv.kernel
-    assert kernel is not None  # tuning sets it
+    kernel = kernel_of(inv)
     levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
     # Random arrays can be generated batched. The hook makes one example, so call it once for each batch element.
     if levels and not overrides(kernel, "example_inputs"):

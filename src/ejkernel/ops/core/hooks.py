@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Kernel` base class: an operation, its configurations and its gradient, and the forms of its hooks."""
+"""What a kernel computes: `run`, its gradient and its reference; and the form of each hook for a platform."""
 
 from __future__ import annotations
 
@@ -9,26 +9,16 @@ import re
 import sys
 import types
 import typing
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic
-
-import numpy as np
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Generic, Protocol
 
 from ejkernel import compat
-from ejkernel.ops.core.types import Cfg, Cost, Out
-from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
-from ejkernel.ops.utils import services
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
-from ejkernel.ops.utils.instances import Noted, living
-from ejkernel.ops.utils.random_arrays import random_inputs
-from ejkernel.ops.utils.validation import asked, check_candidates, named
-
-if typing.TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.sharding.parts import CallPart
-    from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.utils.validation import asked, check_candidates
+from ejkernel.ops.utils.weak_caches import Noted
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 # The forms of a hook for each platform, in order of precedence.
@@ -41,33 +31,20 @@ PLATFORMS = tuple(_FORMS)
 _FORMS_ON_AMD = ("triton", "gpu", "xla")
 
 
-class Kernel(Noted, Generic[Cfg, Out]):
-    """An operation whose speed depends on a configuration.
-
-    A subclass defines `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; the other hooks are optional.
-    Each hook may have a form for one platform, e.g. `run_triton`, `heuristic_cfg_tpu`, `config_space_cpu`. The
-    `platform` field of a configuration selects the form of `run`. Without it, the first existing form applies:
-    `mosaic_gpu` (Hopper and later), `triton`, `gpu`, `xla` on a GPU; `pallas`, `tpu`, `xla` on a TPU; `cpu`, `xla` on a
-    CPU; and finally the plain hook.
-
-    Instances are compared by identity: create one for each operation and keep it, because compiled programs belong to
-    it.
-
-    Args:
-        name: Name of the operation in keys and labels; the class's name by default.
-
-    Attributes:
-        version: Part of every key and label; raise it when old configurations or measurements no longer apply.
-        choices: Parameters of `run` for which passing the default differs from omitting the argument.
-        keeps_residuals: Whether a kernel without a gradient rule computes its forward only once under `grad`. The
-            residuals that JAX saves for `run`, e.g. those of an inner `jax.custom_vjp`, then go to the backward, which
-            may have another configuration. So they must mean the same under each configuration, like the residuals of
-            `fwd_with_residuals`; tables computed from the configuration alone are exempt.
-    """
+class Computation(Noted, Generic[Cfg, Out]):
+    """The part of a kernel below `Invocation`: hooks that take arrays. `Kernel` adds the hooks that take a call."""
 
     version: ClassVar[str] = "0"
     keeps_residuals: ClassVar[bool] = False
     choices: frozenset[str] = frozenset()
+    config_type: ClassVar[type | None] = None
+    _interface: ClassVar[type]  # the class with the defaults of all hooks
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        named = _named_config_type(cls)
+        if named is not None and "config_type" not in vars(cls):
+            cls.config_type = named
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
@@ -92,17 +69,6 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """The name with its version, `<op_id>@v<version>`."""
         return f"{self.op_id}@v{self.version}"
 
-    @property
-    def config_type(self) -> type | None:
-        """The configuration type in the class definition, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
-        return config_type_of(type(self))
-
-    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
-        """Run the operation through the default executor."""
-        # The attribute is faster than `default_executor()`; eager calls avoid every extra function call.
-        executor = services.made.executor or services.default_executor()
-        return typing.cast(Out, executor.call(self, args, kwargs, cfg))
-
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for `run`; called once for each call, possibly with tracers.
 
@@ -111,22 +77,6 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """
         return args, kwargs
 
-    def bucket(self, inv: Invocation[Cfg, Out]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments that represent the call in its key; by default its own.
-
-        Calls with equal representatives share one key and one configuration. Tuning measures the representative, whose
-        array sizes and static values may differ from the call's. `run` and `heuristic_cfg` see the call itself. A
-        kernel with this hook promises that every configuration runs for every call of the bucket.
-
-        Args:
-            inv: The call. Under `vmap` its arguments have the shapes of one example; batch sizes stay in the key.
-
-        Returns:
-            Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. The hook must be
-            idempotent: these arguments represent themselves.
-        """
-        return inv.abstract_args, inv.abstract_kwargs
-
     # Subclasses choose the hooks' signatures: with *args: Any, **kwargs: Any, type checkers accept all of them.
     def run(self, *args: Any, **kwargs: Any) -> Out:
         """Compute the result: `run(self, ..., *, cfg, ...)`.
@@ -134,38 +84,6 @@ class Kernel(Noted, Generic[Cfg, Out]):
         Shapes and dtypes of the result must not depend on `cfg`. All arguments except arrays are static.
         """
         raise KernelError(f"{type(self).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
-
-    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """Return a good configuration without measuring; by default the first candidate."""
-        if not overrides(self, _form(self, "config_space", inv.platform, None)) and not overrides(
-            self, "candidate_cfgs"
-        ):
-            raise NoConfigError(self.op_id, ("heuristic",))
-        with named(self.op_id):
-            for first in candidates_of(self, inv):
-                return typing.cast(Cfg, first)
-        raise NoConfigError(self.op_id, ("heuristic", "config_space"))
-
-    def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default only the heuristic's."""
-        return [hook(self, "heuristic_cfg", inv.platform)(inv)]
-
-    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Alias of `config_space`."""
-        return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
-
-    def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """Return a good configuration for the backward call; by default that of `heuristic_cfg`.
-
-        A kernel with this hook uses it for untuned backward calls, instead of the configuration tuned for the forward.
-        Forward and backward share one configuration type, which may have fields for only one of them.
-        """
-        # Not `hook`, which prefers the backward's own form: a subclass would recurse.
-        return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
-
-    def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
-        """Return the configurations that tuning tries for the backward call; by default `config_space`."""
-        return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: Cfg, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
@@ -206,66 +124,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Compute the reference result, which candidates are checked against. Default: the heuristic's output."""
         raise KernelError(f"{type(self).__name__} has no reference.")
 
-    def example_inputs(
-        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments for measuring `inv`, with its shapes and dtypes; override it if random values are invalid.
-
-        By default floating-point arrays are standard normal, integers are zeros and ones, and booleans fair coins.
-        """
-        return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
-
-    def example_draws(
-        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
-    ) -> Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return several sets of arguments by name, for kernels whose speed depends on values; optional.
-
-        A candidate must be correct on each set, and is ranked by the geometric mean of its times. An array object that
-        occurs in several sets is copied to the device once. By default the only set is that of `example_inputs`.
-        """
-        return {"": self.example_inputs(inv, rng)}
-
-    def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
-        """Return the rule for splitting the call over the devices of a mesh; `None`, the default, forbids splitting.
-
-        With a rule, a call on sharded arrays splits itself, in automatic and in explicit mode; each device runs its
-        shard, with a configuration tuned for the shard. Without a rule, the call sees whole arrays. In explicit mode, a
-        kernel that does not override this hook sees sharded types as long as JAX accepts them.
-
-        Args:
-            inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
-        """
-        return None
-
-    def part_arguments(self, part: CallPart, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one shard of a split call; by default the shards of the call's arrays.
-
-        Override it if a shard needs more, such as its position or the sizes of all shards.
-
-        Floating-point arrays must keep their values and positions, so that gradients stay correct. Other arrays and
-        static values may be changed and added.
-
-        Args:
-            part: The position of the shard along the axes in `sharding_rule`.
-            *args, **kwargs: The arguments of `run`, with this device's shard of each array.
-        """
-        return args, kwargs
-
-    def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
-        """Return the reason why each unsuitable implementation does not run a call, by its name; for display."""
-        return {}
-
-    def why_not(self, inv: Invocation[Cfg, Out], config: Cfg) -> str:
-        """Return why a configuration measured elsewhere must not run a call here; `""` if it may."""
-        return ""
-
     def _check_cfg(self, config: Any, name: str) -> None:
-        """Raise unless `config` is a configuration of this kernel; the message calls it `name`."""
-        expected = self.config_type
-        if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-            raise ConfigError(
-                f"{self.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
-            )
+        """Raise unless `config` is a configuration of this kernel; see `check_config`, which checks its type."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a module-level kernel by name, so that another process uses its own instance instead of a copy."""
@@ -279,35 +139,25 @@ class Kernel(Noted, Generic[Cfg, Out]):
                     return name
         return super().__reduce_ex__(protocol)
 
-    def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
-        """Return the work of a call, including enclosing `vmap`s; `None`, the default, if it is unknown.
-
-        Tuning compares measured times with it, to report how close a configuration comes to the device's peak, and to
-        reject impossibly fast times. `inv.direction` tells forward, backward and tangents apart.
-        """
-        return None
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
 
 
-# Weak, like all tables by class: a class redefined in a notebook is collected together with its kernels.
-_config_types: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
+class _Directed(Protocol):
+    """The fields of an `Invocation` that select the form of a hook."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def direction(self) -> str: ...
 
 
-def config_type_of(cls: type[Kernel[Any, Any]]) -> type | None:
-    """Return the configuration type that a kernel class or one of its bases declares, or `None`."""
-    if cls not in _config_types:
-        _config_types[cls] = _named_config_type(cls)
-    return _config_types[cls]
-
-
-def _named_config_type(cls: type[Kernel[Any, Any]]) -> type | None:
-    for owner in cls.__mro__:
-        for base in vars(owner).get("__orig_bases__", ()):
-            origin, args = typing.get_origin(base), typing.get_args(base)
-            if isinstance(origin, type) and issubclass(origin, Kernel) and args and isinstance(args[0], type):
-                return args[0]
+def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
+    """Return the configuration type that a class names in its bases, as in `Kernel[MyConfig, jax.Array]`."""
+    for base in vars(cls).get("__orig_bases__", ()):
+        origin, args = typing.get_origin(base), typing.get_args(base)
+        if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
+            return args[0]
     return None
 
 
@@ -315,21 +165,13 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
-def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
-    """Return the live kernels of this process by versioned name, the latest first."""
-    found: dict[str, list[Kernel[Any, Any]]] = {}
-    for kernel in reversed(living(Kernel)):
-        found.setdefault(kernel.op_id_v, []).append(kernel)
-    return found
-
-
-def overrides(kernel: Kernel[Cfg, Out], name: str) -> bool:
+def overrides(kernel: Computation[Cfg, Out], name: str) -> bool:
     """Return whether `kernel` overrides the hook `name`."""
     own = getattr(type(kernel), name, None)
-    return (own is not None and own is not getattr(Kernel, name, None)) or name in vars(kernel)
+    return (own is not None and own is not getattr(kernel._interface, name, None)) or name in vars(kernel)
 
 
-def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
+def has_residual_form(kernel: Computation[Cfg, Out]) -> bool:
     """Return whether the kernel's gradient uses residuals: those of its own hooks, or those that JAX saves.
 
     Raises:
@@ -338,7 +180,7 @@ def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
     return writes_residual_form(kernel) or kernel.keeps_residuals
 
 
-def writes_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
+def writes_residual_form(kernel: Computation[Cfg, Out]) -> bool:
     """Return whether the kernel has the hooks `fwd_with_residuals` and `vjp`.
 
     Raises:
@@ -351,12 +193,12 @@ def writes_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
     return forward
 
 
-def has_gradient_rule(kernel: Kernel[Cfg, Out]) -> bool:
+def has_gradient_rule(kernel: Computation[Cfg, Out]) -> bool:
     """Return whether the kernel has a gradient rule."""
     return overrides(kernel, "custom_vjp") or writes_residual_form(kernel)
 
 
-def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
+def hook(kernel: Computation[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
     """Return the form of hook `name` for `platform` and `config`, with a check of its result.
 
     Raises:
@@ -370,7 +212,7 @@ def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = No
     return typing.cast(Callable[..., Any], getattr(kernel, form))
 
 
-def _form(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object) -> str:
+def _form(kernel: Computation[Cfg, Out], name: str, platform: str, config: object) -> str:
     """Return the name of the form; see `hook`."""
     kind = platform_kind(platform)
     forms = _FORMS_ON_AMD if kind == "gpu" and compat.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
@@ -385,7 +227,7 @@ def _form(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object) ->
     return name
 
 
-def _asked_form(kernel: Kernel[Cfg, Out], name: str, asked: str, kind: str, forms: tuple[str, ...]) -> str:
+def _asked_form(kernel: Computation[Cfg, Out], name: str, asked: str, kind: str, forms: tuple[str, ...]) -> str:
     if asked not in forms:
         raise UnsupportedError(
             f"cfg.platform={asked!r} does not run on {kind!r}; use one of {', '.join(forms)}, or 'auto'."
@@ -397,7 +239,7 @@ def _asked_form(kernel: Kernel[Cfg, Out], name: str, asked: str, kind: str, form
     return name
 
 
-def _no_run(kernel: Kernel[Cfg, Out], kind: str) -> Exception:
+def _no_run(kernel: Computation[Cfg, Out], kind: str) -> Exception:
     forms = run_forms(kernel)
     if not forms:
         return KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
@@ -406,13 +248,13 @@ def _no_run(kernel: Kernel[Cfg, Out], kind: str) -> Exception:
     )
 
 
-def run_forms(kernel: Kernel[Cfg, Out]) -> list[str]:
+def run_forms(kernel: Computation[Cfg, Out]) -> list[str]:
     """Return the names of the platform forms of `run` that the kernel has, sorted."""
     known = sorted({form for forms in _FORMS.values() for form in forms})
     return [f"run_{form}" for form in known if overrides(kernel, f"run_{form}")]
 
 
-def platform_to_trace_for(kernel: Kernel[Cfg, Out], default: str) -> str:
+def platform_to_trace_for(kernel: Computation[Cfg, Out], default: str) -> str:
     """Return the platform whose hooks give the types of a call before its platform is known.
 
     This is the platform of the default backend if the kernel runs on it, else any platform on which the kernel runs: a
@@ -426,16 +268,21 @@ def platform_to_trace_for(kernel: Kernel[Cfg, Out], default: str) -> str:
     raise _no_run(kernel, default)
 
 
-def check_config(kernel: Kernel[Cfg, Out], config: object, name: str = "cfg") -> None:
-    """Check that `config` has the configuration type of the kernel, if the kernel declares a dataclass.
+def check_config(kernel: Computation[Cfg, Out], config: object, name: str = "cfg") -> None:
+    """Check that `config` is a configuration of the kernel, of its type if the kernel declares a dataclass.
 
     Raises:
-        ConfigError: `config` has another type.
+        ConfigError: It is not.
     """
+    expected = kernel.config_type
+    if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
+        raise ConfigError(
+            f"{kernel.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+        )
     kernel._check_cfg(config, name)
 
 
-def _of_direction(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> str:
+def _of_direction(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> str:
     """Return the name of the backward's hook if `inv` is a backward call and the kernel has that hook; else `form`."""
     # Both names of the forward's space, `config_space` and `candidate_cfgs`, map to `bwd_config_space`.
     own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
@@ -443,12 +290,12 @@ def _of_direction(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocatio
     return backward if overrides(kernel, backward) else form
 
 
-def has_backward_heuristic(kernel: Kernel[Cfg, Out], platform: str) -> bool:
+def has_backward_heuristic(kernel: Computation[Cfg, Out], platform: str) -> bool:
     """Return whether the kernel has a heuristic for the backward call."""
     return overrides(kernel, _form(kernel, "bwd_heuristic_cfg", platform, None))
 
 
-def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Any:
+def _heuristic_config(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> Any:
     """Return the result of a form of `heuristic_cfg`, checked."""
     form = _of_direction(kernel, form, name, inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
@@ -461,7 +308,7 @@ def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invoc
     return config
 
 
-def _candidates(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Collection[Any]:
+def _candidates(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> Collection[Any]:
     """Return the result of a form of `config_space`, checked."""
     form = _of_direction(kernel, form, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
@@ -475,14 +322,24 @@ def _candidates(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[
 _CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "candidate_cfgs": _candidates}
 
 
-def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the kernel behind a bound method, with the object as its first argument; return other targets as is."""
-    if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
-        return target.__func__, (target.__self__, *args)
-    return target, args
+def same_code(left: Computation[Cfg, Out], right: Computation[Cfg, Out]) -> bool:
+    """Return whether two kernels run the same code; their attributes may differ."""
+    mine, other = _functions_of(left), _functions_of(right)
+    if len(mine) != len(other):
+        return False
+    return all(a is b or _code(a) == _code(b) for a, b in zip(mine, other, strict=True))
 
 
-def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:
-    """Return the kernel's candidates for `inv`, from `candidate_cfgs` or `config_space`."""
-    name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
-    return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))
+def _functions_of(kernel: Computation[Cfg, Out]) -> list[Any]:
+    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
+    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
+    return [getattr(function, "__code__", None) for function in functions]
+
+
+def _code(code: object) -> Any:
+    """Return a function's bytecode, names and constants, without file names and line numbers."""
+    if not isinstance(code, types.CodeType):
+        return None
+    # As text, because 1, 1.0 and True compare equal.
+    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
+    return code.co_code, code.co_names, constants

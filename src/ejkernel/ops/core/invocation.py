@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,16 +15,15 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.bucketing import representative_of
+from ejkernel.ops.core.bucketing import StandIn, representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.hooks import PLATFORMS, Kernel, hook, overrides
-from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
-from ejkernel.ops.core.transformations.batching import Level, Vmapped
+from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
+from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.validation import asked, check_argument
 from ejkernel.ops.utils.values.payloads import key_of
 from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
 
@@ -60,7 +60,7 @@ class Invocation(Generic[Cfg, Out]):
         array_types: Types of all arrays that the node of a traced call takes, including batch axes and cotangents.
     """
 
-    kernel: Kernel[Cfg, Out] | None = None
+    kernel: Computation[Cfg, Out] | None = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Any = None
@@ -71,10 +71,10 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(default_factory=compat.matmul_precision)
-    x64: bool = dataclasses.field(default_factory=compat.x64_enabled)
-    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
-    promotion: str = dataclasses.field(default_factory=lambda: _promotion(compat.numerics_in_force()))
+    precision: str | None = dataclasses.field(default_factory=lambda: _setting("default_matmul_precision"))
+    x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
+    prng: str = dataclasses.field(default_factory=lambda: _setting("default_prng_impl"))
+    promotion: str = dataclasses.field(default_factory=lambda: _setting("numpy_dtype_promotion"))
     span: compat.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
@@ -83,7 +83,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.kernel is None and not self.op_id:
             raise ArgumentError("Invocation needs kernel=... or op_id=...; got neither.")
         if self.kernel is not None:
-            check_argument(isinstance(self.kernel, Kernel), "kernel", "a Kernel", self.kernel)
+            check_argument(isinstance(self.kernel, Computation), "kernel", "a Kernel", self.kernel)
         check_argument(isinstance(self.args, list | tuple), "args", "a tuple of positional arguments", self.args)
         check_argument(isinstance(self.kwargs, Mapping), "kwargs", "a mapping of keyword arguments", self.kwargs)
         set_field = functools.partial(object.__setattr__, self)
@@ -104,7 +104,7 @@ class Invocation(Generic[Cfg, Out]):
         """The operation's name with the kernel's version."""
         if "@v" in self.op_id:
             return self.op_id
-        version = self.kernel.version if self.kernel is not None else Kernel.version
+        version = self.kernel.version if self.kernel is not None else Computation.version
         return f"{self.op_id}@v{version}"
 
     @property
@@ -169,7 +169,28 @@ class Invocation(Generic[Cfg, Out]):
         # Most kernels have no buckets: return early instead of splitting the call for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
-        return representative_of(self, self.kernel, self._node)
+        own = self._taken_apart(self.args, dict(self.kwargs))
+        ask = functools.partial(self._ask_for_bucket, own)
+        found = representative_of(self.op_id, own, ask, self._taken_apart)
+        return self if found is own else self._represented_by(found)
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+        assert self.kernel is not None  # `representative` checks it
+        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+        return spec, [abstract(array) for array in arrays]
+
+    def _ask_for_bucket(self, own: StandIn, stand_in: StandIn) -> object:
+        inv = self if stand_in is own else self._represented_by(stand_in)
+        bucket = getattr(self.kernel, "bucket")  # noqa: B009 - a hook of `Kernel`
+        return asked(f"{self.op_id}: bucket", bucket, inv)
+
+    def _represented_by(self, stand_in: StandIn) -> Invocation[Cfg, Out]:
+        spec, types = stand_in
+        args, kwargs = spec.join(types)
+        # Nodes hold no shapes, so the representative can use this call's node. Types of batches, residuals and
+        # cotangents (`array_types`) are computed later, on the measuring thread, where no trace of the caller is open.
+        node = None if self._node is None else self._node.with_spec(spec)
+        return dataclasses.replace(self, args=args, kwargs=kwargs, array_types=(), _node=node)
 
     @functools.cached_property
     def node(self) -> Node:
@@ -209,17 +230,16 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: A static argument has no stable name.
         """
-        args, kwargs = self._canonical
+        args, kwargs, defaults = self._canonical()
         optional = {
-            "defaults": self._defaults(),
+            "defaults": defaults if any(defaults.values()) else None,
             "kernel": None if self.kernel is None else _fields_of(self.kernel),
-            "steps": self._steps(),
             "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
             "prng": self.prng if self.prng != DEFAULT_PRNG else None,
             "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
-            "wiring": self._wiring(),
+            **self._transformations(),
         }
         described = {
             "op": self.op_id_v,
@@ -229,23 +249,20 @@ class Invocation(Generic[Cfg, Out]):
         # Empty fields are left out, so that keys of other calls stay the same when a field is added.
         return described | {name: value for name, value in optional.items() if value}
 
-    @functools.cached_property
-    def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the representative; a positional parameter passed by keyword becomes positional."""
-        args, kwargs = self.representative.args, dict(self.representative.kwargs)
-        if self.kernel is None or self.representative._node is not None:  # a node's arguments are in this form
-            return tuple(args), kwargs
-        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
-        return spec.join([abstract(array) for array in arrays])
+    def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Return the arguments of the representative, and which of them equal their defaults.
 
-    def _defaults(self) -> dict[str, Any] | None:
-        """Return the number of trailing arguments, and the keywords, that equal their defaults."""
+        A positional parameter passed by keyword becomes positional. The third value has the number of trailing
+        arguments, and the keywords, that equal their defaults.
+        """
+        args, kwargs = self.representative.args, dict(self.representative.kwargs)
         if self.kernel is None:
-            return None
-        args, kwargs = self._canonical
+            return args, kwargs, {}
+        if self.representative._node is None:  # a node's arguments are in this form
+            spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+            args, kwargs = spec.join([abstract(array) for array in arrays])
         kept, rest = without_defaults(self.kernel, args, kwargs)
-        spelled_out = {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
-        return spelled_out if any(spelled_out.values()) else None
+        return args, kwargs, {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
 
     def _described(self, value: Any, name: str = "") -> Any:
         """Return the description of a keyword argument, or of all positional arguments.
@@ -259,16 +276,14 @@ class Invocation(Generic[Cfg, Out]):
             culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
             raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
-    def _steps(self) -> list[list[Any]]:
+    def _transformations(self) -> dict[str, Any]:
+        """Return the steps from the kernel's forward to this call, and their wiring; see `Node`."""
         if self._node is not None:
-            return [_step(*step) for step in self._node.steps()]
+            wiring = self._node.wiring()
+            return {"steps": [_step(*step) for step in self._node.steps()], "wiring": wiring if any(wiring) else None}
         axes = self.batch_axes or ()
-        sizes = self.batch_sizes or (None,) * len(axes)
-        return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
-
-    def _wiring(self) -> list[dict[str, Any]]:
-        found = wiring(self._node) if self._node is not None else []
-        return found if any(found) else []
+        levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
+        return {"steps": [["vmap", size, list(level)] for level, size in levels]}
 
     @functools.cached_property
     def call_key(self) -> str:
@@ -299,10 +314,13 @@ class Invocation(Generic[Cfg, Out]):
 
         `dataclasses.replace(call, kernel=...)` restores it.
         """
-        return dataclasses.replace(self, kernel=None, _node=_weakly(self._node))
+        node = None if self._node is None else self._node.with_spec(self._node.spec.weak())
+        return dataclasses.replace(self, kernel=None, _node=node)
 
     def abstract(self) -> Invocation[Cfg, Out]:
         """Return the call with types in place of arrays and tracers, so that it can be stored."""
+        if self.array_types:  # from `invocation_of`, which stores only types
+            return self
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
@@ -312,10 +330,6 @@ def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
 
 
-def _weakly(node: Node | None) -> Node | None:
-    return None if node is None else with_spec(node, node.spec.weak())
-
-
 def _fields_of(kernel: object) -> Any:
     """Return the fields of a kernel that is a dataclass; they are part of the key."""
     if not dataclasses.is_dataclass(kernel):
@@ -323,8 +337,9 @@ def _fields_of(kernel: object) -> Any:
     return {field.name: describe_static(getattr(kernel, field.name)) for field in dataclasses.fields(kernel)}
 
 
-def _promotion(numerics: compat.Numerics) -> str:
-    return compat.settings_name(numerics.numpy_dtype_promotion)
+def _setting(name: str) -> Any:
+    value: Any = getattr(compat.numerics_in_force(), name)
+    return getattr(value, "value", value)  # some versions of JAX have enums
 
 
 def _bytes_of(array: HasType) -> int:
@@ -347,7 +362,7 @@ def invocation_of(
         if step[0] == "vmap":
             axes.append(tuple(step[2]))
             sizes.append(step[1])
-            example = [_example(aval, axis) for aval, axis in zip(example, step[2], strict=True)]
+            example = list(map(unbatched, example, step[2]))
     args, kwargs = node.spec.join([abstract(aval) for aval in example])
     return Invocation(
         kernel=node.spec.kernel,
@@ -384,32 +399,24 @@ def config_for_types(
         NoConfigError: No platform has a configuration; the message is for the preferred platform.
         UnsupportedError: No platform can run the call; the message is for the preferred platform.
     """
+    assert inv.kernel is not None  # it is being traced
     refused: list[Exception] = []
     for each in dict.fromkeys((platform, *PLATFORMS)):
         # The fingerprint of a platform, not of the device here: the program may be lowered for another device.
         there = dataclasses.replace(inv, device=platform_fingerprint(each))
         try:
-            config = _config_on(there, each, choose)
-            hook(inv.node.spec.kernel, "run", each, config)  # raises if the platform has no form of `run`
+            config = inv.override_cfg
+            if config is None:
+                with contextlib.suppress(NoConfigError):
+                    config = hook(inv.kernel, "heuristic_cfg", each)(there)
+            if config is None:
+                config = choose(there)
+            hook(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:
             return config, each
     raise refused[0]
-
-
-def _config_on(inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]) -> Any:
-    if inv.override_cfg is not None:
-        return inv.override_cfg
-    try:
-        return hook(inv.node.spec.kernel, "heuristic_cfg", platform)(inv)
-    except NoConfigError:
-        return choose(inv)
-
-
-def _example(aval: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
-    shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
 def _is_stable(value: object) -> bool:
@@ -421,7 +428,7 @@ def _is_stable(value: object) -> bool:
 
 
 def default_key_builder_with_sharding(
-    kernel: Kernel[Cfg, Out] | Invocation[Cfg, Out],
+    kernel: Computation[Cfg, Out] | Invocation[Cfg, Out],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
 ) -> ConfigKey:

@@ -1,20 +1,207 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of this package for other packages: `Kernel`, `Invocation`, and queries about a kernel."""
+"""The `Kernel` base class, and the entry point of this package for others: queries about kernels and calls."""
 
 from __future__ import annotations
 
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
 from ejkernel.ops.core.callspec import prepared as prepared
 from ejkernel.ops.core.callspec import with_python_numbers as with_python_numbers
-from ejkernel.ops.core.declared_names import same_code as same_code
-from ejkernel.ops.core.hooks import Kernel as Kernel
-from ejkernel.ops.core.hooks import candidates_of as candidates_of
+from ejkernel.ops.core.hooks import Computation, _form
 from ejkernel.ops.core.hooks import check_config as check_config
-from ejkernel.ops.core.hooks import config_type_of as config_type_of
 from ejkernel.ops.core.hooks import has_backward_heuristic as has_backward_heuristic
 from ejkernel.ops.core.hooks import has_gradient_rule as has_gradient_rule
 from ejkernel.ops.core.hooks import hook as hook
-from ejkernel.ops.core.hooks import living_kernels as living_kernels
 from ejkernel.ops.core.hooks import overrides as overrides
 from ejkernel.ops.core.hooks import run_forms as run_forms
-from ejkernel.ops.core.hooks import unbound as unbound
+from ejkernel.ops.core.hooks import same_code as same_code
 from ejkernel.ops.core.invocation import Invocation as Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
+from ejkernel.ops.core.types import Cfg, Cost, Out
+from ejkernel.ops.errors import ArgumentError, NoConfigError
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.random_arrays import random_inputs
+from ejkernel.ops.utils.validation import named
+from ejkernel.ops.utils.weak_caches import living
+
+
+class Kernel(Computation[Cfg, Out]):
+    """An operation whose speed depends on a configuration.
+
+    A subclass defines `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; the other hooks are optional.
+    Each hook may have a form for one platform, e.g. `run_triton`, `heuristic_cfg_tpu`, `config_space_cpu`. The
+    `platform` field of a configuration selects the form of `run`. Without it, the first existing form applies:
+    `mosaic_gpu` (Hopper and later), `triton`, `gpu`, `xla` on a GPU; `pallas`, `tpu`, `xla` on a TPU; `cpu`, `xla` on a
+    CPU; and finally the plain hook.
+
+    Instances are compared by identity: create one for each operation and keep it, because compiled programs belong to
+    it.
+
+    Args:
+        name: Name of the operation in keys and labels; the class's name by default.
+
+    Attributes:
+        version: Part of every key and label; raise it when old configurations or measurements no longer apply.
+        config_type: The configuration type in the class definition, as in `Kernel[MyConfig, jax.Array]`, or `None`.
+        choices: Parameters of `run` for which passing the default differs from omitting the argument.
+        keeps_residuals: Whether a kernel without a gradient rule computes its forward only once under `grad`. The
+            residuals that JAX saves for `run`, e.g. those of an inner `jax.custom_vjp`, then go to the backward, which
+            may have another configuration. So they must mean the same under each configuration, like the residuals of
+            `fwd_with_residuals`; tables computed from the configuration alone are exempt.
+    """
+
+    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Run the operation through the default executor."""
+        # The attribute is faster than `default_executor()`; eager calls avoid every extra function call.
+        executor = services.made.executor or services.default_executor()
+        return typing.cast(Out, executor.call(self, args, kwargs, cfg))
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a good configuration without measuring; by default the first candidate."""
+        if not overrides(self, _form(self, "config_space", inv.platform, None)) and not overrides(
+            self, "candidate_cfgs"
+        ):
+            raise NoConfigError(self.op_id, ("heuristic",))
+        with named(self.op_id):
+            for first in candidates_of(self, inv):
+                return typing.cast(Cfg, first)
+        raise NoConfigError(self.op_id, ("heuristic", "config_space"))
+
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default only the heuristic's."""
+        return [hook(self, "heuristic_cfg", inv.platform)(inv)]
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Alias of `config_space`."""
+        return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
+
+    def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a good configuration for the backward call; by default that of `heuristic_cfg`.
+
+        A kernel with this hook uses it for untuned backward calls, instead of the configuration tuned for the forward.
+        Forward and backward share one configuration type, which may have fields for only one of them.
+        """
+        # Not `hook`, which prefers the backward's own form: a subclass would recurse.
+        return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
+
+    def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Return the configurations that tuning tries for the backward call; by default `config_space`."""
+        return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
+
+    def bucket(self, inv: Invocation[Cfg, Out]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments that represent the call in its key; by default its own.
+
+        Calls with equal representatives share one key and one configuration. Tuning measures the representative, whose
+        array sizes and static values may differ from the call's. `run` and `heuristic_cfg` see the call itself. A
+        kernel with this hook promises that every configuration runs for every call of the bucket.
+
+        Args:
+            inv: The call. Under `vmap` its arguments have the shapes of one example; batch sizes stay in the key.
+
+        Returns:
+            Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. The hook must be
+            idempotent: these arguments represent themselves.
+        """
+        return inv.abstract_args, inv.abstract_kwargs
+
+    def example_inputs(
+        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments for measuring `inv`, with its shapes and dtypes; override it if random values are invalid.
+
+        By default floating-point arrays are standard normal, integers are zeros and ones, and booleans fair coins.
+        """
+        return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
+
+    def example_draws(
+        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
+    ) -> Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return several sets of arguments by name, for kernels whose speed depends on values; optional.
+
+        A candidate must be correct on each set, and is ranked by the geometric mean of its times. An array object that
+        occurs in several sets is copied to the device once. By default the only set is that of `example_inputs`.
+        """
+        return {"": self.example_inputs(inv, rng)}
+
+    def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
+        """Return the rule for splitting the call over the devices of a mesh; `None`, the default, forbids splitting.
+
+        With a rule, a call on sharded arrays splits itself, in automatic and in explicit mode; each device runs its
+        shard, with a configuration tuned for the shard. Without a rule, the call sees whole arrays. In explicit mode, a
+        kernel that does not override this hook sees sharded types as long as JAX accepts them.
+
+        Args:
+            inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
+        """
+        return None
+
+    def part_arguments(self, part: CallPart, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one shard of a split call; by default the shards of the call's arrays.
+
+        Override it if a shard needs more, such as its position or the sizes of all shards.
+
+        Floating-point arrays must keep their values and positions, so that gradients stay correct. Other arrays and
+        static values may be changed and added.
+
+        Args:
+            part: The position of the shard along the axes in `sharding_rule`.
+            *args, **kwargs: The arguments of `run`, with this device's shard of each array.
+        """
+        return args, kwargs
+
+    def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
+        """Return the reason why each unsuitable implementation does not run a call, by its name; for display."""
+        return {}
+
+    def why_not(self, inv: Invocation[Cfg, Out], config: Cfg) -> str:
+        """Return why a configuration measured elsewhere must not run a call here; `""` if it may."""
+        return ""
+
+    def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
+        """Return the work of a call, including enclosing `vmap`s; `None`, the default, if it is unknown.
+
+        Tuning compares measured times with it, to report how close a configuration comes to the device's peak, and to
+        reject impossibly fast times. `inv.direction` tells forward, backward and tangents apart.
+        """
+        return None
+
+
+Kernel._interface = Kernel
+
+
+def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
+    """Return the live kernels of this process by versioned name, the latest first."""
+    found: dict[str, list[Kernel[Any, Any]]] = {}
+    for kernel in reversed(living(Kernel)):
+        found.setdefault(kernel.op_id_v, []).append(kernel)
+    return found
+
+
+def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the kernel behind a bound method, with the object as its first argument; return other targets as is."""
+    if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
+        return target.__func__, (target.__self__, *args)
+    return target, args
+
+
+def kernel_of(inv: Invocation[Cfg, Out]) -> Kernel[Cfg, Out]:
+    """Return the kernel of a call.
+
+    Raises:
+        ArgumentError: The invocation has none.
+    """
+    if not isinstance(inv.kernel, Kernel):
+        raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
+    return inv.kernel
+
+
+def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:
+    """Return the kernel's candidates for `inv`, from `candidate_cfgs` or `config_space`."""
+    name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
+    return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))

@@ -21,8 +21,7 @@ from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
-from ejkernel.ops.core.sharding.nodes import has_rule
-from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError
@@ -103,11 +102,11 @@ class Call:
     extent: Extent = Extent.WHOLE
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property  # JAX hashes a call at every lookup in its caches
-    def _hash(self) -> int:
-        return hash((self.held, self.node, self.linear, self.override, self.settings, self.extent))
+        known: int | None = self.__dict__.get("_hash")  # JAX hashes a call at every lookup in its caches
+        if known is None:
+            parts = (self.held, self.node, self.linear, self.override, self.settings, self.extent)
+            known = self.__dict__["_hash"] = hash(parts)
+        return known
 
     @property
     def host(self) -> Host:
@@ -123,56 +122,36 @@ class Call:
         trace is lowered.
         """
         held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
-        return dataclasses.replace(self, held=held, node=with_spec(self.node, self.node.spec.weak()))
-
-
-def call_of(host: Host, node: Node, override: Override | None = None) -> Call:
-    """Return the call of a node under the current settings."""
-    return Call(Strong(host), node, override=override)
+        return dataclasses.replace(self, held=held, node=self.node.with_spec(self.node.spec.weak()))
 
 
 @dataclasses.dataclass(slots=True)
-class _Found:
-    """By-products of a trace for types: result structures, the configuration, and answers about the program."""
+class Types:
+    """Types and effects of a call whose configuration is not resolved yet.
+
+    Attributes:
+        trees: Structure of the output, and of the residuals, if any.
+        config: The configuration of the trace.
+        platform: The platform whose hooks were traced.
+        answers: Answers about the program that the trace depends on.
+        jaxpr: The traced computation.
+        effects: Its effects.
+        avals: Types of the results.
+        gathered: Whether a kernel without a sharding rule gets whole arrays, because JAX rejects sharded ones.
+    """
 
     trees: list[Any] = dataclasses.field(default_factory=list)
     config: Any = None
     platform: str = ""
     answers: compat.Answers = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Types:
-    """Types and effects of a call whose configuration is not resolved yet.
-
-    Attributes:
-        jaxpr: The traced computation.
-        effects: Its effects.
-        platform: The platform whose hooks were traced.
-        avals: Types of the results.
-        gathered: Whether a kernel without a sharding rule gets whole arrays, because JAX rejects sharded ones.
-    """
-
-    jaxpr: Any
-    effects: Any
-    platform: str
-    avals: Sequence[HasType]
-    found: _Found
+    jaxpr: Any = None
+    effects: Any = None
+    avals: Sequence[HasType] = ()
     gathered: bool = False
-
-    @property
-    def trees(self) -> tuple[Any, ...]:
-        """Structure of the output, and of the residuals, if any."""
-        return tuple(self.found.trees)
-
-    @property
-    def config(self) -> Any:
-        """The configuration of the trace."""
-        return self.found.config
 
     def still_hold(self, platform: str) -> bool:
         """Return whether the trace is valid for the program being lowered, with the same configuration."""
-        answers = self.found.answers.items()
+        answers = self.answers.items()
         return platform_kind(self.platform) == platform and all(question() == said for question, said in answers)
 
 
@@ -180,68 +159,7 @@ call_p = compat.Primitive("ejkernel_call")
 call_p.multiple_results = True
 
 
-class _Traces:
-    """A call's traces for types, by argument types and trace context."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
-        self.known: Bounded[Types] = Bounded()
-
-    def of(self, avals: Sequence[HasType]) -> Types:
-        key = (tuple(avals), compat.trace_context())
-        known = self.known.get(key)
-        return self.known.keep(key, self._traced(avals)) if known is None else known
-
-    def _traced(self, avals: Sequence[HasType]) -> Types:
-        mesh = compat.explicit_mesh(avals) if self.call.extent is Extent.WHOLE else None
-        if mesh is None:
-            return self._traced_as_it_is(avals)
-        may_split = has_rule(self.call.node.spec.kernel)
-        if not may_split:
-            with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
-                return self._traced_as_it_is(avals)
-        # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace
-        # with whole arrays, and then add the shardings of the split to the result types.
-        with jax.sharding.use_abstract_mesh(mesh):
-            types = self._traced_as_it_is([compat.whole(aval) for aval in avals])
-        split = explicit_split(self.call.node, avals, types.avals)
-        return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
-
-    def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
-        found = _Found()  # one for each trace: two threads may trace at once
-        # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
-        with compat.not_lowering():
-            jaxpr = compat.traced(functools.partial(self._typed, found), avals)
-        # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
-        foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
-        if foreign:
-            raise _closed_over(self.call, foreign)
-        return Types(
-            jaxpr=jaxpr,
-            effects=compat.outer_effects(jaxpr),
-            platform=found.platform or self.platform,
-            avals=jaxpr.out_avals,
-            found=found,
-        )
-
-    def _typed(self, found: _Found, *arrays: jax.Array) -> tuple[Any, ...]:
-        def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, str]:
-            call, (args, kwargs) = self.call, abstract_tree((args, kwargs))
-            insisted = None if call.override is None else call.override.config
-            spec = call.node.spec
-            inv = Invocation(kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted)
-            found.config, found.platform = config_for_types(inv, self.platform, call.host.choose_for_types)
-            return found.config, found.platform
-
-        def as_call(node: Node) -> Callable[..., Any]:
-            return functools.partial(call_p.bind, call=dataclasses.replace(self.call, node=node, linear=0))
-
-        choice = Choice(platform=self.platform, config_for_types=pick, as_call=as_call, trees=found.trees)
-        with compat.noting_answers(found.answers):
-            return self.call.node.flat(choice)(*arrays)
-
-
+_Traces = Bounded[Types]  # by the types of the arguments and the context of the trace
 _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # traces live as long as their kernel
 _eager: PerObject[Bounded[tuple[int, Callable[..., Any]]]] = PerObject(Bounded)
 
@@ -252,21 +170,66 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
     Raises:
         ArgumentError: The kernel uses a traced array that is not among its arguments.
     """
-    traces = _traces.of(call.node.spec.kernel)
-    found = traces.get(call.weak)
-    if found is None:
-        found = traces.keep(call.weak, _Traces(call.weak))
-    known = found.known.get((tuple(avals), compat.trace_context()))  # a hit has the call's settings
+    known = known_types(call, avals)  # a hit has the call's settings
     if known is not None:
         return known
     with call.settings.entered():
-        return found.of(avals)
+        known = known_types(call, avals)
+        if known is not None:
+            return known
+        found, key = _traced(call.weak, avals), (tuple(avals), compat.trace_context())
+    return _traces.of(call.node.spec.kernel).keep(call.weak, Bounded()).keep(key, found)
 
 
 def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
     """Return the cached result of `types_of`, or `None`."""
     found = _traces.of(call.node.spec.kernel).get(call.weak)
-    return None if found is None else found.known.get((tuple(avals), compat.trace_context()))
+    return None if found is None else found.get((tuple(avals), compat.trace_context()))
+
+
+def _traced(call: Call, avals: Sequence[HasType]) -> Types:
+    mesh = compat.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
+    if mesh is None:
+        return _traced_as_it_is(call, avals)
+    may_split = overrides(call.node.spec.kernel, "sharding_rule")
+    if not may_split:
+        with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
+            return _traced_as_it_is(call, avals)
+    # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace with
+    # whole arrays, and then add the shardings of the split to the result types.
+    with jax.sharding.use_abstract_mesh(mesh):
+        types = _traced_as_it_is(call, [compat.whole(aval) for aval in avals])
+    split = explicit_split(call.node, avals, types.avals)
+    return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
+
+
+def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
+    platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
+    types = Types(platform=platform)
+
+    def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, str]:
+        args, kwargs = abstract_tree((args, kwargs))
+        insisted = None if call.override is None else call.override.config
+        spec = call.node.spec
+        inv: Invocation[Any, Any] = Invocation(
+            kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
+        )
+        types.config, types.platform = config_for_types(inv, platform, call.host.choose_for_types)
+        return types.config, types.platform
+
+    def as_call(node: Node) -> Callable[..., Any]:
+        return functools.partial(call_p.bind, call=dataclasses.replace(call, node=node, linear=0))
+
+    choice = Choice(platform=platform, config_for_types=pick, as_call=as_call, trees=types.trees)
+    # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
+    with compat.not_lowering(), compat.noting_answers(types.answers):
+        jaxpr = compat.traced(call.node.flat(choice), avals)
+    # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
+    foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
+    if foreign:
+        raise _closed_over(call, foreign)
+    types.jaxpr, types.effects, types.avals = jaxpr, compat.outer_effects(jaxpr), jaxpr.out_avals
+    return types
 
 
 def _closed_over(call: Call, avals: Sequence[HasType]) -> ArgumentError:
@@ -313,7 +276,9 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
-        out = lower_split(ctx, values, splitting, gathered=_is_gathered(call, ctx.avals_in))
+        is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
+        gathered = is_explicit and types_of(call, ctx.avals_in).gathered
+        out = lower_split(ctx, values, splitting, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
         except compat.ShardingTypeError:  # from a gradient rule, traced only now: its types came from its arguments
@@ -331,11 +296,6 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
     body.label(out, values)
     return out
-
-
-def _is_gathered(call: Call, avals: Sequence[HasType]) -> bool:
-    whole = call.extent is Extent.WHOLE and compat.explicit_mesh(avals) is not None
-    return whole and types_of(call, avals).gathered
 
 
 def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:

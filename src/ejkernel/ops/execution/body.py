@@ -19,7 +19,7 @@ from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import has_gradient_rule, hook
-from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
+from ejkernel.ops.core.primitive import Call, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import (
@@ -36,6 +36,7 @@ from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.values.identity import identity
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
@@ -156,14 +157,12 @@ def _trace_with(config: object, call: Call, avals: Sequence[HasType], platform: 
     """Return the jaxpr that was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
-    return _if_same(types_of(call, avals), config, platform)
-
-
-def _if_same(types: Types, config: object, platform: str) -> Any:
-    """Return the jaxpr that types were taken from, if it was traced with this configuration."""
+    types = types_of(call, avals)
     # A lowered program does not contain references (`jax.Ref`) that the trace created, so such calls are traced again.
     if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
         return None
+    if identity(types.config) == identity(config):  # faster than JSON; dictionaries are compared below
+        return types.jaxpr
     try:
         return types.jaxpr if same_config(types.config, config) else None
     except SerializationError:  # not plain data, and a different object: assume that it differs

@@ -44,7 +44,9 @@ class NotByEquality(Exception):
 class Bind(Protocol):
     """Binds the primitive for a cached call, which does not keep the executor alive."""
 
-    def __call__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Any:
+    def __call__(
+        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, *, weakly: bool = False
+    ) -> Any:
         """Bind the primitive."""
 
 
@@ -87,7 +89,9 @@ class Plans:
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
             return self._run_with_numbers(kernel, *numbers, cfg, override)
-        _refuse_types(kernel, arrays)
+        for array in arrays:
+            if isinstance(array, jax.ShapeDtypeStruct):
+                raise _is_a_type(kernel, array)
         values = (*args, *kwargs.values())
         types = _types_of(args, kwargs)
         if override is None and types not in table and all(map(_has_telling_type, values)):
@@ -127,7 +131,7 @@ class Plans:
         def run(*args: object, **kwargs: object) -> Any:
             if any(map(_is_exception, (*args, *kwargs.values()))):
                 raise NotByEquality
-            return _alive(bind)(_alive(owner), args, kwargs, None)
+            return _alive(bind)(_alive(owner), args, kwargs, None, weakly=True)
 
         # `jit` compares shapes in C++. With a key of abstract values, built in Python, calls took 1.1 to 1.5 times as
         # long.
@@ -141,13 +145,11 @@ def _types_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[H
     return (*map(type, args), *kwargs, *map(type, kwargs.values()))
 
 
-def _refuse_types(kernel: Kernel[Cfg, Out], arrays: Sequence[jax.Array]) -> None:
-    for array in arrays:
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise ArgumentError(
-                f"{kernel.op_id}: an argument is a type without values, {array.dtype}{list(array.shape)}; pass an "
-                "array, or use types with jax.eval_shape, jax.jit(...).lower or explain."
-            )
+def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> ArgumentError:
+    return ArgumentError(
+        f"{kernel.op_id}: an argument is a type without values, {array.dtype}{list(array.shape)}; pass an array, or "
+        "use types with jax.eval_shape, jax.jit(...).lower or explain."
+    )
 
 
 class _RedirectToScan:
@@ -172,7 +174,7 @@ class _ScannedPlan:
             given = iter(arrays)
             filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
-            return _alive(bind)(_alive(kernel), args, kwargs, cfg)
+            return _alive(bind)(_alive(kernel), args, kwargs, cfg, weakly=True)
 
         self._jitted: Any = jax.jit(run)
 

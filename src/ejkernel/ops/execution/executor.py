@@ -17,11 +17,10 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.config.staleness import default_stale_policy
-from ejkernel.ops.core.callspec import METHODS, take_apart
+from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound, with_python_numbers
-from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
-from ejkernel.ops.core.transformations.naming import array_names
+from ejkernel.ops.core.kernel import Kernel, check_config, kernel_of, prepared, unbound, with_python_numbers
+from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
@@ -33,7 +32,7 @@ from ejkernel.ops.execution.stored_programs import digest_of
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.values.identity import identity, token_of
+from ejkernel.ops.utils.values.identity import Strong, identity, token_of
 from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
 from ejkernel.ops.utils.values.signature import HasType, as_array, wraps_array
 
@@ -61,7 +60,7 @@ class Executor(Generic[Cfg, Out]):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
-        self._plans = Plans(self._bind_weakly)
+        self._plans = Plans(self._bind)
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
@@ -138,9 +137,7 @@ class Executor(Generic[Cfg, Out]):
 
     def resolve(self, inv: Invocation[Cfg, Out]) -> Resolution[Cfg]:
         """Return the configuration for `inv`, and the tier that gave it."""
-        kernel = inv.kernel
-        if kernel is None:
-            raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
+        kernel = kernel_of(inv)
         resolve = getattr(self.chooser, "resolve", None)
         if resolve is not None and not _chooses_by_itself(self.chooser):
             return cast("Resolution[Cfg]", resolve(inv, kernel))
@@ -201,9 +198,6 @@ class Executor(Generic[Cfg, Out]):
             pass  # bind below: Python would show an error in the kernel as "during handling of" this exception
         return self._bind(kernel, args, kwargs, cfg)
 
-    def _bind_weakly(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Out:
-        return self._bind(kernel, args, kwargs, cfg, weakly=True)
-
     def _bind(
         self,
         kernel: Kernel[Cfg, Out],
@@ -216,7 +210,8 @@ class Executor(Generic[Cfg, Out]):
     ) -> Out:
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
-        call = call_of(self, Forward(spec), None if cfg is None else Override(_override_token(cfg), cfg))
+        override = None if cfg is None else Override(_override_token(cfg), cfg)
+        call = Call(Strong(self), Forward(spec), override=override)
         # The plan outlives this call. The caller keeps executor and kernel alive while it is traced.
         if weakly:
             call = call.weak
@@ -336,8 +331,8 @@ class _Default:
                 if self._executor is None:
                     now = settings.current()
                     policy = AutotunePolicy(
-                        autotune=now.autotune,
-                        heuristic=now.heuristic,
+                        autotune=now.on_miss == "tune",
+                        heuristic=now.on_miss != "error",
                         note_misses=now.note_misses,
                         stale=default_stale_policy(),
                     )
@@ -374,4 +369,4 @@ def _autotune_tier() -> Any:
     return AutotuneTier()
 
 
-services.provide(default_executor=default_executor, autotune_tier=_autotune_tier)
+services.provide(default_executor=_default.get, autotune_tier=_autotune_tier)

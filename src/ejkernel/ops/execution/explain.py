@@ -15,14 +15,14 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.sharding.nodes import has_rule
+from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases, ratio
 from ejkernel.ops.utils.meta import label
-from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Explanations(tuple[Explanation, ...]):
 
 def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or saving anything."""
-    kernel = inv.kernel
+    kernel = kernel_of(inv)
     consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
     try:
         key, key_note = inv.key, ""
@@ -119,7 +119,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         label_note=note,
         tiers=tiers,
         resolution=resolution,
-        refusals={} if kernel is None else kernel.refusals(inv),
+        refusals=kernel.refusals(inv),
         split=split,
         split_note=split_note,
         search=_search_of(chooser, key),
@@ -134,7 +134,7 @@ def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
     """Return the axes along which the call may be split; if none, and with several devices, the reason."""
     kernel = inv.node.spec.kernel
-    if not has_rule(kernel):
+    if not overrides(kernel, "sharding_rule"):
         several = jax.device_count() > 1
         return (), "no sharding_rule: each device computes the whole call" if several else ""
     # Rules of derived calls follow from the forward's.

@@ -18,13 +18,14 @@ from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, unbound
+from ejkernel.ops.core.kernel import Kernel, kernel_of, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
+from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
@@ -242,7 +243,7 @@ def _tune_one(
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
     with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
-        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
+        data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, **more)
     return data
 
 
@@ -402,7 +403,7 @@ def _autotune_function(
             raise ArgumentError(f"{name}= needs a Kernel as target; {_FOR_KERNELS[name]}.")
     found = discover(function, *args, **kwargs)
     if not found:
-        warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning)
+        warn(f"{where(function)} made no call of an operation; there is nothing to tune.", OfflineWarning)
     return tune_invocations(chain, found)
 
 

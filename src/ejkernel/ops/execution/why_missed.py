@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable
 
 _SHOWN = 3  # differences to report
 _OTHER = 8.0  # distance of two values that are not sizes

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ejkernel.ops.errors import SerializationError
-from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable, value_text
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts
@@ -85,14 +84,9 @@ def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
                 lines += [name, *textwrap.wrap(cell, max(width, 1), break_on_hyphens=False)]
                 continue
             parts = textwrap.wrap(cell, available, break_on_hyphens=False) if cell else []
-            lines += [f"{label:<{indent}}{part}" for label, part in zip(_labels(name), parts, strict=False)]
+            lines += [f"{'' if index else name:<{indent}}{part}" for index, part in enumerate(parts)]
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
-
-
-def _labels(name: str) -> Iterator[str]:
-    yield name
-    yield from itertools.repeat("")
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

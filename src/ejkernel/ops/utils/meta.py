@@ -67,7 +67,7 @@ def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -
 
 
 def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    check_argument(_is_text(name), "label name", "a text", name)
+    check_argument(isinstance(name, str), "label name", "a text", name)
     if not re.fullmatch(r"[A-Za-z_][\w.\-]*", name):
         raise ConfigError(f"label name must be letters, digits, '_', '-' or '.', got {name!r}.")
     op_id = f"{name}@v0"
@@ -87,10 +87,6 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return labelled
 
     return decorate
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def is_scope(op_id_v: str) -> bool:

@@ -9,28 +9,22 @@ Two services cannot be passed as arguments:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 
-@dataclasses.dataclass(slots=True)
-class _Services:
-    default_executor: Callable[[], Any] | None = None
-    autotune_tier: Callable[[], Any] | None = None
-
-
-_services = _Services()
-
-
 class Made:
-    """Services that already exist.
+    """The services.
 
     Attributes:
         executor: The default executor; `None` before it is created.
+        default_executor: Returns the default executor, creating it if necessary.
+        autotune_tier: Creates an autotune tier.
     """
 
     executor: Any = None
+    default_executor: Callable[[], Any]  # `import ejkernel.ops` provides this and the next
+    autotune_tier: Callable[[], Any]
 
 
 made = Made()
@@ -41,23 +35,16 @@ def provide_executor(executor: object) -> None:
     made.executor = executor
 
 
-def provide(
-    *,
-    default_executor: Callable[[], Any] | None = None,
-    autotune_tier: Callable[[], Any] | None = None,
-) -> None:
+def provide(*, default_executor: Callable[[], Any], autotune_tier: Callable[[], Any]) -> None:
     """Register functions that create or return the services."""
-    _services.default_executor = default_executor or _services.default_executor
-    _services.autotune_tier = autotune_tier or _services.autotune_tier
+    made.default_executor, made.autotune_tier = default_executor, autotune_tier
 
 
 def default_executor() -> Any:
     """Return the executor behind `kernel(a, b)`."""
-    assert _services.default_executor is not None  # `import ejkernel.ops` provides it
-    return _services.default_executor()
+    return made.default_executor()
 
 
 def autotune_tier() -> Any:
     """Return a new autotune tier for a selector chain."""
-    assert _services.autotune_tier is not None  # `import ejkernel.ops` provides it
-    return _services.autotune_tier()
+    return made.autotune_tier()

@@ -7,8 +7,12 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax
+
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text, value_text
+from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
 
@@ -42,6 +46,17 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
         raise
     except Exception as error:
         raise KernelError(f"{what} raised {error_text(error)}") from error
+
+
+@contextlib.contextmanager
+def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
+    """Add a note with the configuration and the types of the arrays to an exception in a `with` block."""
+    try:
+        yield
+    except Exception as error:
+        arrays = ", ".join(str(jax.typeof(leaf)) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
+        error.add_note(f"{op_id} ran with {compact(config)} for {arrays}.")
+        raise
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches per object that do not keep the object alive, and caches of bounded size."""
+"""Caches per object that do not keep it alive, caches of bounded size, and weak references to a class's instances."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
 # Maximum entries of a table. A traced and compiled program takes 0.4 MB; JAX's own caches have the same size.
@@ -88,3 +88,31 @@ class Bounded(dict[Any, T]):
         if len(self) >= self._most:
             for oldest in list(self)[: max(1, self._most // 4)]:
                 self.pop(oldest, None)
+
+
+_lock = threading.Lock()
+_living: dict[int, weakref.ref[Any]] = {}  # in order of creation; by id, because not all instances are hashable
+
+
+class Noted:
+    """A base class that registers each instance on creation, even if a subclass does not call `__init__`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create and register an instance."""
+        del args, kwargs  # arguments of `__init__`
+        made = super().__new__(cls)
+        identity = id(made)
+        with _lock:
+            _living.pop(identity, None)  # a dead instance may have had the same id
+            _living[identity] = weakref.ref(made)
+        return made
+
+
+def living(cls: type) -> list[Any]:
+    """Return the live instances of `cls`, oldest first."""
+    with _lock:
+        found = [(identity, reference()) for identity, reference in _living.items()]
+        for identity, instance in found:
+            if instance is None:
+                del _living[identity]
+    return [instance for _, instance in found if isinstance(instance, cls)]

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import WARPGROUP
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import WARPGROUP, plgpu
 from ejkernel.kernels._hopper.pipeline import unrolled_producer_tail
 
 from .backward_keys import KeyBlock, KeyBlockKernel, QueryStep

@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch
-from ejkernel.kernels._hopper.memory import plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
@@ -139,28 +138,16 @@ class KeyBlockKernel:
 
     def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
         """Return the gradients of key and value of all parts, scaled; add the others to `sums`."""
-        problem, params = self.problem, self.params
-        present = [x is not None for x in (*inputs, *sums)]
-
-        def body(*refs: Any) -> None:
-            given = iter(refs)
-            found = [next(given) if here else None for here in present]
-            arrays, totals = BackwardInputs._make(found[: len(inputs)]), GradientSums._make(found[len(inputs) :])
-            outputs = tuple(given)
-            pl.run_scoped(
-                lambda *memory: self._block(arrays, totals, outputs, KeyBlockMemory(*memory)),
-                *self._memory_types(),
-                collective_axes=WARPGROUP,
-            )
-
         dkey, dvalue = launch(
-            body,
+            self._block,
+            (inputs, sums),
             self.out_types(inputs),
-            name=f"attention_backward_{params.division}",
-            programs=problem.batch * self.parts * self.key_blocks,
-            consumers=params.warpgroups,
+            name=f"attention_backward_{self.params.division}",
+            programs=self.problem.batch * self.parts * self.key_blocks,
+            memory=self._memory_types(),
+            consumers=self.params.warpgroups,
             interpret=self.backend.interpret,
-        )(*(x for x in (*inputs, *sums) if x is not None))
+        )
         return dkey, dvalue
 
     def out_types(self, inputs: BackwardInputs) -> list[jax.ShapeDtypeStruct]:
@@ -207,10 +194,8 @@ class KeyBlockKernel:
         }
         return KeyBlockMemory(**{name: (buffers | barriers).get(name) for name in KeyBlockMemory._fields})
 
-    def _block(
-        self, arrays: BackwardInputs, sums: GradientSums, outputs: tuple[Any, ...], memory: KeyBlockMemory
-    ) -> None:
-        warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
+    def _block(self, given: tuple[BackwardInputs, GradientSums], outputs: Any, memory: KeyBlockMemory) -> None:
+        (arrays, sums), warpgroup, consumers = given, lax.axis_index(WARPGROUP), self.params.warpgroups
         number, example, part = self._schedule(lax.axis_index(PROGRAM))
         blocks = block_range(arrays.ranges, example, number)
         limit = key_limit(self.problem, arrays, example, self.params.keys)

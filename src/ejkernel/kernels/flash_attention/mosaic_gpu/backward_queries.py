@@ -11,8 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch
-from ejkernel.kernels._hopper.memory import plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import (
@@ -82,26 +81,16 @@ class QueriesKernel:
     def run(self, inputs: BackwardInputs) -> jax.Array:
         """Return the gradient of the queries; `inputs.ranges` are of blocks of queries."""
         problem, params = self.problem, self.params
-        present = [x is not None for x in inputs]
-
-        def body(*refs: Any) -> None:
-            given = iter(refs)
-            arrays = BackwardInputs._make(next(given) if here else None for here in present)
-            output = next(given)
-            pl.run_scoped(
-                lambda *memory: self._block(arrays, output, QueryBlockMemory(*memory)),
-                *self._memory_types(),
-                collective_axes=WARPGROUP,
-            )
-
-        dquery: jax.Array = launch(
-            body,
-            jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype),
+        [dquery] = launch(
+            self._block,
+            inputs,
+            [jax.ShapeDtypeStruct(inputs.query.shape, inputs.query.dtype)],
             name="attention_backward_queries",
             programs=problem.batch * problem.heads * self.query_blocks,
+            memory=self._memory_types(),
             consumers=params.q_warpgroups,
             interpret=self.backend.interpret,
-        )(*(x for x in inputs if x is not None))
+        )
         return dquery
 
     def _memory_types(self) -> QueryBlockMemory:
@@ -117,7 +106,7 @@ class QueriesKernel:
             value_empty=block.empty,
         )
 
-    def _block(self, arrays: BackwardInputs, output: Any, memory: QueryBlockMemory) -> None:
+    def _block(self, arrays: BackwardInputs, outputs: Any, memory: QueryBlockMemory) -> None:
         warpgroup, consumers, heads = lax.axis_index(WARPGROUP), self.params.q_warpgroups, self.problem.heads
         index = lax.axis_index(PROGRAM)
         example, rest = lax.div(index, self.query_blocks * heads), lax.rem(index, self.query_blocks * heads)
@@ -125,7 +114,7 @@ class QueriesKernel:
         number, head = self.query_blocks - 1 - lax.div(rest, heads), lax.rem(rest, heads)
         blocks = block_range(arrays.ranges, example, number)
         limit = key_limit(self.problem, arrays, example, self.params.kv_block)
-        block = QueryBlock(arrays, output, memory, example, head, number * self.rows, blocks, limit)
+        block = QueryBlock(arrays, outputs[0], memory, example, head, number * self.rows, blocks, limit)
         dispatch_warpgroup(
             warpgroup,
             consumers,

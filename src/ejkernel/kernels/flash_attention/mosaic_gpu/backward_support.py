@@ -8,7 +8,6 @@ import dataclasses
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
-from .availability import unavailable
 from .params import BackwardParams
 from .plan import (
     BackwardProblem,
@@ -18,6 +17,7 @@ from .plan import (
     padded_dim,
     query_block_buffers,
     shared_bytes,
+    unavailable,
 )
 
 _LARGEST_DIM = 256

@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.device import quotient, remainder, widest_swizzle
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, tiled
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
-from ejkernel.kernels._hopper.memory import plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 
 from .forward_mainloop import (
@@ -52,29 +51,29 @@ def launch(
         outputs: Shapes and dtypes of the results.
         interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
     """
-    names = [name for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
-
-    def body(*refs: Any) -> None:
-        given = ForwardInputs(**dict(zip(names, refs, strict=False)))
-        kernel = ForwardKernel(plan, given, ForwardOutputs(*refs[len(names) :]), backend_for(interpret))
-        pl.run_scoped(kernel.run, kernel.buffer_types(), kernel.barrier_types(), collective_axes=WARPGROUP)
-
-    options = {"name": "flash_attention_forward", "programs": plan.programs, "interpret": interpret}
-    kernel = launch_kernel(body, list(outputs), consumers=plan.params.warpgroups, **options)
-    out, lse = kernel(*(array for array in inputs if array is not None))
+    kernel = ForwardKernel(plan, backend_for(interpret))
+    out, lse = launch_kernel(
+        kernel.run,
+        inputs,
+        outputs,
+        name="flash_attention_forward",
+        programs=plan.programs,
+        memory=(kernel.buffer_types(inputs), kernel.barrier_types(inputs)),
+        consumers=plan.params.warpgroups,
+        interpret=interpret,
+    )
     return out, lse
 
 
 class ForwardKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: ForwardPlan, inputs: ForwardInputs, outputs: ForwardOutputs, backend: Backend) -> None:
-        self.plan, self.params = plan, plan.params
-        self.inputs, self.outputs, self.backend = inputs, outputs, backend
+    def __init__(self, plan: ForwardPlan, backend: Backend) -> None:
+        self.plan, self.params, self.backend = plan, plan.params, backend
 
-    def buffer_types(self) -> ForwardBuffers:
+    def buffer_types(self, inputs: ForwardInputs) -> ForwardBuffers:
         """Return the types of the shared memory."""
-        plan, params = self.plan, self.params
+        plan, params, bias = self.plan, self.params, inputs.bias
         rows, slots = (params.warpgroups, ROWS), params.warpgroups * params.query_buffers
         query = tiled((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
         out: Any = tiled((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
@@ -87,15 +86,15 @@ class ForwardKernel:
             key=tiled((*block, plan.head_dim), plan.dtype, plan.head_swizzle),
             value=tiled((*block, plan.value_dim), plan.dtype, plan.value_swizzle),
             out=out,
-            bias=self._bias_type(),
-            mask=None if self.inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
-            key_bias=None if self.inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
-            key_segments=None if self.inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
+            bias=None if bias is None else self._bias_type(bias.dtype),
+            mask=None if inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
+            key_bias=None if inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
+            key_segments=None if inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
         )
 
-    def barrier_types(self) -> ForwardBarriers:
+    def barrier_types(self, inputs: ForwardInputs) -> ForwardBarriers:
         """Return the types of the barriers."""
-        inputs, stages, consumers = self.inputs, self.params.stages, self.params.warpgroups
+        stages, consumers = self.params.stages, self.params.warpgroups
         extras = consumers * ((inputs.bias is not None) + (inputs.mask is not None))
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
         # A consumer waits for its own rows alone; the producer waits until all consumers have finished with a tile.
@@ -110,10 +109,10 @@ class ForwardKernel:
             turn=plgpu.Barrier(num_barriers=consumers),
         )
 
-    def run(self, buffers: ForwardBuffers, barriers: ForwardBarriers) -> None:
+    def run(self, inputs: ForwardInputs, outputs: Any, memory: tuple[ForwardBuffers, ForwardBarriers]) -> None:
         """Run this warpgroup as producer or consumer."""
-        self.buffers, self.barriers = buffers, barriers
-        self.memory = ForwardMemory(self.plan, self.inputs, self.outputs, buffers, barriers, self.backend)
+        self.inputs, (self.buffers, self.barriers) = inputs, memory
+        self.memory = ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
         warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
         dispatch_warpgroup(warpgroup, consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
 
@@ -245,10 +244,7 @@ class ForwardKernel:
         """The shape of the stages of a mask, in words of 32 keys."""
         return self.params.stages, self.params.warpgroups, self.params.kv_block // 32, ROWS
 
-    def _bias_type(self) -> Any:
+    def _bias_type(self, dtype: Any) -> Any:
         """Return the type of the stages of a bias."""
-        bias = self.inputs.bias
-        if bias is None:
-            return None
         shape = (self.params.stages, self.params.warpgroups, ROWS, self.params.kv_block)
-        return tiled(shape, bias.dtype, widest_swizzle(self.params.kv_block * bias.dtype.itemsize))
+        return tiled(shape, dtype, widest_swizzle(self.params.kv_block * dtype.itemsize))

@@ -12,11 +12,10 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import remainder
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._numbers import LOG2_E
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
-from ejkernel.kernels.flash_attention.dropout import keeps
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, keeps
 
 from .masks import visible_bits, within_window
 from .plan import ROWS, ForwardPlan

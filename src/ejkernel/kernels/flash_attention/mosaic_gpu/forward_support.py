@@ -12,9 +12,8 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
-from .availability import unavailable
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, ForwardPlan, forward_plan, imbalance
+from .plan import REGISTERS, ROWS, ForwardPlan, forward_plan, imbalance, unavailable
 
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.

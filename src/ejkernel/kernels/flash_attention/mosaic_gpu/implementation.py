@@ -7,7 +7,14 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.flash_attention.common import AttentionCall, AttentionImplementation, Operands, Rules
+from ejkernel.kernels.flash_attention.common import (
+    AttentionCall,
+    AttentionImplementation,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+)
 
 from . import backward_support, forward_support
 from .launch import backward, forward
@@ -58,19 +65,14 @@ class MosaicGpu(AttentionImplementation):
             return space
         return [params for params in space if _repeats(call, params)]
 
-    def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> tuple[jax.Array, jax.Array]:
-        """See `forward`."""
+    def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> Residuals:
+        """See `launch.forward`."""
         return forward(operands, rules, params)
 
     def differentiate(
-        self,
-        operands: Operands,
-        residuals: tuple[jax.Array, jax.Array],
-        dout: jax.Array,
-        rules: Rules,
-        params: BackwardParams,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """See `backward`."""
+        self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams
+    ) -> Gradients:
+        """See `launch.backward`."""
         return backward(operands, residuals, dout, rules, params)
 
 

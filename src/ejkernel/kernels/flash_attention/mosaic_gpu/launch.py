@@ -8,19 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper import widest_swizzle
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
+from ejkernel.kernels.flash_attention._batches import fold_examples
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
 from .params import BackwardParams, ForwardParams
 from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan, whole_dim
 from .visibility import (
     Blocks,
-    Visibility,
     block_table,
     dropout_words,
     lengths_as_segments,
@@ -29,16 +28,13 @@ from .visibility import (
     ranges_of_queries,
 )
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 _TILE_ROWS = 8  # of the tiles of shared memory; a copy moves whole ones
 
 # Forward.
 
 
-def forward(
-    operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
+def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
+    """Return the output and the log-sum-exp.
 
     Args:
         operands: In float16 or bfloat16.
@@ -139,7 +135,7 @@ def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
 
 def backward(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     rules: Rules,
     params: BackwardParams,
@@ -160,40 +156,18 @@ def backward(
     operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))
 
-    @custom_vmap
-    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+    def pull(operands: Operands, residuals: Residuals, dout: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernels count in int32
             found = _gradients(operands, residuals, dout, rules, params, interpret)
         return tuple(x for x in found if x is not None)
 
-    @pull.def_vmap
-    def _folded(size: int, batched: Any, *args: Any) -> Any:
-        operands: Operands = args[0]
-        batch, bias = operands.query.shape[1 if batched[0].query else 0], operands.bias
-        leaves, structure = jax.tree.flatten(args)
-        mapped = jax.tree.leaves(batched)
-        folded = [_fold(x, size, batch, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
-        found = [x.reshape(size, -1, *x.shape[1:]) for x in pull(*jax.tree.unflatten(structure, folded))]
-        if bias is not None and bias.shape[1 if batched[0].bias else 0] < batch:
-            # Each folded example had a copy of the bias that they share: its gradient is the sum.
-            found[3] = found[3].sum(axis=1, keepdims=True)
-        return tuple(found), (True,) * len(found)
-
-    found = pull(operands, residuals, dout)
-    dquery, dkey, dvalue = found[:3]
-    return dquery, dkey, dvalue, None if operands.bias is None else found[3]
-
-
-def _fold(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
-    """Merge the mapped axis into the batch axis; operands that examples share are repeated."""
-    x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-    return x.reshape(size * batch, *x.shape[2:])
+    dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(operands, residuals, dout)
+    return dquery, dkey, dvalue, dbias[0] if dbias else None
 
 
 def _gradients(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     rules: Rules,
     params: BackwardParams,
@@ -201,14 +175,33 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
     problem = backward_problem(describe(operands, rules))
+    factor = _range_factor(operands, dout) if has_small_range(problem.dtype) else None
+    if factor is not None:
+        dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
     found, dbias = _run_backward(inputs, operands, problem, params, interpret)
+    if dbias is not None and not problem.bias_whole:
+        dbias = dbias.swapaxes(2, 3)
+    if factor is not None:
+        found, dbias = jax.tree.map(lambda x: (x * factor).astype(x.dtype), (found, dbias))
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
-    if dbias is not None and not problem.bias_whole:
-        dbias = dbias.swapaxes(2, 3)
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
+
+
+def _range_factor(operands: Operands, dout: jax.Array) -> jax.Array:
+    """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
+
+    All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
+    product of a row of the cotangent and a value, and their norms limit that. The factor is 1 unless this limit is too
+    large; each example has its own, unless the gradient of a bias may be a sum over examples.
+    """
+    axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
+    rows = (dout.astype(jnp.float32), operands.value.astype(jnp.float32))
+    left, right = (jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True)) for x in rows)
+    _, factor = normalized(left * right * 2.0**-14, ())
+    return jnp.maximum(factor, 1)
 
 
 def _run_backward(
@@ -234,8 +227,7 @@ def _run_backward(
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
-    visibility = _visibility(operands, problem, mask)
-    ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
+    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), mask)
     by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
 
     def add_up(state: Any) -> None:
@@ -251,7 +243,8 @@ def _run_backward(
         # Scaled here, with the rounding: no block of threads knows when a sum is complete.
         dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
-        ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
+        blocks = Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block)
+        ranges = ranges_of_keys(operands, problem.rules, blocks, mask)
         # A tile's rows are queries here: a word holds 32 keys.
         mask = packed(operands.attention_mask, sizes, 3)
         by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
@@ -287,7 +280,7 @@ def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
 
 def _backward_inputs(
     operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
+    residuals: Residuals,
     dout: jax.Array,
     problem: BackwardProblem,
     padded: tuple[int, int],
@@ -316,7 +309,7 @@ def _backward_inputs(
 
 
 def _row_inputs(
-    residuals: tuple[jax.Array, jax.Array], dout: jax.Array, problem: BackwardProblem, q_block: int
+    residuals: Residuals, dout: jax.Array, problem: BackwardProblem, q_block: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return shift and delta of `BackwardInputs`; rows of the padding count as rows that see no key."""
     out, lse = residuals
@@ -346,19 +339,6 @@ def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | N
     total = total[:, :, : operands.query.shape[1], : operands.key.shape[1]]
     axes = tuple(axis for axis in (2, 3) if bias.shape[axis] == 1 < total.shape[axis])
     return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
-
-
-def _visibility(operands: Operands, problem: BackwardProblem, mask: jax.Array | None) -> Visibility:
-    return Visibility(
-        queries=problem.queries,
-        keys=problem.keys,
-        rules=problem.rules,
-        query_segments=operands.query_segments,
-        key_segments=operands.key_segments,
-        query_lengths=operands.query_lengths,
-        key_lengths=operands.key_lengths,
-        mask=mask,
-    )
 
 
 def _pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Array:

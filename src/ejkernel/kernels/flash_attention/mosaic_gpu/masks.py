@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._numbers import LOG2_E
-from ejkernel.kernels.flash_attention.common import Rules
-from ejkernel.kernels.flash_attention.dropout import keeps
+from ejkernel.kernels.flash_attention.common import Rules, keeps
 
 from .plan import BackwardProblem
 from .visibility import BlockRange

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ejkernel.kernels._options import check_integer
 from ejkernel.ops.errors import ConfigError
 
 # Keys are columns of one WGMMA, at most 256, and the summed axis of the other, in steps of 16.
@@ -51,21 +52,16 @@ class ForwardParams:
     heads_first: bool = False
 
     def __post_init__(self) -> None:
-        _check("kv_block", self.kv_block, _KV_BLOCKS, "a multiple of 16 from 16 to 256")
-        _check("stages", self.stages, _STAGES, "from 1 to 8")
-        _check("warpgroups", self.warpgroups, _WARPGROUPS, "from 1 to 3")
-        _check("query_buffers", self.query_buffers, _QUERY_BUFFERS, "1 or 2")
+        check_integer("kv_block", self.kv_block, _KV_BLOCKS, "a multiple of 16 from 16 to 256")
+        check_integer("stages", self.stages, _STAGES, "from 1 to 8")
+        check_integer("warpgroups", self.warpgroups, _WARPGROUPS, "from 1 to 3")
+        check_integer("query_buffers", self.query_buffers, _QUERY_BUFFERS, "1 or 2")
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and type(value) is not bool:
                 raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
-
-
-def _check(name: str, value: object, allowed: range, wanted: str) -> None:
-    if type(value) is not int or value not in allowed:
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._hopper import DTYPES, MULTIPROCESSORS, SHARED_MEMORY, Registers, widest_swizzle
-from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+from ejkernel.kernels._hopper import unavailable as unavailable_on_hopper
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules, scale_reason
+from ejkernel.ops.utils.values.signature import is_known
 
 from .params import BackwardParams, ForwardParams
 
@@ -21,15 +24,55 @@ _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats afte
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 _NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded
 
+
+def unavailable(call: AttentionCall) -> str | None:
+    """Return why no kernel of either direction runs `call`, and an alternative; `None` if one may."""
+    if not is_known(*call.query, *call.key, *call.value):
+        return "it needs static shapes, and this program is exported with symbolic ones; use 'xla'."
+    missing = unavailable_on_hopper(call, "query, key and value", "'cudnn' or 'xla'")
+    if missing is not None:
+        return missing
+    if call.dtype not in DTYPES:
+        return f"query has dtype {call.dtype}; 'mosaic_gpu' supports bfloat16 and float16; cast it, or use 'xla'."
+    return scale_reason(call, "'mosaic_gpu'")
+
+
 # Forward.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardPlan:
+class AttentionSizes:
+    """What forward and backward have in common.
+
+    Attributes:
+        batch, heads, groups: As in `Operands`.
+        queries, keys: The lengths, without padding.
+        head_dim, value_dim: Padded to a dimension that the kernels support.
+        rules: Of the call.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    rules: Rules
+
+
+def _sizes(call: AttentionCall, padded: Callable[[int], int]) -> dict[str, Any]:
+    """Return the fields of `AttentionSizes`, with head dimensions padded by this function."""
+    names = ("batch", "queries", "heads", "head_dim")
+    sizes = dict(zip(names, call.query, strict=True)) | {"keys": call.key[1], "groups": call.key[2]}
+    return sizes | {"head_dim": padded(call.query[3]), "value_dim": padded(call.value[3]), "rules": call.rules}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPlan(AttentionSizes):
     """The static description of one forward launch.
 
     Attributes:
-        head_dim, value_dim: Padded to whole swizzles.
         bias: Itemsize of a bias with rows and keys, which is copied block by block; 0 without one.
         mask: Whether a mask differs between rows and between keys.
         key_bias: Whether a bias is added that is the same for all rows.
@@ -40,15 +83,7 @@ class ForwardPlan:
         table: Whether the range of key blocks of each tile is read from a table.
     """
 
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    groups: int
-    head_dim: int
-    value_dim: int
     dtype: str
-    rules: Rules
     params: ForwardParams
     bias: int = 0
     mask: bool = False
@@ -165,15 +200,8 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     segments = call.segments or call.query_lengths
     key_lengths = call.key_lengths and not segments
     return ForwardPlan(
-        batch=call.query[0],
-        queries=call.query[1],
-        keys=call.key[1],
-        heads=call.query[2],
-        groups=call.key[2],
-        head_dim=whole_dim(call.query[3]),
-        value_dim=whole_dim(call.value[3]),
+        **_sizes(call, whole_dim),
         dtype=call.dtype,
-        rules=call.rules,
         params=params,
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
@@ -201,16 +229,12 @@ def whole_dim(size: int) -> int:
 # Backward.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardProblem:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardProblem(AttentionSizes):
     """The static description of one backward, whatever its launch parameters.
 
     Attributes:
-        batch, heads, groups: As in `Operands`.
-        queries, keys: The lengths, without padding.
-        head_dim, value_dim: Padded to a dimension that the kernels support.
         dtype: Of query, key, value and the output's cotangent.
-        rules: Of the call.
         segments: Whether segment ids are given.
         key_lengths: Whether examples have key lengths.
         mask: Whether a boolean mask is given.
@@ -219,15 +243,7 @@ class BackwardProblem:
         bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
     """
 
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    groups: int
-    head_dim: int
-    value_dim: int
     dtype: Any
-    rules: Rules
     segments: bool = False
     key_lengths: bool = False
     mask: bool = False
@@ -283,23 +299,16 @@ class BackwardProblem:
 
 def backward_problem(call: AttentionCall) -> BackwardProblem:
     """Return the static description of a backward."""
-    scores = (call.query[0], call.query[2])
+    scores = (call.query[0], call.query[2], call.query[1], call.key[1])
     return BackwardProblem(
-        batch=call.query[0],
-        queries=call.query[1],
-        keys=call.key[1],
-        heads=call.query[2],
-        groups=call.key[2],
-        head_dim=padded_dim(call.query[3]),
-        value_dim=padded_dim(call.value[3]),
+        **_sizes(call, padded_dim),
         dtype=jnp.dtype(call.dtype),
-        rules=call.rules,
         segments=call.segments,
         key_lengths=call.key_lengths,
         mask=call.attention_mask is not None,
         bias=None if call.bias is None else (call.bias[0], call.bias[1]),
         bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
-        bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,
+        bias_whole=call.bias == scores and call.bias_dtype == call.dtype,
     )
 
 

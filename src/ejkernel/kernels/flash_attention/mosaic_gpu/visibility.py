@@ -9,7 +9,6 @@ key too: masking makes them correct, only slower.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._hopper.device import quotient
-from ejkernel.kernels.flash_attention.common import Operands, Rules
-from ejkernel.kernels.flash_attention.dropout import query_words
+from ejkernel.kernels.flash_attention.common import Operands, Rules, query_words
 
 _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # two segment ids that no user has, and that do not match each other
 
@@ -131,10 +129,20 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
     return BlockRange(first, unmasked_from, unmasked_until, end)
 
 
+Array = jax.Array | np.ndarray
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a tile."""
+
+    queries: int
+    keys: int
+
+
 def block_table(
     operands: Operands, rules: Rules, tile_rows: int, kv_block: int, words: jax.Array | None = None
 ) -> jax.Array:
-    """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
+    """Return the `BlockRange` of every tile of the forward, `[batch or 1, heads or 1, tiles, 4]` in int32.
 
     Args:
         operands: With segment ids, lengths of keys or a mask.
@@ -143,39 +151,79 @@ def block_table(
         kv_block: Keys in a block.
         words: The mask, `packed` along the keys to whole tiles and blocks; `None` if it is not packed.
     """
-    met, free = _window_pairs(operands, rules, tile_rows, kv_block)
-    if operands.query_segments is not None and operands.key_segments is not None:
-        queries, keys = _tiled(operands.query_segments, tile_rows), _tiled(operands.key_segments, kv_block)
-        met_segments, free_segments = _segment_pairs(queries, keys)
-        met, free = met & met_segments[:, None], free & free_segments[:, None]
-    if operands.key_lengths is not None:
-        end = jnp.arange(1, met.shape[-1] + 1, dtype=jnp.int32)[None, None, None] * kv_block
-        lengths = operands.key_lengths[:, None, None, None]
-        met, free = met & (end - kv_block < lengths), free & (end <= lengths)
-    mask = operands.attention_mask
+    blocks, mask = Blocks(tile_rows, kv_block), operands.attention_mask
+    some, every = _tiles(operands, rules, blocks)
     if mask is not None:
-        pairs = _mask_pairs(mask, tile_rows, kv_block) if words is None else _word_pairs(words, tile_rows, kv_block)
-        met, free = met & pairs[0], free & pairs[1]
-    return jnp.stack(_ranges(met, free), axis=-1)
+        pairs = _mask_pairs(mask, blocks) if words is None else _word_pairs(words, blocks, 3)
+        some, every = some & pairs[0], every & pairs[1]
+    first, unmasked_from, unmasked_until, end = _ranges(some, every, masked_after=False)
+    return jnp.stack([first, unmasked_from, unmasked_until, jnp.maximum(end, first + 1)], axis=-1).astype(jnp.int32)
 
 
-def _window_pairs(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return which blocks a tile visits under the window, and which need no mask: `[1, 1, tiles, blocks]` each."""
+def ranges_of_queries(operands: Operands, rules: Rules, blocks: Blocks, words: Array | None = None) -> Array:
+    """Return the `BlockRange` of query blocks for each block of keys, int32 `[batch or 1, key blocks, 4]`.
+
+    Blocks outside `[first, end)` have no visible pair; in `[unmasked_from, unmasked_until)` every pair is visible,
+    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes
+    their weights zero. Without arrays that decide, the ranges are a NumPy array, a constant of the program.
+
+    Args:
+        operands: Arrays of the call.
+        rules: The window.
+        blocks: Queries and keys of a tile.
+        words: The mask, `packed` along the queries to whole blocks; `None` without a mask.
+    """
+    some, every = (x.swapaxes(1, 2) for x in _seen_by_heads(operands, rules, blocks, words))
+    return _stacked(_ranges(some, every, masked_after=False))
+
+
+def ranges_of_keys(operands: Operands, rules: Rules, blocks: Blocks, words: Array | None = None) -> Array:
+    """Return the same of key blocks for each block of queries; keys past the last one are not visible."""
+    return _stacked(_ranges(*_seen_by_heads(operands, rules, blocks, words), masked_after=True))
+
+
+def _seen_by_heads(operands: Operands, rules: Rules, blocks: Blocks, words: Array | None) -> tuple[Array, Array]:
+    """Return whether some head may see some pair of a tile, and whether window and segments hide none of its pairs."""
+    some, every = (x[:, 0] for x in _tiles(operands, rules, blocks))
+    if words is not None:
+        seen = _word_pairs(words, blocks, 2)[0].any(axis=1)
+        some = some & seen[:, : some.shape[1], : some.shape[2]]
+    return some, every
+
+
+def _tiles(operands: Operands, rules: Rules, blocks: Blocks) -> tuple[Array, Array]:
+    """Return whether some, and whether every, pair of a tile is visible, apart from masks.
+
+    The axes are `[batch or 1, 1, query blocks, key blocks]`.
+    """
+    arrays = (operands.query_segments, operands.key_segments, operands.query_lengths, operands.key_lengths)
     queries, keys = operands.query.shape[1], operands.key.shape[1]
-    low = jnp.arange(0, queries, tile_rows, dtype=jnp.int32)[:, None] + (keys - queries)
-    high = jnp.minimum(low + tile_rows, keys) - 1
-    start = jnp.arange(0, keys, kv_block, dtype=jnp.int32)[None]
-    end = start + kv_block
-    met = jnp.ones((low.shape[0], start.shape[1]), bool)
-    free = met & (end <= keys)
+    module = _module(*arrays)
+    first = module.arange(0, queries, blocks.queries, dtype=np.int32)[None, None, :, None]
+    start = module.arange(0, keys, blocks.keys, dtype=np.int32)[None, None, None]
+    low, end = first + (keys - queries), start + blocks.keys
+    high = module.minimum(low + blocks.queries, keys) - 1
+    some = module.ones((1, 1, first.shape[2], start.shape[3]), bool)
+    every = some & (end <= keys)
     if rules.left is not None:
-        met, free = met & (end > low - rules.left), free & (start >= high - rules.left)
+        some, every = some & (end > low - rules.left), every & (start >= high - rules.left)
     if rules.right is not None:
-        met, free = met & (start <= high + rules.right), free & (end <= low + rules.right + 1)
-    return met[None, None], free[None, None]
+        some, every = some & (start <= high + rules.right), every & (end <= low + rules.right + 1)
+    if operands.query_segments is not None and operands.key_segments is not None:
+        pairs = _segment_pairs(
+            _tiled(operands.query_segments, blocks.queries), _tiled(operands.key_segments, blocks.keys)
+        )
+        some, every = some & pairs[0][:, None], every & pairs[1][:, None]
+    if operands.query_lengths is not None:
+        # A tile that is only partly past the length needs no mask: the log-sum-exp makes those weights zero.
+        some = some & (first < operands.query_lengths[:, None, None, None])
+    if operands.key_lengths is not None:
+        lengths = operands.key_lengths[:, None, None, None]
+        some, every = some & (start < lengths), every & (end <= lengths)
+    return some, every
 
 
-def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _segment_pairs(queries: Any, keys: Any) -> tuple[Array, Array]:
     """Return which blocks hold keys of a tile's segments, and which only of its one segment: `[batch, tiles, blocks]`.
 
     Args:
@@ -192,182 +240,63 @@ def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.
     return own.any(axis=3), whole & (least == most)[..., 0]
 
 
-def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
+def _mask_pairs(mask: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
     """Return where a mask shows a tile some, and all, keys of a block: `[batch or 1, heads or 1, tiles, blocks]`.
 
     A mask with one row, or one key, applies to all rows or keys; the axis of tiles or blocks is then 1.
     """
-    rows, keys = (1 if size == 1 else block for size, block in zip(mask.shape[2:], (tile_rows, kv_block), strict=True))
+    rows, keys = (1 if size == 1 else block for size, block in zip(mask.shape[2:], blocks, strict=True))
     padding = [(0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys)]
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
-    # Padded with True: `_window_pairs` masks the block that extends past the last key.
+    # Padded with True: `_tiles` masks the block that extends past the last key.
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
     return some, every
 
 
-def _word_pairs(words: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the same for a `packed` mask; padding counts as hidden."""
-    blocks, tiles = words.shape[2] * 32 // kv_block, words.shape[3] // tile_rows
-    split = words.reshape(*words.shape[:2], blocks, kv_block // 32, tiles, tile_rows)
-    pairs = ((split != 0).any(axis=(3, 5)), (split == -1).all(axis=(3, 5)))
-    some, every = (x.swapaxes(2, 3) for x in pairs)
-    return some, every
+def _word_pairs(words: Any, blocks: Blocks, axis: int) -> tuple[Array, Array]:
+    """Return the same for a mask `packed` along `axis`; padding counts as hidden."""
+    rows, columns = (blocks.queries // 32, blocks.keys) if axis == 2 else (blocks.keys // 32, blocks.queries)
+    split = words.reshape(*words.shape[:2], words.shape[2] // rows, rows, words.shape[3] // columns, columns)
+    some, every = (split != 0).any(axis=(3, 5)), (split == -1).all(axis=(3, 5))
+    return (some, every) if axis == 2 else (some.swapaxes(2, 3), every.swapaxes(2, 3))
 
 
-def _ranges(met: jax.Array, free: jax.Array) -> BlockRange:
-    """Return the range that holds every block in `met`, and in it the first contiguous run of `free` blocks."""
-    count = met.shape[-1]
-    number = lax.broadcasted_iota(jnp.int32, met.shape, met.ndim - 1)
-    free = jnp.broadcast_to(free & met, met.shape)
-    first = jnp.where(met, number, count).min(axis=-1)
-    end = jnp.where(met, number + 1, 0).max(axis=-1)
-    unmasked_from = jnp.where(free, number, count).min(axis=-1)
-    unmasked_until = jnp.where(free | (number < unmasked_from[..., None]), count, number).min(axis=-1)
-    first = jnp.where(end == 0, 0, first)
-    return BlockRange(first, unmasked_from, unmasked_until, jnp.maximum(end, first + 1))
-
-
-def _tiled(ids: jax.Array, block: int) -> jax.Array:
-    """Split the second axis into blocks, padded with the last id."""
-    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
-    return ids.reshape(ids.shape[0], -1, block)
-
-
-def _blocks(length: Any, block: int) -> Any:
-    return -(-length // block) if isinstance(length, int) else quotient(length + (block - 1), block)
-
-
-# Backward: ranges over the tiles of a block of keys, or of a block of queries.
-
-Array = jax.Array | np.ndarray
-
-
-class Blocks(NamedTuple):
-    """Queries and keys of a tile."""
-
-    queries: int
-    keys: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Visibility:
-    """Everything that decides which queries see which keys in one call.
-
-    Attributes:
-        queries, keys: Lengths.
-        rules: The last query is aligned with the last key.
-        query_segments, key_segments: `[batch, length]`, in any order; `None` without segments.
-        query_lengths, key_lengths: `[batch]`; later queries see nothing, later keys are hidden.
-        mask: Nonzero if one of 32 neighbouring queries may see a key: `[batch or 1, heads or 1, queries / 32, keys]`,
-            padded to whole blocks.
-    """
-
-    queries: int
-    keys: int
-    rules: Rules
-    query_segments: Array | None = None
-    key_segments: Array | None = None
-    query_lengths: Array | None = None
-    key_lengths: Array | None = None
-    mask: Array | None = None
-
-
-def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
-    """Return the `BlockRange` of query blocks for each block of keys, int32 `[batch or 1, key blocks, 4]`.
-
-    Blocks outside `[first, end)` have no visible pair; in `[unmasked_from, unmasked_until)` every pair is visible,
-    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes
-    their weights zero.
-    """
-    some, every = _tiles(visibility, blocks)
-    return _query_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
-
-
-def ranges_of_keys(visibility: Visibility, blocks: Blocks) -> Array:
-    """Return the same of key blocks for each block of queries; keys past the last one are not visible."""
-    return _query_ranges(*_tiles(visibility, blocks), masked_after=True)
-
-
-def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
-    """Return whether some, and whether every, pair of a tile is visible: `[batch or 1, query blocks, key blocks]`."""
-    some, every = _tiles_by_position(visibility, blocks)
-    if visibility.query_segments is not None and visibility.key_segments is not None:
-        # Ids may come in any order: their extents decide only which tiles to skip; the kernel compares ids.
-        lowest, highest = _extent(visibility.query_segments, blocks.queries)
-        key_lowest, key_highest = _extent(visibility.key_segments, blocks.keys)
-        rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
-        some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
-        every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
-    if visibility.query_lengths is not None:
-        first = np.arange(some.shape[1], dtype=np.int32)[None] * blocks.queries
-        # A tile that is only partly past the length needs no mask: the log-sum-exp makes those weights zero.
-        some = some & (first < visibility.query_lengths[:, None])[:, :, None]
-    if visibility.key_lengths is not None:
-        first = np.arange(some.shape[2], dtype=np.int32)[None] * blocks.keys
-        some = some & (first < visibility.key_lengths[:, None])[:, None]
-        every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
-    if visibility.mask is not None:
-        seen = _some_in_blocks(visibility.mask, blocks)
-        some = some & seen[:, : some.shape[1], : some.shape[2]]
-    return some, every
-
-
-def _tiles_by_position(visibility: Visibility, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same from window and array lengths alone, at trace time."""
-    queries, keys, rules = visibility.queries, visibility.keys, visibility.rules
-    first = np.arange(0, queries, blocks.queries)[None, :, None]
-    last = np.minimum(first + blocks.queries, queries) - 1
-    low = np.arange(0, keys, blocks.keys)[None, None, :]
-    high = np.minimum(low + blocks.keys, keys) - 1
-    some = np.ones((1, first.size, low.size), bool)
-    every = np.broadcast_to(low + blocks.keys <= keys, some.shape)
-    ahead = keys - queries
-    if rules.right is not None:
-        some = some & (low <= last + ahead + rules.right)
-        every = every & (high <= first + ahead + rules.right)
-    if rules.left is not None:
-        some = some & (high >= first + ahead - rules.left)
-        every = every & (low >= last + ahead - rules.left)
-    return some, every
-
-
-def _module(x: Array) -> Any:
-    # Ranges that depend on shapes and rules alone are NumPy arrays: constants of the program.
-    return np if isinstance(x, np.ndarray) else jnp
-
-
-def _extent(segments: Array, size: int) -> tuple[Array, Array]:
-    """Return the smallest and the largest id in each block, `[batch, blocks]` each."""
-    # Padded with the last id, which leaves the extent of its block unchanged.
-    blocks = _module(segments).pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
-    blocks = blocks.reshape(blocks.shape[0], -1, size)
-    return blocks.min(axis=-1), blocks.max(axis=-1)
-
-
-def _some_in_blocks(words: Array, blocks: Blocks) -> Array:
-    """Return whether a mask shows some pair of a tile to some head: `[batch or 1, query blocks, key blocks]`."""
-    rows, keys = blocks.queries // 32, blocks.keys
-    split = words.reshape(*words.shape[:2], words.shape[2] // rows, rows, words.shape[3] // keys, keys)
-    some: Array = (split != 0).any(axis=(1, 3, 5))
-    return some
-
-
-def _query_ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
-    """Turn `[batch, blocks, others]` into ranges over `others`; the first contiguous run is the unmasked range.
+def _ranges(some: Array, every: Array, *, masked_after: bool) -> BlockRange:
+    """Return the ranges over the last axis of `[..., blocks, others]`; the first contiguous run is the unmasked range.
 
     Without such a run all tiles count as before it, or with `masked_after` as after it: a causal mask needs that loop
     in any case.
     """
-    module, count = _module(some), some.shape[-1]
-    index = np.arange(count).reshape(1, 1, -1)
+    module, count = _module(some, every), some.shape[-1]
+    every = every & some
     visible = some.any(axis=-1)
     first = module.where(visible, some.argmax(axis=-1), 0)
     last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
-    every = every & some
     begin = module.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
-    broken = ~every & (index >= begin[..., None])
+    # The user may have disabled JAX's rank promotion.
+    number = np.arange(count).reshape((1,) * (some.ndim - 1) + (count,))
+    broken = ~every & (number >= begin[..., None])
     end = module.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
-    end = module.clip(end, begin, module.maximum(last, begin))
-    ranges: Array = module.stack([first, begin, end, last], axis=-1).astype(np.int32)
-    return ranges
+    return BlockRange(first, begin, module.clip(end, begin, module.maximum(last, begin)), last)
+
+
+def _stacked(ranges: BlockRange) -> Array:
+    stacked: Array = _module(*ranges).stack(ranges, axis=-1).astype(np.int32)
+    return stacked
+
+
+def _tiled(ids: Array, block: int) -> Array:
+    """Split the second axis into blocks, padded with the last id."""
+    padded: Any = _module(ids).pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
+    tiles: Array = padded.reshape(ids.shape[0], -1, block)
+    return tiles
+
+
+def _module(*arrays: Any) -> Any:
+    """Return the module that computes with these arrays; `None` is skipped."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def _blocks(length: Any, block: int) -> Any:
+    return -(-length // block) if isinstance(length, int) else quotient(length + (block - 1), block)

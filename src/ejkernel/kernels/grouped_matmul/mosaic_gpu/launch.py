@@ -7,15 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
-from .params import ProductParams, WgradParams
-from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
-
-_one_by_one: Any = sequential_vmap  # it has no annotations
+from .plan import ALIGNED, ProductParams, ProductPlan, WgradParams, padded, product_plan, wgrad_plan
 
 
 def product(
@@ -55,7 +51,7 @@ def _multiplied(
             return [x[: call.rows, : call.columns] for x in found]
 
     # One launch per example: each has other groups.
-    found: list[jax.Array] = _one_by_one(compute)(*unify_varying(arrays))
+    found: list[jax.Array] = one_by_one(compute, *arrays)
     return found
 
 
@@ -73,7 +69,7 @@ def weights_gradient(
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
 
-    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
+    found: jax.Array = one_by_one(compute, *arrays)
     return found
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import launch
-from ejkernel.kernels._hopper.memory import plgpu
+from ejkernel.kernels._hopper.launch import launch, plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
 
 from .plan import STEP, WARPGROUPS, GroupedPlan
@@ -74,22 +73,17 @@ def accumulate(plan: GroupedPlan, mainloop: Callable[..., None]) -> list[jax.Arr
 
 
 def run_kernel(
-    kernel: Any,
-    plan: GroupedPlan,
-    arrays: tuple[jax.Array, ...],
-    out_shape: tuple[int, ...],
-    *,
-    name: str,
-    interpret: Any,
-    results: int = 1,
+    kernel: Any, arrays: tuple[jax.Array, ...], out_shape: tuple[int, ...], *, name: str, results: int = 1
 ) -> list[jax.Array]:
-    """Launch `kernel(plan, refs, interpret)` with one producer and two consumer warpgroups; return its results."""
-
-    def body(*refs: Any) -> None:
-        instance = kernel(plan, refs, interpret)
-        pl.run_scoped(instance.run, instance.memory_types(), collective_axes="warpgroup")
-
-    out_type = [jax.ShapeDtypeStruct(out_shape, jnp.dtype(plan.out_dtype))] * results
-    options = {"name": name, "programs": plan.programs, "consumers": WARPGROUPS, "interpret": interpret}
-    found: list[jax.Array] = launch(body, out_type, lane_semantics=True, **options)(*arrays)
-    return found
+    """Launch a kernel with one producer and two consumer warpgroups, and return its results."""
+    return launch(
+        kernel.run,
+        arrays,
+        [jax.ShapeDtypeStruct(out_shape, jnp.dtype(kernel.plan.out_dtype))] * results,
+        name=name,
+        programs=kernel.plan.programs,
+        memory=kernel.memory_types(),
+        consumers=WARPGROUPS,
+        lane_semantics=True,
+        interpret=kernel.backend.interpret,
+    )

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
-from ejkernel.kernels._hopper.memory import plgpu, tiled
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 
 from .plan import REGISTERS, STEP, TILE, WARPGROUPS, WgradPlan
@@ -51,16 +50,15 @@ class _WgradTile(NamedTuple):
 
 def sum_products(plan: WgradPlan, lhs: Any, rhs: Any, table: Any, *, interpret: Any = None) -> jax.Array:
     """Run the kernel on padded operands; `table` is int32 `[groups, 3]`: number, first row and rows of each group."""
-    shape, name = (plan.groups, plan.inner, plan.columns), "grouped_matmul_wgrad"
-    return run_kernel(WgradKernel, plan, (lhs, rhs, table), shape, name=name, interpret=interpret)[0]
+    kernel, shape = WgradKernel(plan, backend_for(interpret)), (plan.groups, plan.inner, plan.columns)
+    return run_kernel(kernel, (lhs, rhs, table), shape, name="grouped_matmul_wgrad")[0]
 
 
 class WgradKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: WgradPlan, refs: Sequence[Any], interpret: Any) -> None:
-        self.plan, self.backend = plan, backend_for(interpret)
-        self.lhs, self.rhs, self.table, self.out = refs
+    def __init__(self, plan: WgradPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
 
     def memory_types(self) -> GroupedMemory:
         """Return the types of shared memory and barriers."""
@@ -80,8 +78,9 @@ class WgradKernel:
         in_order = plgpu.SMEM(tiles, jnp.dtype(self.plan.dtype))
         return self.backend.aliased(tiled((*leading, STEP, columns), self.plan.dtype), in_order)
 
-    def run(self, memory: GroupedMemory) -> None:
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
         """Run this warpgroup as producer or consumer."""
+        (self.lhs, self.rhs, self.table), [self.out] = arrays, results
         self.memory, self.pipeline = memory, memory.pipeline
         self.lhs_stages, self.lhs_tiles = self.backend.views(memory.lhs, 2)
         self.rhs_stages, self.rhs_tiles = self.backend.views(memory.rhs, 2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,15 +16,14 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.config.policy import looking_only
-from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
-from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
-from ejkernel.ops.core.transformations.naming import array_names
+from ejkernel.ops.core.transformations.autodiff import Vjp, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.values.identity import Strong
+from ejkernel.ops.utils.values.identity import Held, Strong
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
@@ -53,10 +52,8 @@ class _RunAsReference:
 def without_rule(node: Node, choice: Choice) -> Node:
     """Return a node that differentiates `run` under `choice` instead of using the kernel's rule; for references."""
     spec, stand_in = node.spec, _RunAsReference(node.spec.kernel, choice)
-    changed: Node = with_spec(
-        node, dataclasses.replace(spec, token=(stand_in, spec.token), held=(Strong(stand_in), *spec.held[1:]))
-    )
-    return changed
+    token, held = (stand_in, spec.token), (Strong(stand_in), *spec.held[1:])
+    return node.with_spec(dataclasses.replace(spec, token=token, held=cast("tuple[Held, ...]", held)))
 
 
 def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[Any], list[str]] | None:

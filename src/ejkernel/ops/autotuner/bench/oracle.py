@@ -195,7 +195,9 @@ class Oracle:
         except TuningError:
             raise
         except BaseException as error:  # without inputs and reference results, no candidate can be checked
-            raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
+            raise TuningError(
+                f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error, notes=True)}"
+            ) from error
 
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""

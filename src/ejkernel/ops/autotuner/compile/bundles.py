@@ -36,14 +36,13 @@ from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
+from ejkernel.ops.core.kernel import candidates_of, check_config, kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.storage.serialize import describe, digest_of, from_plain, read_object, sealed_json, to_data
 
 _SCHEMA = 2
 _MANIFEST = "manifest.json"
@@ -244,15 +243,15 @@ def _compile_call(
 def _configs(
     inv: Invocation[Cfg, Out], candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None, max_candidates: int
 ) -> list[Any]:
-    assert inv.kernel is not None
-    space = candidates_of(inv.kernel, inv) if candidates is None else candidates(inv)
+    kernel = kernel_of(inv)
+    space = candidates_of(kernel, inv) if candidates is None else candidates(inv)
     if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):
         others = space.sample(np.random.default_rng(0), max_candidates)
     else:
         others = list(space)
     for config in others:
-        check_config(inv.kernel, config, "each candidate")
-    return list({config_id(config): config for config in (*heuristic_of(inv, inv.kernel), *others)}.values())
+        check_config(kernel, config, "each candidate")
+    return list({config_id(config): config for config in (*heuristic_of(inv, kernel), *others)}.values())
 
 
 def _written(

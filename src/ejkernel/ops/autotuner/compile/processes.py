@@ -39,9 +39,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, TuningError
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.error_text import error_text, printable
 from ejkernel.ops.utils.fingerprint import default_device
-from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,19 @@ from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.error_text import printable, printable_json
 from ejkernel.ops.utils.formatting import arguments
-from ejkernel.ops.utils.printable import printable, printable_json
-from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import (
+    check_schema,
+    describe,
+    from_data,
+    from_plain,
+    parse_json,
+    read_lines,
+    sealed_lines,
+    stable_json,
+    to_data,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)

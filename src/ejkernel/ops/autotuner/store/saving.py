@@ -15,8 +15,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import saved_in, standing
+from ejkernel.ops.config.staleness import saved_in, space_digest, standing
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.autotuner.tasks.task import SharedCall
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import array_names, take_apart
 from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides, prepared
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningWarning
 from ejkernel.ops.utils.error_text import value_text

@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, kernel_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,7 @@ class TuningTask:
     @property
     def kernel(self) -> Kernel[Any, Any]:
         """The call's kernel."""
-        assert self.inv.kernel is not None  # every task has a kernel
-        return self.inv.kernel
+        return kernel_of(self.inv)
 
     @property
     def calls(self) -> tuple[Invocation[Any, Any], ...]:

@@ -13,9 +13,8 @@ from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.error_text import error_text, printable_lines
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.printable import printable_lines
 from ejkernel.ops.utils.validation import check_argument
 
 

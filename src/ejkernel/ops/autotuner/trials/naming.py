@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.transformations.autodiff import innermost
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 
 

@@ -16,8 +16,8 @@ from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.error_text import printable, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, ratio, text_table
-from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
 _REASON = 100  # characters of a reason in a table

@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
-from ejkernel.ops.utils.storage.sealed import digest_of
+from ejkernel.ops.utils.storage.serialize import digest_of
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 

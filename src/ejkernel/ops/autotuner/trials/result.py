@@ -15,10 +15,9 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
-from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
 
 _SCHEMA = 2

@@ -27,13 +27,12 @@ from ejkernel.ops.config.shared.packs import (
     DamagedError,
     Pack,
     checked,
-    entry_in_line,
     line_of,
     read_line,
     token_in,
     token_of,
 )
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ class LocalCopy:
         found = []
         for line, pack in self._found(token).items():
             try:
-                found.append(entry_in_line(line, key))
+                found.append(read_line(line))
             except UnusableError as error:
                 self._mark_unusable(pack.path, error)
         return by_preference(found) if len(found) > 1 else found

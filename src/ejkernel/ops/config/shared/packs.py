@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs: immutable files with many entries. Entries are sorted by key, so a lookup reads only a small piece.
 
+Why not SQLite, or an index object per folder: importing `sqlite3` takes four times as long as the first lookup of a
+process, and its locks fail on network file systems; a bucket cannot update an index without losing concurrent writes.
+
 Each entry is one line, a JSON array: the digest of the entry's key, the digest of the line's content, and the entry.
 The first line names the packs that were merged into this pack; the last line holds the number of entries.
 """
@@ -8,7 +11,6 @@ The first line names the packs that were merged into this pack; the last line ho
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.config import entries
-from ejkernel.ops.config._files import UnusableError, identity, opened
-from ejkernel.ops.config.entries import StoredEntry, check_key, data_of, entry_of
-from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.config._files import UnusableError, identity, opened, or_unusable
+from ejkernel.ops.config.entries import StoredEntry, data_of, entry_of
 from ejkernel.ops.utils.storage.encode import dumps
-from ejkernel.ops.utils.storage.sealed import check_schema, decoded
-from ejkernel.ops.utils.storage.serialize import describe, parse_json
+from ejkernel.ops.utils.storage.serialize import check_schema, decoded, describe, parse_json
 
 SCHEMA: Final = 1  # raise when the layout changes; packs of another schema are a warned miss
 SUFFIX: Final = ".pack"  # differs from the suffix of search logs, which lie in the same cache folder
@@ -30,7 +30,7 @@ _FULL: Final = 8 << 20  # bytes after which a new pack begins
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
 _WINDOW: Final = 4 << 10  # bytes per read
-_INTERPOLATIONS: Final = 6  # steps of interpolation search, before bisection takes over
+_GUESSES: Final = 6  # steps of interpolation search, before bisection takes over
 _FIRST, _LAST = "", "~"  # used in place of a key's digest: they sort before and after all digests
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
@@ -69,36 +69,19 @@ def token_in(line: bytes) -> str:
     return line[2 : 2 + _DIGITS].decode("ascii", "replace")
 
 
+@or_unusable
 def read_line(line: bytes) -> StoredEntry:
     """Return the entry of a line.
 
     Raises:
-        UnusableError: The line is damaged or holds no usable entry.
+        UnusableError: The line is damaged, or holds no usable entry of the key in its digest.
     """
-    entry = _entry(line)
+    data = _content(line)
+    check_schema(data, entries.SCHEMA, entries.WHAT)
+    entry = entry_of(data)
     if token_of(entry.key) != token_in(line):
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
     return entry
-
-
-def entry_in_line(line: bytes, key: object) -> StoredEntry:
-    """Return the entry of a line found for a key.
-
-    Raises:
-        UnusableError: The line is damaged, or holds no usable entry of this key.
-    """
-    entry = _entry(line)
-    check_key(entry, identity(key))
-    return entry
-
-
-def _entry(line: bytes) -> StoredEntry:
-    data = _content(line)
-    try:
-        check_schema(data, entries.SCHEMA, entries.WHAT)
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    return entry_of(data)
 
 
 def packed(lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -148,15 +131,21 @@ def check(name: str, raw: bytes) -> None:
         raise DamagedError("it has no entries")
     if _sources(lines[0]):
         raise UnusableError("it was merged from other packs, and only single packs are shared")
-    if _content(lines[-1]) != {"lines": len(lines) - 2}:
-        raise DamagedError("its last line does not hold the number of entries")
-    inner = lines[1:-1]
-    for line in inner:
+    _check_lines(lines[1:-1], _content(lines[-1]).get("lines"))
+
+
+def _check_lines(lines: Iterable[bytes], wanted: object) -> None:
+    """Check that the lines of entries are undamaged, sorted, and as many as the last line of the pack says."""
+    count, previous = 0, b""
+    for line in lines:
         if len(line) > _LONGEST:
             raise DamagedError(f"a line has more than {_LONGEST} bytes")
         _text_of(line)
-    if any(later < earlier for earlier, later in itertools.pairwise(inner)):
-        raise DamagedError("its lines are not sorted")
+        if line < previous:
+            raise DamagedError("its lines are not sorted")
+        previous, count = line, count + 1
+    if count != wanted:
+        raise DamagedError(f"it has {count} entries, but its last line says {describe(wanted)}")
 
 
 class Pack:
@@ -208,18 +197,18 @@ class Pack:
         # is the first line after it.
         low, high, total = self._begin, size, size - self._begin
         share = _share(wanted)
-        at, share_there, share_low = low, 0.0, 0.0
-        for _ in range(_INTERPOLATIONS):  # digests are uniformly distributed, so each step comes much closer
-            if high - low <= _WINDOW or 0 <= (share - share_low) * total <= 2 * _WINDOW:
-                return low
-            at = min(max(int(at + (share - share_there) * total) - _WINDOW, low), high - 1)
+        at, share_there, share_low, steps = low, 0.0, 0.0, 0
+        while high - low > _WINDOW and not 0 <= (share - share_low) * total <= 2 * _WINDOW:
+            # Digests are uniformly distributed, so each guess comes much closer; in a damaged pack they may not be.
+            guess = int(at + (share - share_there) * total) - _WINDOW if steps < _GUESSES else (low + high) // 2
+            at, steps = min(max(guess, low), high - 1), steps + 1
             start, head = _next_line(descriptor, at, len(wanted))
             share_there = _share(head)
             if head and head < wanted:
                 low, share_low = start, share_there
             else:
                 high = at
-        return _bisected(descriptor, low, high, wanted)
+        return low
 
     def walk(self) -> Iterator[bytes]:
         """Yield the lines of all entries.
@@ -259,14 +248,8 @@ def verify(path: Path) -> None:
         UnusableError: The pack is damaged.
         OSError: The pack cannot be read.
     """
-    pack, count, previous = Pack(path), 0, b""
-    for line in pack.walk():
-        _text_of(line)
-        if line < previous:
-            raise DamagedError("its lines are not sorted")
-        previous, count = line, count + 1
-    if count != pack.lines:
-        raise DamagedError(f"it has {count} entries, but its last line says {describe(pack.lines)}")
+    pack = Pack(path)
+    _check_lines(pack.walk(), pack.lines)
 
 
 # --- lines ---
@@ -292,21 +275,16 @@ def _text_of(line: bytes) -> bytes:
     return text
 
 
+@or_unusable
 def _content(line: bytes) -> dict[str, Any]:
-    try:
-        data = parse_json(decoded(_text_of(line)))
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    return data  # type: ignore[no-any-return]  # an object: _text_of checked the brace
+    return parse_json(decoded(_text_of(line)))  # type: ignore[no-any-return]  # an object: _text_of checked the brace
 
 
+@or_unusable
 def _sources(line: bytes) -> list[str]:
     """Return the pack names in the first line of a pack."""
     data = _content(line)
-    try:
-        check_schema(data, SCHEMA, "a pack of entries")
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
+    check_schema(data, SCHEMA, "a pack of entries")
     names = data.get("of")
     if not isinstance(names, list) or not all(type(name) is str for name in names):
         raise UnusableError("its first line does not name the merged packs")
@@ -349,18 +327,6 @@ def _share(head: bytes) -> float:
         return int(head[2:15], 16) / 16**13
     except ValueError:  # the last line, or a damaged line
         return 1.0
-
-
-def _bisected(descriptor: int, low: int, high: int, wanted: bytes) -> int:
-    """Return the same as `Pack._before` for any distribution of digests."""
-    while high - low > _WINDOW:
-        middle = (low + high) // 2
-        start, head = _next_line(descriptor, middle, len(wanted))
-        if head and head < wanted:
-            low = start
-        else:
-            high = middle
-    return low
 
 
 def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:

@@ -18,8 +18,7 @@ from ejkernel import settings
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
-from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.error_text import error_text, printable
 
 MOST: Final = 10_000  # packs in a store that ordinary programs read
 REMEDY: Final = "run `ejkernel cache prune URL` to merge them"
@@ -137,7 +136,8 @@ class Store:
         with self._errors("written"):
             system, root = self._system()
             path = posixpath.join(root, name)
-            if "file" in _protocols(system):  # fsspec would write in place, not atomically
+            names = system.protocol
+            if "file" in ([names] if isinstance(names, str) else names):  # fsspec would write in place, not atomically
                 write_chunks(Path(path), lambda: (raw,))
                 return
             system.pipe_file(path, raw)
@@ -179,8 +179,3 @@ class Store:
         except Exception as error:
             reason = error_text(error).replace(self.url, shown(self.url))
             raise UnreachableError(f"{shown(self.url)} cannot be {what}: {reason}") from error
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    protocol = system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

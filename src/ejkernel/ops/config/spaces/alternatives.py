@@ -35,7 +35,8 @@ def alternatives(
     """
     if not any(isinstance(space, ConfigSpace) for space in spaces.values()):
         return [build(name, params) for name, members in spaces.items() for params in members]
-    parts = {name: _as_space(space) for name, space in spaces.items() if not _is_empty(space)}
+    parts = {name: _as_space(space) for name, space in spaces.items() if isinstance(space, ConfigSpace) or len(space)}
+    parts = {name: space for name, space in parts.items() if not space.empty()}
     if not parts:
         return []
     axes = {_WHICH: tuple(parts)} | {
@@ -64,10 +65,6 @@ def alternatives(
 
 def _axis(name: str, axis: Axis) -> str:
     return f"{name}.{axis.name}"
-
-
-def _is_empty(space: Collection[object]) -> bool:
-    return space.empty() if isinstance(space, ConfigSpace) else not len(space)
 
 
 def _as_space(space: Collection[object]) -> ConfigSpace[Any]:

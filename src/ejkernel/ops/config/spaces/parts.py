@@ -31,15 +31,12 @@ _SHUFFLED = 64  # values of an axis that a random search tries
 _KNOWN = 64  # valid points that `known` looks for
 _ENOUGH = 16  # valid points after which no further method is tried
 _REJECTIONS = 50  # draws per point up to which rejection sampling is used
-_HITS = 6  # valid draws needed to estimate the size from the acceptance rate
-_TRIES = 500  # random descents of Knuth's estimate
 _ONCE = 400  # `Effort` per axis before a descent starts again
 # `Effort` for each method; a million takes 0.1 to 0.2 s.
 _DRAWN = 1_000_000
 _AIMED = 1_000_000
 _DESCENDED = 2_000_000
 _CHANGED = 2_000_000
-_ESTIMATING = 4_000_000
 
 
 class Part:
@@ -144,8 +141,7 @@ class Part:
         points, drawn, hits = self.known
         if not points:
             return 0
-        estimate = self.product * hits // drawn if hits >= _HITS else self._branched()
-        return min(max(estimate, len(points)), self.product)
+        return min(max(self.product * max(hits, 1) // drawn, len(points)), self.product)
 
     def draw(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
         """Return up to `count` random points, possibly with repetitions; none if no point is known.
@@ -217,32 +213,6 @@ class Part:
             if self.has(point := tuple(levels)):
                 pool.append(point)
                 yield point
-
-    def _branched(self) -> int:
-        """Estimate the number of points: choose the axes one by one at random and multiply the numbers of choices.
-
-        Source: Knuth, Estimating the efficiency of backtrack programs, 1975.
-        """
-        rng, effort = random.Random(0), Effort(_ESTIMATING)
-        checks = by_last(self.constraints, [self.axes[i].name for i in self._order])
-        costs = [_VISIT + sum(cost_of(check, self.names) for check in some) for some in checks]
-        total, tries = 0.0, 0
-        while effort.left > 0 and tries < _TRIES:
-            assignment, ways = dict[str, Any].fromkeys(self.names), 1.0
-            for i, some, cost in zip(self._order, checks, costs, strict=True):
-                axis, levels = self.axes[i], list(_levels(self.axes[i], rng))
-                valid = []
-                for level in levels:
-                    effort.spend(cost)
-                    assignment[axis.name] = axis.values[level]
-                    if all(check(assignment) for check in some):
-                        valid.append(level)
-                ways = min(ways * len(axis) * len(valid) / len(levels), 1e300)
-                if not valid:
-                    break
-                assignment[axis.name] = axis.values[rng.choice(valid)]
-            total, tries = total + ways, tries + 1
-        return round(total / max(tries, 1))
 
     @functools.cached_property
     def _order(self) -> list[int]:

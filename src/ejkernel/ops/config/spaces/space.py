@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -84,9 +85,6 @@ class ConfigSpace(Generic[Cfg]):
         self.seeds = tuple(seeds)
         self._listed: tuple[Point, ...] | None = None
         self._kept = False  # whether these were given, rather than found
-        self._parts: list[tuple[list[int], Part]] = []  # the positions of the axes of each part
-        self._looked = False  # whether all parts are listed that can be
-        self._owners: dict[int, tuple[list[int], Part]] | None = None
 
     @classmethod
     def listed(cls, configurations: Iterable[Cfg]) -> ConfigSpace[Cfg]:
@@ -137,7 +135,7 @@ class ConfigSpace(Generic[Cfg]):
         Raises:
             ConfigError: The space is empty, or no configuration was found.
         """
-        counts = [part.count for _, part in self._known()]
+        counts = [part.count for _, part in self._known]
         if not all(counts):
             raise self._nothing()
         return math.prod(counts)
@@ -145,7 +143,7 @@ class ConfigSpace(Generic[Cfg]):
     @property
     def exact(self) -> bool:
         """Whether `size` is exact; otherwise it is an estimate from random samples."""
-        return self.empty() or all(part.exact for _, part in self._known())
+        return self.empty() or all(part.exact for _, part in self._known)
 
     # Points: configurations by the positions of their values; hashable and cheap.
 
@@ -172,7 +170,7 @@ class ConfigSpace(Generic[Cfg]):
 
     def empty(self) -> bool:
         """Return whether the space is known to be empty."""
-        return any(part.points == () for _, part in self._known())
+        return any(part.points == () for _, part in self._known)
 
     def walk(self) -> Iterator[Point]:
         """Yield every point, the last axis fastest.
@@ -183,7 +181,7 @@ class ConfigSpace(Generic[Cfg]):
         if self._listed is not None:
             yield from self._listed
             return
-        part_of = {position: (positions, part) for positions, part in self._known() for position in positions}
+        part_of = {position: (positions, part) for positions, part in self._known for position in positions}
         chosen: list[int] = []
         effort = Effort(_WALKED)
 
@@ -217,7 +215,7 @@ class ConfigSpace(Generic[Cfg]):
             return False
         if not all(0 <= level < len(axis) for axis, level in zip(self.axes, point, strict=True)):
             return False
-        return all(part.has(tuple(point[i] for i in positions)) for positions, part in self._divide())
+        return all(part.has(tuple(point[i] for i in positions)) for positions, part in self._parts)
 
     def assignment(self, point: Point) -> dict[str, Any]:
         """Return the values of a point by axis name; a shorter point gives the leading axes."""
@@ -316,7 +314,7 @@ class ConfigSpace(Generic[Cfg]):
         """
         found: list[Point] = []
         for _, position, level in self._steps(point):
-            positions, part = self._part_of(position)
+            positions, part = self._owners[position]
             if part.has(tuple(level if i == position else point[i] for i in positions)):
                 found.append((*point[:position], level, *point[position + 1 :]))
             if len(found) == most:
@@ -375,43 +373,40 @@ class ConfigSpace(Generic[Cfg]):
         columns = (axis.encode_levels(levels[:, i], aligned_from=aligned_from) for i, axis in enumerate(self.axes))
         return [column for column in columns if column.shape[1]]
 
-    def _divide(self) -> list[tuple[list[int], Part]]:
-        """Return the independent parts of the space, each with the positions of its axes."""
-        if not self._parts:
-            read = {name: i for i, name in enumerate(self.names)}
-            tied = parts_of(self.axes, self._constraints)
-            owner = {i: number for number, positions in enumerate(tied) for i in positions}
-            own: list[list[Constraint]] = [[] for _ in tied]
-            for constraint in self._constraints:
-                own[owner[0 if constraint.reads is None else read[constraint.reads[0]]]].append(constraint)
-            self._parts = [
-                (positions, Part([self.axes[i] for i in positions], some))
-                for positions, some in zip(tied, own, strict=True)
-            ]
+    @functools.cached_property
+    def _parts(self) -> list[tuple[list[int], Part]]:
+        """The independent parts of the space, each with the positions of its axes."""
+        read = {name: i for i, name in enumerate(self.names)}
+        tied = parts_of(self.axes, self._constraints)
+        owner = {i: number for number, positions in enumerate(tied) for i in positions}
+        own: list[list[Constraint]] = [[] for _ in tied]
+        for constraint in self._constraints:
+            own[owner[0 if constraint.reads is None else read[constraint.reads[0]]]].append(constraint)
+        return [
+            (positions, Part([self.axes[i] for i in positions], some))
+            for positions, some in zip(tied, own, strict=True)
+        ]
+
+    @functools.cached_property
+    def _known(self) -> list[tuple[list[int], Part]]:
+        """The same, after enumerating the parts that are small enough."""
+        left = Effort(_LISTING)
+        for _, part in sorted(self._parts, key=lambda item: item[1].product):
+            effort = Effort(min(left.left, _LISTING if len(part.axes) == 1 else _LISTING // 2))
+            left.spend(effort.left)
+            part.find_all(effort)
+            left.left += max(effort.left, 0)
         return self._parts
 
-    def _known(self) -> list[tuple[list[int], Part]]:
-        """Return the parts, after enumerating those that are small enough."""
-        parts = self._divide()
-        if not self._looked:
-            left = Effort(_LISTING)
-            for _, part in sorted(parts, key=lambda item: item[1].product):
-                effort = Effort(min(left.left, _LISTING if len(part.axes) == 1 else _LISTING // 2))
-                left.spend(effort.left)
-                part.find_all(effort)
-                left.left += max(effort.left, 0)
-            self._looked = True
-        return parts
-
-    def _part_of(self, position: int) -> tuple[list[int], Part]:
-        if self._owners is None:
-            self._owners = {i: item for item in self._divide() for i in item[0]}
-        return self._owners[position]
+    @functools.cached_property
+    def _owners(self) -> dict[int, tuple[list[int], Part]]:
+        """The part of each axis, by the position of the axis."""
+        return {i: item for item in self._parts for i in item[0]}
 
     def _keep(self, points: Iterable[Point]) -> None:
         """Restrict the space to these points."""
-        self._listed, self._looked, self._kept = tuple(points), True, True
-        self._parts = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
+        self._listed, self._kept = tuple(points), True
+        self._parts = self._known = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
 
     def _steps(self, point: Point) -> list[tuple[int, int, int]]:
         """Return `(distance, axis, level)` of the values near a point's, nearest first."""
@@ -424,7 +419,7 @@ class ConfigSpace(Generic[Cfg]):
     def _drawn(self, rng: np.random.Generator, count: int, near: Sequence[Point]) -> Iterator[Point]:
         """Yield random points, possibly repeated; none if a part has no known point."""
         columns: dict[int, Sequence[int]] = {}
-        for positions, part in self._known():
+        for positions, part in self._known:
             drawn = part.draw(rng, count, [tuple(point[i] for i in positions) for point in near])
             if not drawn:
                 return iter(())
@@ -436,7 +431,7 @@ class ConfigSpace(Generic[Cfg]):
     def _nothing(self) -> ConfigError:
         if self.empty():
             return ConfigError(f"no configuration of {self!r} satisfies the constraints; check them, or add values.")
-        hard = [part for _, part in self._known() if not part.exact and not part.count]
+        hard = [part for _, part in self._known if not part.exact and not part.count]
         total = sum(math.log10(part.product) for part in hard)
         return ConfigError(
             f"found no valid configuration of {self!r} among its 10^{total:.0f} assignments, although some may exist. "

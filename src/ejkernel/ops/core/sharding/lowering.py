@@ -22,12 +22,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel import compat
-from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_of_gradients
+from ejkernel.ops.core.callspec import array_names
+from ejkernel.ops.core.hooks import overrides
+from ejkernel.ops.core.sharding.nodes import factors, local, primals_of_gradients
 from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, shard_function, split
 from ejkernel.ops.core.transformations.autodiff import innermost
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError, ShardingWarning
 from ejkernel.ops.utils.messages.warn import warn
@@ -140,7 +141,7 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: b
         call: The call.
         gathered: Whether a kernel without a rule gets whole arrays over explicit axes.
     """
-    may_split = has_rule(call.node.spec.kernel)
+    may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if call.extent is Extent.LOCAL or not (may_split or gathered):
         return None
     # XLA may split a shard along explicit axes further, along automatic axes.

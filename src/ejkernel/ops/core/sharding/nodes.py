@@ -13,20 +13,15 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.hooks import Kernel, overrides, platform_to_trace_for
+from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
 from ejkernel.ops.core.transformations.autodiff import Linear, ResidualVjp, ThroughResiduals, Vjp
-from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Forward, Node
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint
 from ejkernel.ops.utils.values.signature import HasType, abstract
-
-
-def has_rule(kernel: Kernel[Any, Any]) -> bool:
-    """Return whether a kernel declares a sharding rule."""
-    return overrides(kernel, "sharding_rule")
 
 
 def factors(node: Node, arrays: Sequence[HasType]) -> Factors | None:
@@ -34,7 +29,7 @@ def factors(node: Node, arrays: Sequence[HasType]) -> Factors | None:
 
     A result that lacks a sharded axis is the sum over shards, for example the gradient of a replicated argument.
     """
-    return _factors(node, arrays, 0) if has_rule(node.spec.kernel) else None
+    return _factors(node, arrays, 0) if overrides(node.spec.kernel, "sharding_rule") else None
 
 
 def _factors(node: Node, arrays: Sequence[HasType], depth: int) -> Factors | None:
@@ -63,7 +58,7 @@ def _of_forward(node: Forward, arrays: Sequence[HasType]) -> Factors | None:
 
 def _of_vmapped(node: Vmapped, arrays: Sequence[HasType], depth: int) -> Factors | None:
     axes = node.argument_axes(len(arrays))
-    found = _factors(node.of, _examples(arrays, axes), depth + 1)
+    found = _factors(node.of, list(map(unbatched, arrays, axes)), depth + 1)
     if found is None:
         return None
     # Examples on a named axis may communicate; and without a batched argument a shard does not know its batch size.
@@ -108,7 +103,7 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
         size = sizes[0] if sizes else node.level.size
         # one device has no mesh with an axis of this name
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
-        of = local(node.of, _examples(arrays, axes))
+        of = local(node.of, list(map(unbatched, arrays, axes)))
         part = dataclasses.replace(node, of=of, level=level)
         if not isinstance(part, TransposedVmapped):
             return part
@@ -127,15 +122,6 @@ def primals_of_gradients(node: Node, arrays: Sequence[HasType]) -> list[HasType]
         return None
     lead = node.lead if isinstance(node, ResidualVjp) else 0
     return [array for array, has in zip(arrays[lead : lead + node.count], node.wrt, strict=True) if has]
-
-
-def _examples(arrays: Sequence[HasType], axes: Sequence[int | None]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arrays without their batch axes."""
-    shapes = [
-        tuple(length for index, length in enumerate(array.shape) if index != axis)
-        for array, axis in zip(arrays, axes, strict=True)
-    ]
-    return [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, arrays, strict=True)]
 
 
 def _with_axis(names: tuple[Factor, ...], axis: int | None, name: Factor) -> tuple[Factor, ...]:

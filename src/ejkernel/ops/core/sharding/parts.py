@@ -19,9 +19,9 @@ from ejkernel.ops.core.callspec import CallSpec, take_apart
 from ejkernel.ops.core.hooks import overrides
 from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
-from ejkernel.ops.core.sharding.split import Shapes, Split
+from ejkernel.ops.core.sharding.split import CallPart, Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
-from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.validation import asked, named
@@ -29,39 +29,6 @@ from ejkernel.ops.utils.values.signature import HasType
 
 _Axis = int | None
 _Any = TypeVar("_Any")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallPart:
-    """The position of one shard in the whole call; see `Kernel.part_arguments`.
-
-    Axes have the names of `sharding_rule`. An axis that is not sharded is complete in every shard.
-    """
-
-    _split: Split
-
-    def is_split(self, axis: str) -> bool:
-        """Return whether an axis is sharded."""
-        return self.length(axis) < self.whole(axis)
-
-    def start(self, axis: str) -> Any:
-        """Return the index of the shard's first entry along an axis, as a traced number."""
-        return self._split.index(axis) * self.length(axis)
-
-    def length(self, axis: str) -> int:
-        """Return the length of the shard along an axis."""
-        return self.whole(axis) // self._split.shapes.size(self._split.axes.get(axis, ()))
-
-    def whole(self, axis: str) -> int:
-        """Return the length of an axis in the whole call.
-
-        Raises:
-            KernelError: The rule has no such axis.
-        """
-        lengths = self._split.shapes.lengths(self._split.factors)
-        if axis not in lengths:
-            raise KernelError(f"axis must be one of sharding_rule's axes, {', '.join(lengths)}; got {axis!r}.")
-        return lengths[axis]
 
 
 def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple[Node, Sequence[Any]]:
@@ -209,13 +176,9 @@ def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
 
 def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of the arrays of one example."""
-    found = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    found = [unbatched(array, None) for array in arrays]
     for axes in reversed(levels):
-        shapes = [
-            like.shape if axis is None else like.shape[:axis] + like.shape[axis + 1 :]
-            for like, axis in zip(found, axes, strict=True)
-        ]
-        found = [jax.ShapeDtypeStruct(shape, like.dtype) for shape, like in zip(shapes, found, strict=True)]
+        found = list(map(unbatched, found, axes))
     return found
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from ejkernel import compat
 from ejkernel.ops.core.sharding.rule import Factor, Factors
+from ejkernel.ops.errors import KernelError
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]  # axes of a mesh
@@ -121,6 +122,39 @@ class Split:
 
     def _local_size(self, shape: Shape, spec: PartitionSpec) -> int:
         return math.prod(shape) // self.shapes.size([axis for entry in spec for axis in mesh_axes(entry)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallPart:
+    """The position of one shard in the whole call; see `Kernel.part_arguments`.
+
+    Axes have the names of `sharding_rule`. An axis that is not sharded is complete in every shard.
+    """
+
+    _split: Split
+
+    def is_split(self, axis: str) -> bool:
+        """Return whether an axis is sharded."""
+        return self.length(axis) < self.whole(axis)
+
+    def start(self, axis: str) -> Any:
+        """Return the index of the shard's first entry along an axis, as a traced number."""
+        return self._split.index(axis) * self.length(axis)
+
+    def length(self, axis: str) -> int:
+        """Return the length of the shard along an axis."""
+        return self.whole(axis) // self._split.shapes.size(self._split.axes.get(axis, ()))
+
+    def whole(self, axis: str) -> int:
+        """Return the length of an axis in the whole call.
+
+        Raises:
+            KernelError: The rule has no such axis.
+        """
+        lengths = self._split.shapes.lengths(self._split.factors)
+        if axis not in lengths:
+            raise KernelError(f"axis must be one of sharding_rule's axes, {', '.join(lengths)}; got {axis!r}.")
+        return lengths[axis]
 
 
 def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, move: bool) -> Split:

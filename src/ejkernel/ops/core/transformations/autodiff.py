@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Final, cast
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
+from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
     Choice,
     Flat,
@@ -22,6 +21,8 @@ from ejkernel.ops.core.transformations.nodes import (
     zero_tangent,
 )
 from ejkernel.ops.errors import GradientError
+
+SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Discharged(NonlinearWrapper):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [*self.of.steps(), ["references", list(self.references)]]
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        return [*self.of.wiring(), {}]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
@@ -75,6 +80,34 @@ class Linear(Wrapper):
     outs: tuple[bool, ...]
 
     types_are_whole = False  # see `flat`
+    kind: ClassVar[str] = ""  # of its step: "jvp" or "vjp"
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix + SUFFIXES[self.kind]
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return cast(Node, _TRANSPOSES[type(self)](*fields))
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [*self.of.steps(), [self.kind, list(self.wrt)]]  # without `outs`: they follow from the result types
+
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        primals = self.of.argument_types(choice, own)
+        if self.kind == "jvp":
+            return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
+        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        root = innermost(self.of)
+        return [*self.of.wiring(), {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
 
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
@@ -89,44 +122,15 @@ class Linear(Wrapper):
             )
         return tuple(wanted)
 
-    def _tangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        primals = self.of.argument_types(choice, own)
-        return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
-
-    def _cotangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        primals = self.of.argument_types(choice, own)
-        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
-
     def _selected(self, results: Sequence[object]) -> tuple[Any, ...]:
         return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(Linear):
     """`(primals, tangents) -> tangents` of the results, for forward mode."""
 
-    @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix + ".jvp"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return Vjp(self.of, self.count, self.wrt, self.outs)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        # Without `outs`: they follow from the result types.
-        return [*self.of.steps(), ["jvp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return self._tangent_types(choice, own)
+    kind = "jvp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -148,23 +152,7 @@ class Jvp(Linear):
 class Vjp(Linear):
     """`(primals, cotangents) -> gradients`, for reverse mode."""
 
-    @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix + ".bwd"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return Jvp(self.of, self.count, self.wrt, self.outs)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [*self.of.steps(), ["vjp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return self._cotangent_types(choice, own)
+    kind = "vjp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -198,8 +186,14 @@ class ThroughResiduals(Linear):
         """See `Node`."""
         return self.num_saved
 
-    def _saved_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        return list(jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own))
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`; `differentiate` applies the `vmap`s to the linear node, so this one differentiates a forward."""
+        return super().wiring()[-1:]
+
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        saved = jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own)
+        return [*saved, *super().argument_types(choice, own)]
 
     def _split(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         first, second = self.num_saved, self.num_saved + self.count
@@ -210,20 +204,7 @@ class ThroughResiduals(Linear):
 class ResidualJvp(ThroughResiduals):
     """The tangents; forward mode ignores the residuals and differentiates `run`."""
 
-    suffix = ".jvp"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return ResidualVjp(self.of, self.count, self.wrt, self.outs, self.trees)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [["jvp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return [*self._saved_types(choice, own), *self._tangent_types(choice, own)]
+    kind = "jvp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -241,20 +222,7 @@ class ResidualJvp(ThroughResiduals):
 class ResidualVjp(ThroughResiduals):
     """The gradients, from the kernel's `vjp` hook."""
 
-    suffix = ".bwd"
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return ResidualJvp(self.of, self.count, self.wrt, self.outs, self.trees)
-
-    def steps(self) -> list[list[Any]]:
-        """See `Node`."""
-        return [["vjp", list(self.wrt)]]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return [*self._saved_types(choice, own), *self._cotangent_types(choice, own)]
+    kind = "vjp"
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -272,6 +240,9 @@ class ResidualVjp(ThroughResiduals):
             return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
 
         return gradients
+
+
+_TRANSPOSES: dict[type, type] = {Jvp: Vjp, Vjp: Jvp, ResidualJvp: ResidualVjp, ResidualVjp: ResidualJvp}
 
 
 def differentiate(
@@ -302,39 +273,8 @@ def differentiate(
     return forward, linear
 
 
-def with_spec(node: Any, spec: CallSpec) -> Any:
-    """Return the node with `spec`, a kernel call of the same structure, at its root."""
-    if isinstance(node, Forward):
-        return dataclasses.replace(node, spec=spec)
-    nested = ("of", "original") if isinstance(node, TransposedVmapped) else ("of",)
-    return dataclasses.replace(node, **{name: with_spec(getattr(node, name), spec) for name in nested})
-
-
 def innermost(node: Node) -> Node:
     """Return the node below all `vmap`s."""
     while isinstance(node, Vmapped):
         node = node.of
     return node
-
-
-def wiring(node: object) -> list[dict[str, Any]]:
-    """Return, for each of `node.steps()`, the facts that rebuilding needs and the key leaves out; mostly empty.
-
-    These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns its
-    residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
-    """
-    if isinstance(node, Discharged):
-        return [*wiring(node.of), {}]
-    if isinstance(node, Linear):
-        root = innermost(node.of)
-        through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
-        return [*([] if isinstance(node, ThroughResiduals) else wiring(node.of)), through]
-    if not isinstance(node, Vmapped):
-        return []
-    name = None if node.level.axis_name is None else node.level.axis_name.name
-    more: dict[str, Any] = {"axis_name": name} if type(name) is str else {}
-    if isinstance(node, LinearVmapped | TransposedVmapped):
-        more["axes"] = list(node.level.axes)
-    if isinstance(node, TransposedVmapped):
-        more["transposed"] = True
-    return [*wiring(node.of), more]

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
+from ejkernel.ops.utils.values.signature import HasType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,12 @@ class Level:
         return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
 
 
+def unbatched(array: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
+    """Return the type of one example of an array with batch axis `axis`."""
+    shape = tuple(length for index, length in enumerate(array.shape) if index != axis)
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=bool(getattr(array, "weak_type", False)))
+
+
 def _unbatch(gradient: jax.Array | None, axis: int | None) -> jax.Array | None:
     """Return the gradient of an argument with batch axis `axis`; the gradient of an unbatched argument is the sum."""
     if gradient is None:
@@ -82,6 +90,11 @@ class Vmapped(NonlinearWrapper):
         """See `Node`."""
         axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
         return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        name = None if self.level.axis_name is None else self.level.axis_name.name
+        return [*self.of.wiring(), {"axis_name": name} if type(name) is str else {}]
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each of `count` arguments."""
@@ -120,6 +133,11 @@ class LinearVmapped(Vmapped):
         """See `Node`."""
         return TransposedVmapped(self.of.transpose, self.level, self)
 
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        *inner, own = super().wiring()
+        return [*inner, {**own, "axes": list(self.level.axes)}]
+
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """See `Node`."""
         return autodiff_vjp(self.flat(choice), count)
@@ -136,6 +154,15 @@ class TransposedVmapped(Vmapped):
     def transpose(self) -> Node:
         """See `Node`."""
         return self.original
+
+    def with_spec(self, spec: CallSpec) -> TransposedVmapped:
+        """See `Node`."""
+        return dataclasses.replace(self, of=self.of.with_spec(spec), original=self.original.with_spec(spec))
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """See `Node`."""
+        *inner, own = super().wiring()
+        return [*inner, {**own, "axes": list(self.level.axes), "transposed": True}]
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each argument; cotangents are batched along their first."""

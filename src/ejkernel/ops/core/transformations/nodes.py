@@ -8,22 +8,28 @@ nodes take `(*residuals, *primals, *linear)` and know their transpose.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.hooks import has_residual_form, hook, overrides, writes_residual_form
+from ejkernel.ops.core.callspec import CallSpec, array_names
+from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
-from ejkernel.ops.core.transformations.naming import array_names
-from ejkernel.ops.core.transformations.rules import call_rule
-from ejkernel.ops.errors import GradientError
+from ejkernel.ops.errors import GradientError, KernelError
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
 Flat = Callable[..., tuple[Any, ...]]
+
+_LEADING = {  # the leading positional parameters of a rule; the arguments of `run` may follow
+    "custom_vjp": ("primals", "cfg", "kwargs", "cotangents"),
+    "vjp": ("residuals", "out", "cotangents"),
+    "fwd_with_residuals": (),
+}
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -82,8 +88,18 @@ class Node(Protocol):
     def transpose(self) -> Node:
         """The transpose of a linear node."""
 
+    def with_spec(self, spec: CallSpec) -> Node:
+        """The same node for `spec`, a kernel call of the same structure."""
+
     def steps(self) -> list[list[Any]]:
         """The transformations, innermost first, as plain data for the call's key."""
+
+    def wiring(self) -> list[dict[str, Any]]:
+        """For each step, the facts that rebuilding the call needs and its key leaves out; mostly empty.
+
+        These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns
+        its residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
+        """
 
     def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Types of all arguments, given the types of the kernel's own arrays without batch axes."""
@@ -118,6 +134,10 @@ class Wrapper:
     def lead(self) -> int:
         """See `Node`."""
         return self.of.lead
+
+    def with_spec(self, spec: CallSpec) -> Any:
+        """See `Node`."""
+        return dataclasses.replace(cast(Any, self), of=self.of.with_spec(spec))
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -183,7 +203,15 @@ class Forward:
         """A forward is not linear."""
         raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
 
+    def with_spec(self, spec: CallSpec) -> Forward:
+        """See `Node`."""
+        return dataclasses.replace(self, spec=spec)
+
     def steps(self) -> list[list[Any]]:
+        """No transformation."""
+        return []
+
+    def wiring(self) -> list[dict[str, Any]]:
         """No transformation."""
         return []
 
@@ -357,3 +385,58 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
     # Cast to the array's dtype: `jax.custom_vjp` would pass on a float32 gradient of a bfloat16 array unchanged.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted
+
+
+def call_rule(
+    kernel: Computation[Any, Any], name: str, form: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a gradient rule of a kernel.
+
+    Args:
+        kernel: The kernel.
+        name: The rule, such as `custom_vjp`.
+        form: The platform and the configuration, which choose the form of the rule.
+        args, kwargs: Its arguments.
+
+    Raises:
+        KernelError: The rule cannot take these arguments; the message shows the required signature.
+    """
+    rule = hook(kernel, name, *form)
+    try:
+        signature = inspect.signature(rule)
+    except (TypeError, ValueError):  # a builtin function may have none
+        return rule(*args, **kwargs)
+    problem = _problem(signature, _LEADING[name], args, kwargs)
+    if problem:
+        got = f"{getattr(rule, '__name__', name)}(self, {str(signature).removeprefix('(')}"
+        raise KernelError(
+            f"{kernel.op_id}: {name} must have the signature {_wanted(kernel, name)}, got {got}: {problem}."
+        )
+    return rule(*args, **kwargs)
+
+
+def _problem(
+    signature: inspect.Signature, leading: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return the fault of a rule's signature; `""` if it has none."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    names = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    for index, name in enumerate(leading):
+        if name in names and names.index(name) != index:
+            return f"{name} is argument {index + 1}, not {names.index(name) + 1}"
+    return ""
+
+
+def _wanted(kernel: Computation[Any, Any], name: str) -> str:
+    if name == "custom_vjp":
+        return f"custom_vjp(self, {', '.join(_LEADING[name])})"
+    run = [p for p in inspect.signature(type(kernel).run).parameters.values() if p.name not in ("self", "cfg")]
+    plain = [p.replace(annotation=p.empty) for p in run]
+    positional = [str(p) for p in plain if p.kind in (*_POSITIONAL, p.VAR_POSITIONAL)]
+    named = [str(p) for p in plain if p.kind is p.KEYWORD_ONLY]
+    rest = [str(p) for p in plain if p.kind is p.VAR_KEYWORD]
+    star = [] if any(text.startswith("*") for text in positional) else ["*"]
+    return f"{name}({', '.join(['self', *_LEADING[name], *positional, *star, 'cfg', *named, *rest])})"

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
 from ejkernel.ops.execution.checks.programs import compiled, gradient_deviations
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus

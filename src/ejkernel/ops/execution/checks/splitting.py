@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.ops.core.sharding.nodes import factors, has_rule
+from ejkernel.ops.core.kernel import overrides
+from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
 from ejkernel.ops.execution.checks.programs import Arrays, all_deviations, alone, cotangents_of, pulled
@@ -59,7 +60,7 @@ def split_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
 
     A kernel without a rule has no rows.
     """
-    if not has_rule(subject.kernel):
+    if not overrides(subject.kernel, "sharding_rule"):
         return
     try:
         arrays = subject.elements(1)[0]

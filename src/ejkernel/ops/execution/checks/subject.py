@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import leaf_name, take_apart
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides, prepared, with_python_numbers
-from ejkernel.ops.core.transformations.naming import leaf_name
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor

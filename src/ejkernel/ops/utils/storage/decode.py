@@ -22,6 +22,7 @@ import numpy as np
 from ejkernel.ops.errors import EjkernelError, SerializationError
 from ejkernel.ops.utils.storage.encode import child, describe, parse_dtype, stable_json
 
+_T = typing.TypeVar("_T")
 _SHOWN: Final = 8  # reasons in a message; a file may have any number of wrong fields
 _SCALARS: Final = frozenset({bool, int, float, str})
 _LISTS: Final = (list, abc.MutableSequence)
@@ -73,8 +74,12 @@ class _Record:
 _records: WeakKeyDictionary[type, _Record] = WeakKeyDictionary()
 
 
-def decode(data: object, cls: Any) -> Any:
-    """Return plain JSON data (see `encode.plain`) as a `cls`.
+@typing.overload
+def from_plain(data: object, cls: type[_T]) -> _T: ...
+@typing.overload
+def from_plain(data: object, cls: object) -> Any: ...
+def from_plain(data: object, cls: Any) -> Any:
+    """Return data from `parse_json`, or other plain JSON data, as a `cls`; see `serialize.from_data`.
 
     Raises:
         SerializationError: The data does not fit. The message has up to eight reasons, each with its path.
@@ -139,10 +144,6 @@ def _exact_float(value: int) -> float:
 def _none(value: object, _: object) -> None:
     if value is not None:
         raise _invalid(f"expected None, got {describe(value)}")
-
-
-def _literal(value: object, cls: object) -> Any:
-    return _one_of(value, cls, typing.get_args(cls))
 
 
 def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
@@ -338,7 +339,7 @@ _Reader = Callable[[Any, Any], Any]
 _READERS: Final[dict[Any, _Reader]] = {
     None: _none,
     types.NoneType: _none,
-    typing.Literal: _literal,
+    typing.Literal: lambda value, cls: _one_of(value, cls, typing.get_args(cls)),
     np.dtype: _dtype,
     typing.Union: _union,
     types.UnionType: _union,

@@ -11,7 +11,6 @@ differently may have equal descriptions. Within a process, the values themselves
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -24,6 +23,8 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+
+from ejkernel.ops.utils.weak_caches import Bounded
 
 Held = Callable[[], Any]
 
@@ -130,8 +131,7 @@ class Token:
 
 
 _tokens: dict[int, tuple[Any, Token]] = {}  # by address; the weak reference's callback removes the entry
-_kept: dict[int, tuple[Any, Token]] = {}  # by address, for a few objects without weak reference support, held alive
-_MOST_KEPT = 64
+_kept = Bounded[tuple[Any, Token]](64)  # by address, for a few objects without weak reference support, held alive
 
 
 def token_of(value: object) -> Hashable:
@@ -149,15 +149,8 @@ def token_of(value: object) -> Hashable:
         tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
     except TypeError:
         if dataclasses.is_dataclass(value) and _is_plain(found):  # e.g. a configuration with slots
-            _keep(address, value, token)
+            _kept.replace(address, (value, token))  # holding the value keeps its address from being reused
     return token
-
-
-def _keep(address: int, value: object, token: Token) -> None:
-    while len(_kept) >= _MOST_KEPT:
-        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread removes entries, too
-            _kept.pop(next(iter(_kept)))
-    _kept[address] = value, token  # holding the value keeps its address from being reused
 
 
 def _is_plain(parts: object) -> bool:

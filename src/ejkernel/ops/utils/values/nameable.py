@@ -18,11 +18,11 @@ import sys
 import threading
 import types
 import typing
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.values.identity import held_weakly
 from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def nameable(thing: T) -> T:
     if name is None or "<" in name or of_object:
         raise KernelError(f"nameable takes a function or class at the top level of a module, got {thing!r}.")
     with _lock:
-        _marked[name] = _held(found)
+        _marked[name] = held_weakly(found)
     return thing
 
 
@@ -178,15 +178,6 @@ class Names:
     def _add_annotations(self, thing: object) -> None:
         for annotation in resolved_annotations(thing).values():
             self.add_annotation(annotation)
-
-
-def _held(thing: object) -> Callable[[], Any]:
-    if inspect.ismethod(thing):  # each attribute access creates a new method object
-        return weakref.WeakMethod(thing)
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # e.g. a NumPy function
-        return lambda: thing
 
 
 def _name_of(thing: object) -> str | None:

@@ -14,6 +14,7 @@ import re
 from typing import Any, Final
 
 from ejkernel.ops.utils.meta import LABEL_RE, label_positions
+from ejkernel.ops.utils.storage.serialize import STRICT
 
 # `op` is stored beside the key; the others describe how a call came about, not the call itself.
 _NOT_IN_KEY: Final = ("op", "wiring", "defaults")
@@ -23,6 +24,7 @@ _MAX_FAILURES: Final = 1_000  # reading a text stops after this many unreadable 
 _STABLEHLO = re.compile(rf'" = "([^"]{{0,{MAX_PAYLOAD}}})"')  # a quote inside is written \22
 _BYTECODE: Final = "ML\xefR"
 _DESCRIPTION: Final = '{"args":'  # the start of every description, since its keys are sorted
+_ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': "\\22"})
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-Fa-f]{2})")
 
 
@@ -99,7 +101,7 @@ def text_of_bytecode(data: bytes) -> str:
         match = LABEL_RE.fullmatch(name)
         if match is not None and strings.startswith("\0", end):
             lines[name] = carried.get((match["op"], match["key"]), match["key"])
-    return "\n".join(f'"{name}" = "{_escaped(payload)}"' for name, payload in lines.items())
+    return "\n".join(f'"{name}" = "{payload.translate(_ESCAPES)}"' for name, payload in lines.items())
 
 
 def _descriptions(strings: str) -> dict[tuple[str, str], str]:
@@ -116,10 +118,6 @@ def _descriptions(strings: str) -> dict[tuple[str, str], str]:
             failures, end = failures + 1, start + len(_DESCRIPTION)
         start = strings.find(_DESCRIPTION, end)
     return found
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', "\\22")
 
 
 def _label(name: str, text: str, end: int) -> Label:
@@ -153,21 +151,7 @@ def _unescaped(text: str) -> str:
 
 
 def _object(text: str, *, exact: bool) -> dict[str, Any]:
-    data, end = _DECODER.raw_decode(text)
+    data, end = STRICT.raw_decode(text)
     if exact and end != len(text):
         raise ValueError("something follows the description")
     return data  # type: ignore[no-any-return]  # an object, since the text begins with a brace
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

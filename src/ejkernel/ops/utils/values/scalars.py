@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections.abc
 import enum
 import inspect
+import math
 import types
 import typing
 from typing import Any, Final
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.values.nameable import resolved_annotations
 
@@ -124,3 +126,29 @@ def _names_numbers(annotation: Any) -> bool:
     if origin in (typing.Union, types.UnionType) or origin in _CONTAINERS:
         return all(map(_names_numbers, args))
     return False
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def plain(value: Any, what: str) -> Any:
+    """Return `value` as JSON would return it, with tuples for lists.
+
+    Raises:
+        ConfigError: The value is not plain data.
+    """
+    value = python_numbers(value, Takes.NUMBERS)
+    if isinstance(value, np.str_ | np.bytes_):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return tuple(plain(item, what) for item in value)
+    if value is None or (type(value) in _PLAIN and (type(value) is not float or math.isfinite(value))):
+        return value
+    if isinstance(value, jax.core.Tracer):
+        raise ConfigError(
+            f"{what} must be a number, a text, a boolean, None or a tuple of those, got {given_text(value)}."
+        )
+    raise ConfigError(
+        f"{what} must be a number, a text, a boolean, None or a tuple of those, got {value!r}; for a dtype or an enum "
+        "pass its name. It is static under jit."
+    )

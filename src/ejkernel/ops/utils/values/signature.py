@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.errors import UnstableKeyError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.values.identity import state_of
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
 _NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # NumPy scalars without a JAX dtype
-_LONGEST = 200
 _JAX_DTYPES = type(jnp.float32)
 # Wrappers that do not change the result of a function.
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
@@ -111,7 +111,7 @@ def describe_static(value: object) -> Any:
         return plain
     if is_array(value) or wraps_array(value):
         raise UnstableKeyError(
-            f"{_shown(value)} is an array inside a static argument, but keys do not contain array values; pass the "
+            f"{value_text(value)} is an array inside a static argument, but keys do not contain array values; pass the "
             "array as an argument."
         )
     items = _describe_container(value, describe_static)
@@ -255,18 +255,9 @@ def _sorted(items: Sequence[object]) -> list[Any]:
 
 def _unstable(value: object) -> UnstableKeyError:
     return UnstableKeyError(
-        f"{_shown(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
+        f"{value_text(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
         "dataclass, or a function defined at the top level of a module."
     )
-
-
-def _shown(value: object) -> str:
-    """Return `repr(value)`, cut to one line; never raises."""
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001 - the user's own code; the result names the error
-        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 # By exact type: an instance of a subclass may behave differently.

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel doctor`: versions, devices, settings, caches and implementations, for a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+import jax
+
+from ejkernel import settings
+from ejkernel.cli import report
+from ejkernel.cli.explain import implementations_here
+from ejkernel.cli.folder import items
+from ejkernel.ops.config._files import driver_of
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.errors import EjkernelError
+from ejkernel.ops.utils.error_text import error_text, printable
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.formatting import counted
+
+_RELEVANT = ("jax", "numpy", "absl-py", "ray", "fsspec", "libtpu", "flax", "equinox", "triton")
+_VARIABLES = ("EJKERNEL_", "JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "TF_CPP_MIN_LOG_LEVEL")
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # of a URL
+
+
+def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
+    """Run `ejkernel doctor`; return 1 if a setting or a cache cannot be used.
+
+    Args:
+        environment: The variables, as the user set them.
+        as_json: Whether to print JSON.
+    """
+    found: dict[str, Any] = {
+        "versions": dict(_versions()),
+        "devices": _devices(),
+        "settings": _settings(environment),
+        "caches": _caches(),
+        "implementations": [
+            {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
+            for name, implementation, reason in implementations_here()
+        ],
+    }
+    problems = [row["problem"] for part in ("settings", "caches") for row in found[part] if row["problem"]]
+    if as_json:
+        report.echo_json(found | {"problems": problems})
+    else:
+        click.echo(_as_text(found))
+        click.echo(f"\n{counted(len(problems), 'problem')}" + "".join(f"\n  {printable(each)}" for each in problems))
+    return 1 if problems else 0
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "ejkernel-ops", importlib.metadata.version("ejkernel-ops")
+    yield "Python", platform.python_version()
+    yield "system", platform.platform()
+    for distribution in sorted(importlib.metadata.distributions(), key=lambda each: each.name or ""):
+        name = distribution.name or ""
+        if name in _RELEVANT or name.startswith(("jaxlib", "jax-", "nvidia-cudnn", "nvidia-cuda-runtime")):
+            yield name, distribution.version
+
+
+def _devices() -> list[dict[str, Any]]:
+    return [
+        {"device": device_fingerprint(device), "number": device.id, "driver": driver_of(device_fingerprint(device))}
+        for device in jax.local_devices()
+    ]
+
+
+def _settings(environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the relevant variables, and the reason for each that ejkernel cannot use."""
+    found = [
+        {"variable": name, "value": _CREDENTIALS.sub("//...@", value), "problem": None}
+        for name, value in sorted(environment.items())
+        if name.startswith(_VARIABLES)
+    ]
+    current = settings.Settings(environment)
+    for name in ("cache_dir", "cache_layers", "cache_protocols", "heuristic", "stale"):
+        try:
+            getattr(current, name)
+        except (EjkernelError, RuntimeError) as error:
+            found.append({"variable": f"EJKERNEL_{name.upper()}", "value": "", "problem": error_text(error)})
+    return found
+
+
+def _caches() -> list[dict[str, Any]]:
+    """Return the folders and URLs of configurations, the one for writing first."""
+    try:
+        current = settings.current()
+        folder, layers = current.cache_dir, current.cache_layers
+    except (EjkernelError, RuntimeError):  # already among the settings
+        return []
+    rows = [_folder(str(folder), written=True)]
+    shared = [_CREDENTIALS.sub("//...@", place) for place in layers if "://" in place]
+    rows += [{"place": place, "state": "shared", "problem": None} for place in shared]
+    return rows + [_folder(place, written=False) for place in layers if "://" not in place]
+
+
+def _folder(place: str, *, written: bool) -> dict[str, Any]:
+    if not os.path.isdir(place):
+        state = "does not exist yet" if written else "does not exist"
+        return {"place": place, "state": state, "problem": None if written else f"{place} does not exist"}
+    found = list(items(PersistentCache(place, layers=())))
+    unusable = sum(bool(item.problem) for item in found)
+    state = f"{counted(len(found), 'file')}, {unusable} unusable"
+    problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
+    if written and not os.access(place, os.W_OK):
+        state, problem = f"{state}, not writable", f"{place} is not writable"
+    return {"place": place, "state": state, "problem": problem}
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    implementations = [
+        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no", row["reason"] or "")
+        for row in found["implementations"]
+    ]
+    parts = [
+        report.table(("versions", ""), list(found["versions"].items())),
+        report.table(("device", "number", "driver"), [_cells(row) for row in found["devices"]]),
+        report.table(("variable", "value"), [_cells(row)[:2] for row in found["settings"]]),
+        report.table(("configurations", "state"), [_cells(row)[:2] for row in found["caches"]]),
+        report.table(("operation", "implementation", "runs here", "why not"), implementations),
+    ]
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple("-" if value is None else printable(str(value)) for value in row.values())
