@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which candidates get another sample: pure logic, without a clock. `paired.py` confirms the winner.
 
-`benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `RacePlan`.
+`benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `SamplingPlan`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RacePlan:
+class SamplingPlan:
     """The number of samples per candidate, with early stopping.
 
     The first stage gives every candidate a few samples and drops losers as early as possible. The second stage measures
@@ -126,7 +126,7 @@ class RacePlan:
             raise ConfigError(f"hopeless must hold pairs (samples >= 1, ratio >= 1), got {self.hopeless!r}.")
 
     @classmethod
-    def fixed(cls, rounds: int, *, discard: int = 1) -> RacePlan:
+    def fixed(cls, rounds: int, *, discard: int = 1) -> SamplingPlan:
         """Return the plan that gives every candidate `rounds` samples."""
         return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
 
@@ -146,15 +146,15 @@ class RacePlan:
         return min((ratio for after, ratio in self.hopeless if after <= samples), default=math.inf)
 
 
-class Race:
+class Sampling:
     """Decides round by round which of `count` candidates are sampled.
 
     Decisions depend on the samples only. An incumbent is sampled in every round, even if it is slow: the winner is
     compared with it round by round.
 
-        while indices := race.next_round():
+        while indices := sampling.next_round():
             for index in indices:
-                race.note(index, measure(index))
+                sampling.note(index, measure(index))
 
     Args:
         count: Number of candidates.
@@ -165,10 +165,10 @@ class Race:
         ConfigError: An incumbent is not among the candidates.
     """
 
-    def __init__(self, count: int, *, plan: RacePlan | None = None, incumbents: Collection[int] = (0,)) -> None:
+    def __init__(self, count: int, *, plan: SamplingPlan | None = None, incumbents: Collection[int] = (0,)) -> None:
         if count and not all(0 <= index < count for index in incumbents):
             raise ConfigError(f"incumbents must be among the {count} candidates, got {sorted(incumbents)}.")
-        self.plan = RacePlan() if plan is None else plan
+        self.plan = SamplingPlan() if plan is None else plan
         self._incumbents = frozenset(incumbents) if count else frozenset()
         self._samples: list[list[Sample]] = [[] for _ in range(count)]
         self._alive = list(range(count))
@@ -212,7 +212,7 @@ class Race:
         return witness, [tuple(work_of(samples)) for samples in self.noted]
 
     def next_round(self) -> list[int]:
-        """Return the indices of the candidates to sample now, in order; empty once the race is decided.
+        """Return the indices of the candidates to sample now, in order; empty once the sampling is decided.
 
         While samples of a round are missing, this returns the rest of that round.
         """
@@ -260,7 +260,7 @@ class Race:
     def ranking(self) -> list[int]:
         """Return the indices of candidates with samples, without failed ones, the best first.
 
-        Candidates are ordered by rounds before they were dropped (most first), then by `RacePlan.center`, then by
+        Candidates are ordered by rounds before they were dropped (most first), then by `SamplingPlan.center`, then by
         index.
         """
         _, samples = self.judged
@@ -307,3 +307,87 @@ class Race:
         # Other processes may have delayed the clock, so early stopping requires both.
         work, best = work_of(mine), work_of(leader)
         return bool(work and best) and min(work) <= ratio * self.plan.center(best)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One of several cases on which a candidate is measured, with its times.
+
+    Attributes:
+        call: The key of the call.
+        arguments: A summary of the call's arguments; empty if all cases belong to one call.
+        draw: The name of the inputs; empty if the call has one set of inputs.
+        weight: The weight of the case in the mean; the weights of all cases add up to 1.
+        samples: Seconds per call, one for each round; after loading from a file, only their median.
+    """
+
+    call: str
+    arguments: str = ""
+    draw: str = ""
+    weight: float = 1.0
+    samples: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the case in tables and messages."""
+        return ", ".join(filter(None, (self.arguments, self.draw)))
+
+    @property
+    def median(self) -> float | None:
+        """The median of the samples in seconds; `None` without samples."""
+        return statistics.median(self.samples) if self.samples else None
+
+
+def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the weighted geometric mean of `(value, weight)` pairs; 0 if a value is 0."""
+    pairs = list(pairs)
+    # a single value is returned as it is, because the logarithm would round it
+    if len(pairs) == 1:
+        return pairs[0][0]
+    if any(value <= 0 for value, _ in pairs):
+        return 0.0
+    total = math.fsum(weight for _, weight in pairs)
+    return math.exp(math.fsum(weight * math.log(value) for value, weight in pairs) / total)
+
+
+def mean_sample(samples: Sequence[Sample], weights: Sequence[float]) -> Sample:
+    """Return a candidate's sample of a round: the mean over its cases, with the samples of each case attached.
+
+    Means over the same cases in the same round compare like single samples: effects on all candidates cancel out.
+    """
+    if len(samples) == 1:
+        return samples[0]
+
+    def mean(values: Iterable[float]) -> float:
+        return geometric_mean(zip(values, weights, strict=True))
+
+    works = [sample.work for sample in samples if sample.work is not None]
+    work = None
+    if len(works) == len(samples):
+        work = Work(mean(work.busiest for work in works), mean(work.total for work in works))
+    return Sample(mean(sample.seconds for sample in samples), work, tuple(samples))
+
+
+def in_each(noted: Sequence[Sample], *, by_work: bool) -> list[tuple[float, ...]]:
+    """Return the seconds of each case in a candidate's samples; an empty list if there is only one case.
+
+    Args:
+        noted: The samples.
+        by_work: Whether to use processor time where it is known.
+    """
+    cases = zip(*(sample.cases for sample in noted), strict=True)
+    return [
+        tuple(s.work.busiest if by_work and s.work is not None else s.seconds for s in samples) for samples in cases
+    ]
+
+
+def seconds_on(call: str, mean: float, cases: Sequence[Case]) -> float:
+    """Return the time of one call among those that a candidate was measured on, in seconds.
+
+    Args:
+        call: The key of the call.
+        mean: The mean over all cases in seconds.
+        cases: The cases, which may belong to several calls.
+    """
+    own = [(case.median, case.weight) for case in cases if case.call == call and case.median is not None]
+    return geometric_mean(own) if 0 < len(own) < len(cases) else mean

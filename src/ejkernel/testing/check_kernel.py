@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.execution.checks.report import CheckReport
+from ejkernel.testing.report import CheckReport
+from ejkernel.testing.running import checked
+from ejkernel.testing.subject import Scope
 
 GROUPS: Final = (
     "gradient",
@@ -32,6 +34,7 @@ def check_kernel(
     *args: object,
     configs: Collection[object] | None = None,
     without: Collection[str] = (),
+    unavailable: Mapping[str, str] | None = None,
     strict: bool = True,
     seed: int = 0,
     **kwargs: object,
@@ -68,6 +71,8 @@ def check_kernel(
             sample of a `ConfigSpace` of more than 24.
         without: Groups of checks to leave out: `gradient`, `second derivative`, `tangents`, `vmap`, `inputs` (other
             values and odd sizes), `dtypes`, `platforms`, `key`, `pickle`, `export` or `split`.
+        unavailable: Groups of checks that the kernel cannot pass, each with the reason, such as
+            `{"vmap": "the callback takes one example"}`. The report lists them as skipped.
         strict: Raise if a check fails; otherwise return the report.
         seed: Seed of random inputs and of the sample.
         **kwargs: Keyword arguments of the call.
@@ -77,19 +82,17 @@ def check_kernel(
 
     Raises:
         KernelCheckError: A check failed; an `AssertionError` whose message is the table.
-        ArgumentError: `kernel` is not a kernel, or `without` names an unknown group.
+        ArgumentError: `kernel` is not a kernel, or `without` or `unavailable` names an unknown group.
     """
     if not isinstance(kernel, Kernel):
         raise ArgumentError(f"kernel must be a Kernel or a function under tune, got {kernel!r}.")
-    unknown = [name for name in without if name not in GROUPS]
-    if unknown:
-        raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
-    from ejkernel.ops.execution.checks.running import checked  # most programs never need it
-
+    for argument, names in (("without", without), ("unavailable", unavailable or {})):
+        unknown = [name for name in names if name not in GROUPS]
+        if unknown:
+            raise ArgumentError(f"{argument} must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
+    scope = Scope(without=frozenset(without), unavailable=unavailable or {}, seed=seed)
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
-    report = on_measuring_thread(
-        lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed)
-    )
+    report = on_measuring_thread(lambda: checked(kernel, args, kwargs, configs, scope))
     if strict:
         report.raise_if_failed()
     return report

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan, Sample, Work, is_disturbed
+from ejkernel.ops.autotuner.measure.sampling import Sample, Sampling, SamplingPlan, Work, is_disturbed
 from ejkernel.ops.errors import ConfigError
 
 SECONDS = st.floats(1e-6, 10.0)
 PLANS = st.builds(
-    RacePlan,
+    SamplingPlan,
     rounds=st.integers(1, 8),
     discard=st.integers(0, 2),
     keep=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 6)), max_size=3).map(tuple),
@@ -26,7 +26,7 @@ PLANS = st.builds(
 
 
 @st.composite
-def races(draw):
+def samplings(draw):
     """A plan, and as many samples of each candidate as it may ask for."""
     plan = draw(PLANS)
     length = plan.rounds + plan.discard
@@ -34,19 +34,19 @@ def races(draw):
 
 
 def run(plan, table, incumbents=(0,)):
-    """Return a race that is over, and who ran in each of its rounds."""
-    race, rounds = Race(len(table), plan=plan, incumbents=incumbents), []
-    while indices := race.next_round():
+    """Return a sampling that is over, and who ran in each of its rounds."""
+    sampling, rounds = Sampling(len(table), plan=plan, incumbents=incumbents), []
+    while indices := sampling.next_round():
         for index in indices:
-            race.note(index, table[index][len(rounds)])
+            sampling.note(index, table[index][len(rounds)])
         rounds.append(indices)
-    return race, rounds
+    return sampling, rounds
 
 
 # --- properties ---
 
 
-@given(races(), st.data())
+@given(samplings(), st.data())
 def test_incumbents_run_in_every_round(case, data):
     plan, table = case
     incumbents = data.draw(st.sets(st.integers(0, len(table) - 1)))
@@ -54,40 +54,40 @@ def test_incumbents_run_in_every_round(case, data):
     assert all(incumbents <= set(indices) for indices in rounds)
 
 
-@given(races())
+@given(samplings())
 def test_nobody_is_sampled_beyond_the_plan(case):
     plan, table = case
-    race, rounds = run(plan, table)
+    sampling, rounds = run(plan, table)
     assert len(rounds) <= plan.rounds + plan.discard
-    assert all(len(samples) <= plan.rounds for samples in race.samples)
+    assert all(len(samples) <= plan.rounds for samples in sampling.samples)
 
 
-@given(races())
+@given(samplings())
 def test_everybody_has_a_sample_that_counts(case):
-    race, _ = run(*case)
-    assert all(race.samples)
+    sampling, _ = run(*case)
+    assert all(sampling.samples)
 
 
-@given(races())
+@given(samplings())
 def test_who_left_does_not_come_back(case):
     _, rounds = run(*case)
     assert all(set(after) <= set(before) for before, after in itertools.pairwise(rounds))
 
 
-@given(races())
+@given(samplings())
 def test_equal_samples_give_equal_decisions(case):
     (one, rounds), (other, same) = run(*case), run(*case)
     assert (rounds, one.ranking(), one.samples) == (same, other.ranking(), other.samples)
 
 
-@given(races())
+@given(samplings())
 def test_the_ranking_has_everybody_once(case):
     plan, table = case
     assert sorted(run(plan, table)[0].ranking()) == list(range(len(table)))
 
 
 @pytest.mark.slow
-@given(races(), st.data())
+@given(samplings(), st.data())
 def test_a_candidate_that_is_twice_as_slow_in_every_sample_never_wins(case, data):
     plan, table = case
     assume(len(table) > 1)
@@ -97,7 +97,7 @@ def test_a_candidate_that_is_twice_as_slow_in_every_sample_never_wins(case, data
     assert ranking.index(fast) < ranking.index(slow)
 
 
-@given(races())
+@given(samplings())
 def test_the_unit_of_time_does_not_matter(case):
     plan, table = case
     scaled = [[seconds * 1024 for seconds in samples] for samples in table]
@@ -105,15 +105,15 @@ def test_the_unit_of_time_does_not_matter(case):
     assert (rounds, one.ranking()) == (same, other.ranking())
 
 
-@given(races())
+@given(samplings())
 def test_a_restarted_race_is_a_new_race(case):
     plan, table = case
-    race, rounds = run(plan, table)
-    race.restart()
+    sampling, rounds = run(plan, table)
+    sampling.restart()
     again = []
-    while indices := race.next_round():
+    while indices := sampling.next_round():
         for index in indices:
-            race.note(index, table[index][len(again)])
+            sampling.note(index, table[index][len(again)])
         again.append(indices)
     assert rounds == again
 
@@ -122,75 +122,75 @@ def test_a_restarted_race_is_a_new_race(case):
 
 
 def test_the_first_sample_does_not_count():
-    race, _ = run(RacePlan(rounds=2, hopeless=()), [[9.0, 1.0, 1.0], [0.1, 2.0, 2.0]])
-    assert (race.samples, race.ranking()) == ([(1.0, 1.0), (2.0, 2.0)], [0, 1])
+    sampling, _ = run(SamplingPlan(rounds=2, hopeless=()), [[9.0, 1.0, 1.0], [0.1, 2.0, 2.0]])
+    assert (sampling.samples, sampling.ranking()) == ([(1.0, 1.0), (2.0, 2.0)], [0, 1])
 
 
 def test_only_so_many_stay_as_the_plan_says():
-    plan = RacePlan(rounds=4, discard=0, keep=((1, 3), (3, 1)), hopeless=())
+    plan = SamplingPlan(rounds=4, discard=0, keep=((1, 3), (3, 1)), hopeless=())
     _, rounds = run(plan, [[float(5 - i)] * 4 for i in range(5)])
     assert rounds == [[0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 2, 3, 4], [0, 4]]
 
 
 def test_the_hopeless_leave_at_once():
-    plan = RacePlan(rounds=3, discard=0, keep=(), hopeless=((1, 3.0), (2, 1.5)))
+    plan = SamplingPlan(rounds=3, discard=0, keep=(), hopeless=((1, 3.0), (2, 1.5)))
     _, rounds = run(plan, [[1.0] * 3, [2.0] * 3, [4.0] * 3, [1.4] * 3])
     assert rounds == [[0, 1, 2, 3], [0, 1, 3], [0, 3]]
 
 
 def test_one_fast_sample_keeps_a_candidate_in():
-    plan = RacePlan(rounds=3, discard=0, keep=(), hopeless=((2, 1.5),))
+    plan = SamplingPlan(rounds=3, discard=0, keep=(), hopeless=((2, 1.5),))
     _, rounds = run(plan, [[1.0] * 3, [9.0, 1.2, 9.0]])
     assert rounds == [[0, 1]] * 3
 
 
 def test_an_incumbent_that_is_alone_needs_no_more_rounds_than_tell_others_apart():
-    _, rounds = run(RacePlan(), [[1.0] * 16, [9.0] * 16])
+    _, rounds = run(SamplingPlan(), [[1.0] * 16, [9.0] * 16])
     assert len(rounds) == 1 + 6
 
 
 def test_an_incumbent_is_not_ranked_above_those_that_lost_later():
-    plan = RacePlan(rounds=3, discard=0, keep=((1, 2), (2, 1)), hopeless=())
-    race, _ = run(plan, [[9.0] * 3, [1.0] * 3, [2.0] * 3])
-    assert race.ranking() == [1, 2, 0]
+    plan = SamplingPlan(rounds=3, discard=0, keep=((1, 2), (2, 1)), hopeless=())
+    sampling, _ = run(plan, [[9.0] * 3, [1.0] * 3, [2.0] * 3])
+    assert sampling.ranking() == [1, 2, 0]
 
 
 def test_equal_candidates_are_ranked_in_their_order():
-    assert run(RacePlan(), [[1.0] * 16] * 4)[0].ranking() == [0, 1, 2, 3]
+    assert run(SamplingPlan(), [[1.0] * 16] * 4)[0].ranking() == [0, 1, 2, 3]
 
 
 def test_nobody_to_race_is_a_race_that_is_over():
-    race = Race(0)
-    assert (race.next_round(), race.ranking()) == ([], [])
+    sampling = Sampling(0)
+    assert (sampling.next_round(), sampling.ranking()) == ([], [])
 
 
 def test_the_rest_of_a_round_is_still_to_be_noted():
-    race = Race(3)
-    race.note(race.next_round()[1], 1.0)
-    assert race.next_round() == [0, 2]
+    sampling = Sampling(3)
+    sampling.note(sampling.next_round()[1], 1.0)
+    assert sampling.next_round() == [0, 2]
 
 
 def test_who_fails_leaves_even_as_an_incumbent():
-    race = Race(2)
-    race.next_round()
-    race.fail(0)
-    assert (race.next_round(), race.running, race.ranking()) == ([1], [1], [])
+    sampling = Sampling(2)
+    sampling.next_round()
+    sampling.fail(0)
+    assert (sampling.next_round(), sampling.running, sampling.ranking()) == ([1], [1], [])
 
 
 def test_who_failed_is_not_ranked():
-    race, _ = run(RacePlan(), [[1.0] * 16, [1.1] * 16])
-    race.fail(0)
-    assert race.ranking() == [1]
+    sampling, _ = run(SamplingPlan(), [[1.0] * 16, [1.1] * 16])
+    sampling.fail(0)
+    assert sampling.ranking() == [1]
 
 
 def test_who_is_dropped_by_the_caller_is_ranked_by_what_it_had():
-    race = Race(3, plan=RacePlan.fixed(2, discard=0), incumbents=())
-    for index in race.next_round():
-        race.note(index, [1.0, 2.0, 3.0][index])
-    race.drop(0)
-    for index in race.next_round():
-        race.note(index, 5.0)
-    assert race.ranking() == [1, 2, 0]
+    sampling = Sampling(3, plan=SamplingPlan.fixed(2, discard=0), incumbents=())
+    for index in sampling.next_round():
+        sampling.note(index, [1.0, 2.0, 3.0][index])
+    sampling.drop(0)
+    for index in sampling.next_round():
+        sampling.note(index, 5.0)
+    assert sampling.ranking() == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_who_is_dropped_by_the_caller_is_ranked_by_what_it_had():
     ],
 )
 def test_candidates_are_ranked_between_the_median_and_a_trimmed_mean(share, trim, samples, figure):
-    assert RacePlan(trim=trim, median_share=share).center(samples) == figure
+    assert SamplingPlan(trim=trim, median_share=share).center(samples) == figure
 
 
 @pytest.mark.parametrize(
@@ -222,25 +222,25 @@ def test_candidates_are_ranked_between_the_median_and_a_trimmed_mean(share, trim
 )
 def test_a_plan_that_makes_no_sense_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        RacePlan(**options)
+        SamplingPlan(**options)
 
 
 def test_an_incumbent_must_be_a_candidate():
     with pytest.raises(ConfigError, match=r"incumbents must be among the 2 candidates, got \[2\]"):
-        Race(2, incumbents=(2,))
+        Sampling(2, incumbents=(2,))
 
 
 def test_only_what_was_asked_for_is_noted():
     with pytest.raises(ConfigError, match=r"index must be one of next_round\(\)'s \[\], got 0"):
-        Race(1).note(0, 1.0)
+        Sampling(1).note(0, 1.0)
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
 def test_a_sample_is_a_number_of_seconds(seconds):
-    race = Race(1)
-    race.next_round()
+    sampling = Sampling(1)
+    sampling.next_round()
     with pytest.raises(ConfigError, match="seconds must be a finite number >= 0"):
-        race.note(0, seconds)
+        sampling.note(0, seconds)
 
 
 # --- other processes ---
@@ -270,24 +270,24 @@ def test_the_clock_is_disturbed_where_it_and_the_work_part(noted, disturbed):
 
 
 def test_one_sample_that_was_held_up_drops_nobody():
-    race = Race(2, plan=RacePlan(rounds=3, discard=0))
-    for index, sample in zip(race.next_round(), [*held_up(1.0, work=2.0), *held_up(30.0)], strict=True):
-        race.note(index, sample.seconds, sample.work)
-    assert race.next_round() == [0, 1]
+    sampling = Sampling(2, plan=SamplingPlan(rounds=3, discard=0))
+    for index, sample in zip(sampling.next_round(), [*held_up(1.0, work=2.0), *held_up(30.0)], strict=True):
+        sampling.note(index, sample.seconds, sample.work)
+    assert sampling.next_round() == [0, 1]
 
 
 def test_who_works_too_much_as_well_is_dropped():
-    race = Race(3, plan=RacePlan(rounds=3, discard=0))
-    for index, sample in zip(race.next_round(), [*held_up(1.0) * 2, *held_up(1.0, work=4.0)], strict=True):
-        race.note(index, sample.seconds, sample.work)
-    assert race.next_round() == [0, 1]
+    sampling = Sampling(3, plan=SamplingPlan(rounds=3, discard=0))
+    for index, sample in zip(sampling.next_round(), [*held_up(1.0) * 2, *held_up(1.0, work=4.0)], strict=True):
+        sampling.note(index, sample.seconds, sample.work)
+    assert sampling.next_round() == [0, 1]
 
 
 def test_candidates_are_ranked_by_their_work_where_the_clock_is_disturbed():
-    race = Race(2, plan=RacePlan.fixed(4, discard=0))
+    sampling = Sampling(2, plan=SamplingPlan.fixed(4, discard=0))
     table = held_up(1.0, 2.0, 1.0, 1.0, work=1.5), held_up(1.0, 9.0, 8.0, 9.0)
     for round_ in range(4):
-        for index in race.next_round():
-            race.note(index, table[index][round_].seconds, table[index][round_].work)
-    assert race.judged == ("processor", [(1.5,) * 4, (1.0,) * 4])
-    assert race.ranking() == [1, 0]
+        for index in sampling.next_round():
+            sampling.note(index, table[index][round_].seconds, table[index][round_].work)
+    assert sampling.judged == ("processor", [(1.5,) * 4, (1.0,) * 4])
+    assert sampling.ranking() == [1, 0]

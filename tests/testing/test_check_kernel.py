@@ -12,12 +12,14 @@ import pytest
 from tests import document_kernels
 from tests.ops import sample_kernels, wrong_kernels
 
+from ejkernel.modules import LayerNorm
 from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
-from ejkernel.ops import ArgumentError, CheckRow, KernelCheckError, check_kernel
-from ejkernel.ops.execution.checks.check_kernel import GROUPS
-from ejkernel.ops.execution.checks.report import CheckReport
-from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops import ArgumentError, KernelCheckError
+from ejkernel.testing import CheckRow, check_kernel, paired
+from ejkernel.testing.check_kernel import GROUPS
+from ejkernel.testing.report import CheckReport
+from ejkernel.testing.subject import Subject
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +51,7 @@ WRONG = {
     "RaisingRule": (["gradient"], GRADIENT),
     "DtypeOfGradient": (["gradient of x", "gradient of w", "gradient types"], GRADIENT),
     "WrongUndifferentiableWithRule": (["gradient, by differences"], GRADIENT),
-    "WrongUnderVmapOfGrad": (["vmap", "vmap of vmap", "vmap of 17", "vmap over w"], only("gradient", "vmap")),
+    "WrongUnderVmapOfGrad": (["vmap", "vmap of vmap", "vmap over w"], only("gradient", "vmap")),
     "OneConfiguration": (["outputs", "jit"], GROUPS),
     "RaisingConfiguration": (["types"], GROUPS),
     "TypeOfConfiguration": (["types"], GROUPS),
@@ -60,7 +62,7 @@ WRONG = {
     "Leaking": (["outputs"], GROUPS),
     "NoSpace": (["configurations"], GROUPS),
     "RaisingHeuristic": (["configurations"], GROUPS),
-    "UnderVmap": (["vmap", "vmap of vmap", "vmap of 17", "vmap over x", "vmap over w"], VMAP),
+    "UnderVmap": (["vmap", "vmap of vmap", "vmap over x", "vmap over w"], VMAP),
     "BatchedSecond": (["vmap over w"], VMAP),
     "WrongTangents": (["tangents"], only("tangents")),
     "WeaklyTyped": (["weak types"], only("dtypes")),
@@ -226,6 +228,26 @@ def test_what_a_kernel_need_not_have_is_a_row_with_the_reason(name, check, reaso
     assert [(row.status, reason in row.reason) for row in report.rows if row.check == check] == [("skipped", True)]
 
 
+def test_unavailable_group_is_skipped_with_the_reason_of_the_caller_or_the_implementation(monkeypatch):
+    report = check_kernel(wrong_kernels.UnderVmap(), x, w, unavailable={"vmap": "one example"}, without=only("vmap"))
+    assert [(row.status, row.reason) for row in report.rows if "vmap" in row.check] == [("skipped", "one example")]
+    xla = type(_rms_norm.implementations["xla"])
+    monkeypatch.setattr(xla, "unavailable", {"export": "calls Python"})
+    report = check_kernel(_rms_norm, x, x[0], configs=[], without=only("export"))
+    assert [(row.status, row.reason) for row in report.rows if row.check == "export"] == [("skipped", "calls Python")]
+
+
+def test_paired_implementation_takes_the_backward_of_another(monkeypatch):
+    pallas, xla = (LayerNorm.implementations[name] for name in ("pallas", "xla"))
+    monkeypatch.setattr(type(pallas), "forward", lambda self, *args, params: xla.forward(*args, params=params))
+    norm = paired(LayerNorm(), "pallas", backward="xla", simulated=True)
+    assert failed(norm, x, x[0], x[1], without=GRADIENT) == []
+    monkeypatch.setattr(type(xla), "backward", lambda self, call, residuals, out, cts, *args, params: args)
+    assert failed(norm, x, x[0], x[1], without=GRADIENT) == [f"gradient of {name}" for name in ("x", "weight", "bias")]
+    with pytest.raises(ArgumentError, match=r"backward must take the residuals of 'xla'.*got 'pallas'"):
+        paired(LayerNorm(), "xla", backward="pallas")
+
+
 def test_a_sample_of_a_large_space_is_said():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
@@ -233,7 +255,7 @@ def test_a_sample_of_a_large_space_is_said():
     assert "pairs of forward and backward, scaled inputs, zeros, other dtypes: 21 of 25 configurations" in (
         report.not_checked
     )
-    assert "second derivatives: 23 of 25 configurations" in str(report)
+    assert "second derivatives, nested batches, batches of one array: 23 of 25 configurations" in report.not_checked
 
 
 def test_configurations_may_be_given():
@@ -294,5 +316,7 @@ def test_a_long_name_has_a_line_of_its_own():
 def test_what_is_no_kernel_or_no_group_is_an_error():
     with pytest.raises(ArgumentError, match="kernel must be a Kernel or a function under tune, got"):
         check_kernel(jnp.sin, x)
+    with pytest.raises(ArgumentError, match=r"unavailable must name groups of checks.*got 'speed'"):
+        check_kernel(wrong_kernels.right_sine, x, unavailable={"speed": "slow"})
     with pytest.raises(ArgumentError, match=r"without must name groups of checks.*got 'speed'"):
         check_kernel(wrong_kernels.right_sine, x, without=["speed"])

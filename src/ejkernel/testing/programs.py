@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
 from ejkernel.ops.utils.error_text import error_text
@@ -28,9 +27,8 @@ from ejkernel.ops.utils.random_arrays import random_array
 logger = logging.getLogger(__name__)
 
 Arrays = list[jax.Array]
-_UNITS: Final = 64  # in the last place, of the largest gradient
-BATCHES: Final = (3, 17, 9)
-"""Batch sizes: a small and a large one for all arrays, and one for a single batched array."""
+BATCHES: Final = (17, 3, 9)
+"""Batch sizes: of all arrays, of the inner batch of nested ones, and of a single batched array."""
 
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
@@ -108,19 +106,25 @@ def _sum(gradients: Sequence[jax.Array]) -> Any:
 
 
 def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
-    """Return ways to batch a call of arrays with these names: all arrays, each alone, and all of them nested."""
+    """Return ways to batch a call of arrays with these names: all arrays, nested, and each alone."""
     if not names:
         return []
     count = len(names)
     every, last = (0,) * count, tuple(like.ndim for like in types)
-    few, many, alone_ = BATCHES
-    found = [Pattern("vmap", ((every, few),)), Pattern("vmap of vmap", ((every, 2), (last, few)))]
-    found.append(Pattern(f"vmap of {many}", ((every, many),)))
+    many, few, alone_ = BATCHES
+    found = [Pattern("vmap", ((every, many),)), Pattern("vmap of vmap", ((every, 2), (last, few)))]
     if count > 1:
-        single = ((number, name) for number, name in enumerate(names))
         # With one batched array, the gradients of the other arrays are sums over the examples.
-        found += [Pattern(f"vmap over {name}", ((_only(number, count), alone_),)) for number, name in single]
+        found += [Pattern(f"vmap over {name}", ((_only(n, count), alone_),)) for n, name in enumerate(names)]
     return found
+
+
+def brief_patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
+    """Return two small batches: of all floating-point arrays, and of the first."""
+    floats = [number for number, like in enumerate(types) if is_inexact(like)]
+    every = tuple(0 if number in floats else None for number in range(len(types)))
+    found = [Pattern("vmap", ((every, 2),))]
+    return [*found, *(Pattern(f"vmap over {names[n]}", ((_only(n, len(names)), 2),)) for n in floats[:1])]
 
 
 def _only(number: int, count: int) -> tuple[int | None, ...]:
@@ -186,74 +190,63 @@ def _merged(arrays: Sequence[jax.Array], own: Sequence[jax.Array], wrt: Sequence
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 
 
-def all_deviations(
-    got: Results, want: Results, *, platform: str, precision: str | None
-) -> Iterator[tuple[str, Deviation]]:
-    """Yield the deviations of results and then of gradients, each with a prefix for its message."""
-    for one in deviations(got.outs, want.outs, platform=platform, precision=precision):
-        yield "", one
-    for one in gradient_deviations(got.gradients or (), want.gradients or (), platform=platform, precision=precision):
-        yield "gradient: ", one
-
-
-def gradient_deviations(
-    got: Sequence[Any], want: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
-) -> list[Deviation]:
-    """Return the deviations of gradients; see `deviations`.
-
-    If all terms of a gradient cancel, e.g. for a bias that shifts all logits of a softmax, only rounding errors remain.
-    Such a gradient may have any values that are small compared with the other gradients.
-    """
-    found = list(deviations(got, want, platform=platform, precision=precision, names=names))
-    largest = max(map(_largest, want), default=0.0)
-    return [
-        Deviation(0.0, deviation.allowed) if deviation.reason and _is_cancelled(mine, true, largest) else deviation
-        for mine, true, deviation in zip(got, want, found, strict=True)
-    ]
-
-
-def _is_cancelled(got: Any, want: Any, largest: float) -> bool:
-    if got.shape != want.shape or not got.size or not jnp.issubdtype(got.dtype, jnp.floating):
-        return False
-    single, own = (float(compat.finfo(dtype).eps) * _UNITS * largest for dtype in (np.float32, got.dtype))
-    return _largest(want) <= single and _largest(got) <= max(own, single)
-
-
-def _largest(array: Any) -> float:
-    if not array.size or not jnp.issubdtype(array.dtype, jnp.floating):
-        return 0.0
-    return float(np.abs(np.asarray(array).astype(np.float64)).max())
-
-
 def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:
     """Return the function compiled for inputs of these types, with short compile time and few optimisations."""
     program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
     return program
 
 
-Job = tuple[Callable[[Arrays, Arrays], Results], Arrays, Arrays]
+Job = tuple[Callable[..., Any], Any, Any]
+"""A function, its arrays, and its cotangents or tangents."""
 
 
-def computed(jobs: Mapping[str, Job]) -> dict[str, Results | Exception]:
-    """Compute all jobs, in one program if possible, because each program has a fixed cost."""
-    try:
-        return dict(_together(dict(jobs)))
-    except Exception as error:  # noqa: BLE001 - computing each alone shows which of them fails
-        logger.debug("%s: computed one by one, because together they fail: %s", ", ".join(jobs), error_text(error))
-        return {name: _alone(name, job) for name, job in jobs.items()}
+class Together:
+    """Functions in one program, because each program has a fixed cost; one by one if some of them fail.
 
+    Args:
+        jobs: The functions and their arguments, by name.
+    """
 
-def _together(jobs: dict[str, Job]) -> dict[str, Results]:
-    def program(inputs: dict[str, Any]) -> dict[str, Results]:
-        return {name: jobs[name][0](*given) for name, given in inputs.items()}
+    def __init__(self, jobs: Mapping[str, Job]) -> None:
+        self._jobs = dict(jobs)
+        self._programs: dict[tuple[str, ...], Any] = {}
+        if jobs:
+            self._compile(tuple(jobs))
 
-    inputs = {name: (arrays, cotangents) for name, (_, arrays, cotangents) in jobs.items()}
-    found: dict[str, Results] = jax.block_until_ready(compiled(program, inputs)(inputs))
-    return found
+    def _compile(self, names: tuple[str, ...]) -> None:
+        def program(inputs: dict[str, Any]) -> dict[str, Any]:
+            return {name: self._jobs[name][0](*given) for name, given in inputs.items()}
 
+        try:
+            self._programs[names] = compiled(program, {name: self._jobs[name][1:] for name in names})
+        except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
+            self._programs[names] = error
+            self._separate(names, error)
 
-def _alone(name: str, job: Job) -> Results | Exception:
-    try:
-        return _together({name: job})[name]
-    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
-        return error
+    def _separate(self, names: tuple[str, ...], error: Exception) -> None:
+        if len(names) > 1:
+            logger.debug("%s: compiled one by one, because together they fail: %s", names, error_text(error))
+            del self._programs[names]
+            for name in names:
+                self._compile((name,))
+
+    def __call__(self, changed: Mapping[str, tuple[Any, Any]] | None = None) -> dict[str, Any]:
+        """Return each function's results, or its error.
+
+        Args:
+            changed: Other arguments of some functions, of the same types.
+        """
+        found: dict[str, Any] = {}
+        for names, program in list(self._programs.items()):
+            if isinstance(program, Exception):
+                found |= dict.fromkeys(names, program)
+                continue
+            inputs = {name: (changed or {}).get(name, self._jobs[name][1:]) for name in names}
+            try:
+                found |= jax.block_until_ready(program(inputs))
+            except Exception as error:  # noqa: BLE001 - as above
+                if len(names) > 1:
+                    self._separate(names, error)
+                    return self(changed)
+                found |= dict.fromkeys(names, error)
+        return {name: found[name] for name in self._jobs}
