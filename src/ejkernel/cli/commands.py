@@ -187,6 +187,35 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | N
 
 
 @click.command()
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--baseline", metavar="MODULE:FUNCTION", default="", help="The same step without ejkernel, to compare.")
+@click.option("--per-step", type=click.FloatRange(min=0, min_open=True), help="Tokens or examples in a step.")
+@click.option("--unit", help="Unit of --per-step, e.g. tokens.")
+@click.option("--rounds", type=click.IntRange(min=6), default=101, help="Most rounds; 101 by default.")
+@click.option(
+    "--seconds", type=_Seconds(min=0), default=30.0, help="Time for the rounds; 30 by default. Six rounds always run."
+)
+@read_cache
+@as_json
+def bench(target: str, **options: Any) -> int:
+    """Compare a program's step tuned, untuned, and beside a baseline.
+
+    MODULE:FUNCTION is as for `ejkernel tune`; here the step runs. A jax.ShapeDtypeStruct among its arguments becomes an
+    array of random numbers, so return arrays if the time depends on their values.
+
+    Untuned uses the heuristics, tuned the saved configurations. The baseline is another function of the same form,
+    e.g. the step in plain JAX. Each round runs one step of every build, in rotating order. The figures are the medians
+    of ratios within a round, with their 95 % interval.
+    """
+    if options["unit"] and options["per_step"] is None:
+        raise click.UsageError("--unit requires --per-step.")
+    from ejkernel.cli.bench import BenchOptions, run_bench
+
+    run_bench(BenchOptions(target=target, **options | {"unit": options["unit"] or "items"}))
+    return 0
+
+
+@click.command()
 @read_cache
 @as_json
 @click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")
