@@ -241,10 +241,10 @@ def _print(options: BenchOptions, result: _Result) -> None:
         return
     rows = [_row(options, build, result.found) for build in result.builds]
     reference = result.builds[-1].name
-    header = ["", "step", "middle half", f"time over {reference} (95 % interval)", "memory", "compiled in"]
+    header = ["", "step", "quartiles", f"time over {reference} (95 % interval)", "memory", "compiled in"]
     if options.per_step is not None:
         header.append(f"{options.unit}/s")
-    click.echo(report.table(header, rows, "compiled in", "middle half"))
+    click.echo(report.table(header, rows, "compiled in", "quartiles"))
     for name, why in result.missing.items():
         click.echo(report.wrapped(f"{name}: {why}"))
     click.echo(f"\nOn {device_fingerprint()}: {result.found.rounds} rounds, each with one step of every build.")
@@ -298,7 +298,7 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
             {
                 "name": build.name,
                 "seconds": found.seconds[build.name],
-                "middle_half": list(found.middle[build.name]),
+                "quartiles": list(found.middle[build.name]),
                 "over_reference": found.over[build.name],
                 "peak_bytes": peak_bytes(build.compiled),
                 "compile_seconds": build.compile_seconds,
