@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import main
+from ejkernel.cli import main, rounds
 from ejkernel.ops import Invocation, PersistentCache, default_executor
 
 PROGRAM = """
@@ -121,6 +121,31 @@ def test_a_program_without_saved_configurations_runs_untuned_with_the_advice_to_
     assert "a program may print" in err
 
 
+def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, folder):
+    inv = Invocation(kernel=folder.benched, args=(jnp.ones((4, 4)),))
+    PersistentCache("empty").put(inv.key, folder.benched.heuristic_cfg(inv))
+    found = json.loads(bench("step", "--json", cache="empty")[1])
+    assert [build["name"] for build in found["builds"]] == ["tuned"]
+    assert found["missing"]["untuned"].startswith("the same program as tuned")
+    assert not found["changed"]
+
+
+def test_an_operation_s_implementations_run_beside_its_reference(capsys):
+    call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--shape", "f32[16]", "--kwargs", '{"eps": 0.1}']
+    assert main(["bench", *call, "--rounds", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [build["name"] for build in found["builds"]] == ["reference", "chosen"]
+    assert found["missing"]["xla"] == "the same program as chosen"
+    assert found["flops"] > 0
+    assert "implementation=xla" in found["builds"][1]["configurations"][0]
+
+
+def test_a_round_runs_each_step_once_and_the_order_changes():
+    order = []
+    rounds.run_rounds([lambda n, name=name: order.append(name) for name in "abc"], 4)
+    assert "".join(order) == "abccbabcaacbcabbac"
+
+
 @pytest.mark.parametrize("target", ["donating", "static", "eager"])
 def test_donated_and_static_arguments_and_functions_without_jit_run(bench, target):
     status, out, _ = bench(target)
@@ -131,7 +156,7 @@ def test_donated_and_static_arguments_and_functions_without_jit_run(bench, targe
 def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench):
     status, out, _ = bench("step", "--baseline", "benched_program:broken", cache="empty")
     assert status == 0
-    assert "baseline: compiling the program of benched_program:broken raised RuntimeError: needs more memory\n" in out
+    assert "baseline: compiling benched_program:broken raised RuntimeError: needs more memory\n" in out
 
 
 @pytest.mark.parametrize(
@@ -140,6 +165,8 @@ def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench):
         (["plain"], 1, "the program of benched_program:plain made no call of an operation."),
         (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
         (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
+        (["step", "--op", "rms_norm"], 2, "pass one of MODULE:FUNCTION and --op."),
+        (["step", "--gradient"], 2, "--shape, --kwargs, --gradient and --import require --op."),
         (["step", "--unit", "tokens"], 2, "--unit requires --per-step."),
         (["step", "--rounds", "5"], 2, "5 is not in the range x>=6."),
     ],
@@ -148,3 +175,17 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
     found, out, err = bench(*arguments)
     assert (found, out) == (status, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["rms_norm"], 2, "--op requires --shape for each array"),
+        (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
+        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]) with {}: "),
+        (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
+    ],
+)
+def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):
+    assert main(["bench", "--op", *arguments]) == status
+    assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,8 +43,12 @@ BASELINE: Final = "baseline"
 class BenchOptions:
     """The options of `ejkernel bench`; see its help."""
 
-    target: str
+    target: str = ""
     baseline: str = ""
+    op: str = ""
+    shapes: tuple[str, ...] = ()
+    kwargs: str = "{}"
+    gradient: bool = False
     cache: Path | None = None
     rounds: int
     seconds: float
@@ -107,7 +111,7 @@ class _Result:
     @property
     def changed(self) -> bool:
         """Whether tuning changed a configuration."""
-        return [repr(why.config) for why in self.untuned] != [repr(why.config) for why in self.tuned]
+        return not same_configurations(self.untuned, self.tuned)
 
 
 def run_bench(options: BenchOptions) -> None:
@@ -116,7 +120,7 @@ def run_bench(options: BenchOptions) -> None:
     targets = [located(target) for target in (options.target, options.baseline) if target]
     look_here()
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
-        program = _Loaded.of(targets[0])
+        program = Loaded.of(targets[0])
         # After the program's import, which may set the default executor.
         usual = usual_chain(store)
         if not isinstance(usual, ConfigSelectorChain):
@@ -124,12 +128,12 @@ def run_bench(options: BenchOptions) -> None:
                 f"{options.target} replaces the configuration chooser by {type(usual).__name__}, so it has no untuned "
                 "build; call ejkernel.ops.set_default_executor outside the module to compare it."
             )
-        result = _compared(options, program, _Loaded.of(targets[1]) if options.baseline else None, usual)
+        result = _compared(options, program, Loaded.of(targets[1]) if options.baseline else None, usual)
     _print(options, result)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Loaded:
+class Loaded:
     """A program with its arguments; abstract arrays were replaced by random ones."""
 
     target: str
@@ -138,7 +142,8 @@ class _Loaded:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, program: Program) -> _Loaded:
+    def of(cls, program: Program) -> Loaded:
+        """Import a program and create its arrays."""
         function, args, kwargs = load_program(program)
         rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
         args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
@@ -157,39 +162,47 @@ def _array(leaf: Any, rng: np.random.Generator) -> Any:
 
 
 def _compared(
-    options: BenchOptions, program: _Loaded, baseline: _Loaded | None, usual: ConfigSelectorChain[Any, Any]
+    options: BenchOptions, program: Loaded, baseline: Loaded | None, usual: ConfigSelectorChain[Any, Any]
 ) -> _Result:
     heuristics: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(policy=usual.policy)
     builds, missing = [], {}
     if baseline is not None:
         try:
-            builds.append(_build(BASELINE, baseline, usual))
+            builds.append(build(BASELINE, baseline, usual))
         except click.ClickException as error:  # e.g. plain JAX does not support the call
             missing[BASELINE] = error.message.splitlines()[0]
-    untuned = _build(UNTUNED, program, heuristics)
+    untuned = build(UNTUNED, program, heuristics)
     if not untuned.calls:
         raise TuningError(f"the program of {options.target} made no call of an operation.")
     with looking_only():
         whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
     builds.append(untuned)
-    if any(map(is_measured, whys[1])):
-        builds.append(_build(TUNED, program, usual))
-    else:
+    if not any(map(is_measured, whys[1])):
         missing[TUNED] = f"no saved configuration; run `ejkernel tune {options.target}` first"
-    _say(f"comparing {', '.join(each.name for each in builds)}")
-    with user_code(f"running the program of {options.target}"):
-        deadline = time.monotonic() + options.seconds
-        run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=_say)
-    found = compared({each.name: each.samples for each in builds}, builds[-1].name)
+    elif same_configurations(*whys):
+        untuned.name = TUNED
+        missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"
+    else:
+        builds.append(build(TUNED, program, usual))
+    found = race(options, builds)
     return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1])
 
 
-def _build(name: str, program: _Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
+def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:
+    """Run the builds in interleaved rounds and return their times relative to the last build."""
+    say(f"comparing {', '.join(each.name for each in builds)}")
+    with user_code(f"running {options.target or options.op}"):
+        deadline = time.monotonic() + options.seconds
+        run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=say)
+    return compared({each.name: each.samples for each in builds}, builds[-1].name)
+
+
+def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
     """Compile a program with the configurations of a chain."""
-    _say(f"compiling {name}")
+    say(f"compiling {name}")
     with (
         _executor(Executor(chain)),
-        user_code(f"compiling the program of {program.target}"),
+        user_code(f"compiling {program.target}"),
         recording() as seen,  # JAX traces a function again that another build has traced
         looking_only(),
     ):
@@ -208,7 +221,7 @@ def _build(name: str, program: _Loaded, chain: ConfigSelectorChain[Any, Any]) ->
     )
 
 
-def _lowered(program: _Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+def _lowered(program: Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     """Return the lowered program, and the arguments of the compiled one."""
     args: Sequence[Any]
     function, args, kwargs = program.function, program.args, program.kwargs
@@ -221,6 +234,11 @@ def _lowered(program: _Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     return function.trace(*args, **kwargs).lower(), args, kwargs
 
 
+def same_configurations(some: Sequence[Explanation], others: Sequence[Explanation]) -> bool:
+    """Return whether two builds with the same calls are the same program."""
+    return [repr(why.config) for why in some] == [repr(why.config) for why in others]
+
+
 @contextlib.contextmanager
 def _executor(executor: Executor[Any, Any]) -> Iterator[None]:
     before = default_executor()
@@ -231,7 +249,8 @@ def _executor(executor: Executor[Any, Any]) -> Iterator[None]:
         set_default_executor(before)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print progress."""
     click.echo(text, err=True)
 
 
@@ -239,23 +258,36 @@ def _print(options: BenchOptions, result: _Result) -> None:
     if options.as_json:
         report.echo_json(_as_data(options, result))
         return
-    rows = [_row(options, build, result.found) for build in result.builds]
-    reference = result.builds[-1].name
-    header = ["", "step", "quartiles", f"time over {reference} (95 % interval)", "memory", "compiled in"]
-    if options.per_step is not None:
-        header.append(f"{options.unit}/s")
-    click.echo(report.table(header, rows, "compiled in", "quartiles"))
-    for name, why in result.missing.items():
-        click.echo(report.wrapped(f"{name}: {why}"))
-    click.echo(f"\nOn {device_fingerprint()}: {result.found.rounds} rounds, each with one step of every build.")
+    print_table(options, result.builds, result.found, result.missing)
     for sentence in _sentences(options, result):
         click.echo(report.wrapped(sentence))
 
 
-def _row(options: BenchOptions, build: Build, found: Comparison) -> list[str]:
+def print_table(
+    options: BenchOptions,
+    builds: Sequence[Build],
+    found: Comparison,
+    missing: Mapping[str, str],
+    more: Mapping[str, Callable[[Build], str]] | None = None,
+) -> None:
+    """Print the builds, the reasons for missing ones, and the conditions; `more` adds columns."""
+    added = dict(more or {})
+    if options.per_step is not None:
+        per_step = options.per_step
+        added[f"{options.unit}/s"] = lambda build: f"{per_step / found.seconds[build.name]:,.0f}"
+    reference = f"time over {builds[-1].name} (95 % interval)"
+    header = ["", "step", "quartiles", reference, "memory", "compiled in", *added]
+    rows = [[*_row(build, found), *(cell(build) for cell in added.values())] for build in builds]
+    click.echo(report.table(header, rows, "compiled in", "quartiles"))
+    for name, why in missing.items():
+        click.echo(report.wrapped(f"{name}: {why}"))
+    click.echo(f"\nOn {device_fingerprint()}: {found.rounds} rounds, each with one step of every build.")
+
+
+def _row(build: Build, found: Comparison) -> list[str]:
     seconds, over, (low, high) = found.seconds[build.name], found.over[build.name], found.middle[build.name]
     memory = peak_bytes(build.compiled)
-    row = [
+    return [
         build.name,
         duration(seconds),
         f"{duration(low)} to {duration(high)}",
@@ -263,7 +295,6 @@ def _row(options: BenchOptions, build: Build, found: Comparison) -> list[str]:
         "-" if memory is None else size(memory),
         f"{build.compile_seconds:.1f} s",
     ]
-    return row if options.per_step is None else [*row, f"{options.per_step / seconds:,.0f}"]
 
 
 def _sentences(options: BenchOptions, result: _Result) -> list[str]:
@@ -273,11 +304,8 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
     if BASELINE in found.over:
         said.append(verdict(f"{best.capitalize()} ejkernel", "the baseline", found.over[BASELINE]))
     if best == TUNED:
-        said.append(
-            verdict("Tuned ejkernel", "untuned ejkernel", found.over[UNTUNED])
-            if result.changed
-            else "Tuning kept the heuristic's configuration for every call, so both builds are the same program."
-        )
+        if UNTUNED in found.over:
+            said.append(verdict("Tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
         calls = len(result.tuned)
         if result.measured < calls:
             said.append(
@@ -294,23 +322,26 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
         "device": device_fingerprint(),
         "rounds": found.rounds,
         "reference": result.builds[-1].name,
-        "builds": [
-            {
-                "name": build.name,
-                "seconds": found.seconds[build.name],
-                "quartiles": list(found.middle[build.name]),
-                "over_reference": found.over[build.name],
-                "peak_bytes": peak_bytes(build.compiled),
-                "compile_seconds": build.compile_seconds,
-                "per_second": None if options.per_step is None else options.per_step / found.seconds[build.name],
-                "samples": build.samples[WARM_UP:],
-            }
-            for build in result.builds
-        ],
+        "builds": [build_as_data(options, build, found) for build in result.builds],
         "unit": options.unit if options.per_step is not None else None,
         "missing": result.missing,
         "calls": len(result.tuned),
         "measured_calls": result.measured,
         "changed": result.changed,
         "conclusions": _sentences(options, result),
+    }
+
+
+def build_as_data(options: BenchOptions, build: Build, found: Comparison) -> dict[str, Any]:
+    """Return the figures of a build, for JSON."""
+    seconds = found.seconds[build.name]
+    return {
+        "name": build.name,
+        "seconds": seconds,
+        "quartiles": list(found.middle[build.name]),
+        "over_reference": found.over[build.name],
+        "peak_bytes": peak_bytes(build.compiled),
+        "compile_seconds": build.compile_seconds,
+        "per_second": None if options.per_step is None else options.per_step / seconds,
+        "samples": build.samples[WARM_UP:],
     }

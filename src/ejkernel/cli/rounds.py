@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare builds of one program in interleaved rounds; used by `ejkernel bench` and by the demo.
 
-Each round runs one step of every build, in rotating order, so that other load on the machine slows all builds alike.
+Each round runs one step of every build, in changing order, so that other load on the machine slows all builds alike.
 All results come from ratios within a round: the median over the rounds, and its 95 % interval. This module does not
 import JAX.
 """
@@ -48,8 +48,15 @@ def run_rounds(
             say(f"round {number + 1} of {WARM_UP + rounds}, about {left:.0f} s left")
             said = now
         given = inputs(number)
-        for place in range(len(steps)):
-            steps[(number + place) % len(steps)](given)
+        for step in _order(steps, number):
+            step(given)
+
+
+def _order(steps: Sequence[Callable[[Any], object]], number: int) -> Sequence[Callable[[Any], object]]:
+    """Return the steps in the order of a round, so that each starts and follows each other equally often."""
+    first = number // 2 % len(steps)
+    order = [*steps[first:], *steps[:first]]
+    return order[::-1] if number % 2 else order
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
