@@ -55,9 +55,13 @@ def refused():
 
 def broken():
     def step(x):
-        raise RuntimeError("needs more memory\\nand more")
+        raise RuntimeError("is not supported\\nand more")
 
     return step, (SMALL,)
+
+
+def failing():
+    return jax.jit(lambda x: jax.pure_callback(lambda x: 1 / 0, x, x)), (SMALL,)
 """
 
 
@@ -153,10 +157,14 @@ def test_donated_and_static_arguments_and_functions_without_jit_run(bench, targe
     assert "\ntuned " in out
 
 
-def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench):
-    status, out, _ = bench("step", "--baseline", "benched_program:broken", cache="empty")
+@pytest.mark.parametrize(
+    ("baseline", "reason"),
+    [("broken", "compiling benched_program:broken raised RuntimeError: is not supported\n"), ("failing", "running ")],
+)
+def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline, reason):
+    status, out, _ = bench("step", "--baseline", f"benched_program:{baseline}", cache="empty")
     assert status == 0
-    assert "baseline: compiling benched_program:broken raised RuntimeError: needs more memory\n" in out
+    assert f"\nbaseline: {reason}" in out
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def _compared(
     if baseline is not None:
         try:
             builds.append(build(BASELINE, baseline, usual))
-        except click.ClickException as error:  # e.g. plain JAX does not support the call
+        except click.ClickException as error:  # e.g. plain JAX needs more memory than there is
             missing[BASELINE] = error.message.splitlines()[0]
     untuned = build(UNTUNED, program, heuristics)
     if not untuned.calls:
@@ -191,14 +191,13 @@ def _compared(
 def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:
     """Run the builds in interleaved rounds and return their times relative to the last build."""
     say(f"comparing {', '.join(each.name for each in builds)}")
-    with user_code(f"running {options.target or options.op}"):
-        deadline = time.monotonic() + options.seconds
-        run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=say)
+    deadline = time.monotonic() + options.seconds
+    run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=say)
     return compared({each.name: each.samples for each in builds}, builds[-1].name)
 
 
 def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
-    """Compile a program with the configurations of a chain."""
+    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is."""
     say(f"compiling {name}")
     with (
         _executor(Executor(chain)),
@@ -211,7 +210,7 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
         calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
-    return Build(
+    made = Build(
         name=name,
         compiled=compiled,
         arguments=(args, kwargs),
@@ -219,6 +218,10 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
         compile_seconds=seconds,
         calls=list(calls.values()),
     )
+    with user_code(f"running {program.target}"):
+        made.step(0)
+    made.samples.clear()
+    return made
 
 
 def _lowered(program: Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:

@@ -121,4 +121,5 @@ def busy(build: str, middle: tuple[float, float]) -> str:
     low, high = middle
     if high <= CLOSE * low:
         return ""
-    return f"The machine was busy: half of the {build} steps took {1e3 * low:.1f} to {1e3 * high:.1f} ms."
+    factor, unit = (1e3, "ms") if high >= 1e-3 else (1e6, "us")
+    return f"The machine was busy: half of the {build} steps took {factor * low:.1f} to {factor * high:.1f} {unit}."
