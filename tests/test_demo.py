@@ -66,6 +66,7 @@ def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes():
     [
         ((1.2, 1.1, 1.3), "tuned is 1.20 times as fast as plain (1.10 to 1.30)."),
         ((0.8, 0.7, 0.9), "tuned is SLOWER than plain: 0.80 times as fast (0.70 to 0.90). Please report it."),
+        ((0.995, 0.987, 0.999), "tuned and plain are equally fast (0.99 to 1.00)."),
         ((1.0, 0.98, 1.03), "tuned and plain are equally fast (0.98 to 1.03)."),
         ((1.07, 0.8, 1.3), "This machine is too noisy to tell whether tuned is faster than plain (0.80 to 1.30)."),
     ],

@@ -18,7 +18,7 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.explain import is_measured, usual_chain
 from ejkernel.cli.programs import Program, load_program, located, look_here, user_code
-from ejkernel.cli.rounds import WARM_UP, Comparison, busy, compared, run_rounds, verdict
+from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.measure.memory import peak_bytes
 from ejkernel.ops.config.policy import looking_only
@@ -315,7 +315,11 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
                 f"{result.measured} of {counted(calls, 'call')} have a measured configuration; "
                 f"`ejkernel tune {options.target}` measures the rest."
             )
-    return [sentence for sentence in (*said, busy(best, found.middle[best])) if sentence]
+    said.append(busy(best, found.middle[best]))
+    is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
+    if is_wide and found.rounds < options.rounds:
+        said.append(f"More rounds narrow the interval: --seconds {2 * options.seconds:.0f}")
+    return [sentence for sentence in said if sentence]
 
 
 def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Final
 WARM_UP: Final = 2  # the first executions fault in memory and fill caches
 FEWEST: Final = 6  # rounds that a 95 % interval needs
 CLOSE: Final = 1.1  # an interval whose ends differ by less settles a question even if 1 is in it
+_TIE: Final = 0.02  # smaller differences are reported as none, even if they are certain
 _TICK: Final = 5.0  # seconds between two lines of progress
 
 
@@ -107,6 +108,8 @@ def compared(samples: Mapping[str, Sequence[float]], reference: str) -> Comparis
 def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
     """Return whether `build` is faster than `other`, given the ratio of the other's time to the build's."""
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
+    if over["low"] > 1 - _TIE and over["high"] < 1 + _TIE:
+        return f"{build} and {other} are equally fast ({spread})."
     if over["low"] > 1:
         return f"{build} is {over['median']:.2f} times as fast as {other} ({spread})."
     if over["high"] < 1:
