@@ -318,7 +318,7 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:
-        said.append(f"More rounds narrow the interval: --seconds {2 * options.seconds:.0f}")
+        said.append(f"More rounds narrow the interval: --seconds {2 * max(options.seconds, 1):.0f}")
     return [sentence for sentence in said if sentence]
 
 
