@@ -13,6 +13,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.cli import rounds
+
 HERE = Path(__file__).resolve().parents[1] / "examples" / "demo"
 
 
@@ -53,10 +55,10 @@ def test_a_batch_is_full_of_documents_and_the_same_every_time(demo):
     assert not (first.tokens == 0).any()
 
 
-def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes(demo):
-    found = demo("compare").ratio([float(n) for n in range(1, 22)], [1.0] * 21)
+def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes():
+    found = rounds.ratio([float(n) for n in range(1, 22)], [1.0] * 21)
     assert found == {"median": 11.0, "low": 6.0, "high": 16.0}  # ranks 6 and 16 of 21: 97 %
-    assert demo("compare").ratio([1.0, 3.0, 2.0] * 2, [1.0] * 6)["low"] == 1.0
+    assert rounds.ratio([1.0, 3.0, 2.0] * 2, [1.0] * 6)["low"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -64,13 +66,14 @@ def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes(de
     [
         ((1.2, 1.1, 1.3), "tuned is 1.20 times as fast as plain (1.10 to 1.30)."),
         ((0.8, 0.7, 0.9), "tuned is SLOWER than plain: 0.80 times as fast (0.70 to 0.90). Please report it."),
+        ((0.995, 0.987, 0.999), "tuned and plain are equally fast (0.99 to 1.00)."),
         ((1.0, 0.98, 1.03), "tuned and plain are equally fast (0.98 to 1.03)."),
         ((1.07, 0.8, 1.3), "This machine is too noisy to tell whether tuned is faster than plain (0.80 to 1.30)."),
     ],
 )
-def test_a_verdict_follows_from_the_interval_alone(demo, ratio, words):
+def test_a_verdict_follows_from_the_interval_alone(ratio, words):
     median, low, high = ratio
-    assert words == demo("demo").verdict("tuned", "plain", {"median": median, "low": low, "high": high})
+    assert words == rounds.verdict("tuned", "plain", {"median": median, "low": low, "high": high})
 
 
 class Steps:
@@ -85,7 +88,7 @@ class Steps:
 
 
 @pytest.fixture
-def rounds(demo, monkeypatch):
+def results_of(demo, monkeypatch):
     """Return a function that compares builds whose step takes `seconds(round)`, by name."""
     compare, clock = demo("compare"), [0.0]
     monkeypatch.setattr(compare.time, "perf_counter", lambda: clock[0])
@@ -96,7 +99,7 @@ def rounds(demo, monkeypatch):
         builds = [
             compare.Build(name=name, compiled=Steps(clock, each), temporary_bytes=1) for name, each in seconds.items()
         ]
-        compare.run_rounds(builds, None, 21, deadline)
+        compare.run(builds, None, 21, deadline)
         gone = [compare.Build(name=name, missing="does not fit") for name in missing]
         return compare.summary([*gone, *builds], demo("train").SMALL)
 
@@ -108,9 +111,9 @@ def busy(slow):
     return lambda number: (1 + number % 7) * (3.0 if number in slow else 1.0)
 
 
-def test_the_table_and_the_sentences_come_from_the_same_ratios(demo, rounds, capsys):
+def test_the_table_and_the_sentences_come_from_the_same_ratios(demo, results_of, capsys):
     builds = {"plain JAX": lambda number: 2 * busy(())(number), "untuned": busy(range(11)), "tuned": busy(range(9, 20))}
-    result = rounds(builds) | {"configurations": dict.fromkeys("abcd"), "saved": 4, "changed": True}
+    result = results_of(builds) | {"configurations": dict.fromkeys("abcd"), "saved": 4, "changed": True}
     untuned, tuned = result["seconds"]["untuned"], result["seconds"]["tuned"]
     assert untuned / tuned == pytest.approx(result["over tuned"]["untuned"]["median"])
     demo("demo").show(result)
@@ -119,8 +122,10 @@ def test_the_table_and_the_sentences_come_from_the_same_ratios(demo, rounds, cap
     assert "The machine was busy: half of the tuned steps took" in said
 
 
-def test_a_calm_machine_gives_a_calm_verdict(demo, rounds):
-    result = rounds({"plain JAX": lambda _: 3.0, "untuned": lambda _: 2.0, "tuned": lambda _: 1.0}) | {"changed": True}
+def test_a_calm_machine_gives_a_calm_verdict(demo, results_of):
+    result = results_of({"plain JAX": lambda _: 3.0, "untuned": lambda _: 2.0, "tuned": lambda _: 1.0}) | {
+        "changed": True
+    }
     assert result["rounds"] == 21
     assert [text[:43] for text in demo("demo").sentences(result)] == [
         "Tuned ejkernel is 3.00 times as fast as pla",
@@ -128,14 +133,14 @@ def test_a_calm_machine_gives_a_calm_verdict(demo, rounds):
     ]
 
 
-def test_rounds_end_at_the_deadline_but_not_before_there_is_an_interval(rounds):
+def test_rounds_end_at_the_deadline_but_not_before_there_is_an_interval(results_of):
     builds = {"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}
-    assert rounds(builds, deadline=0.0)["rounds"] == 6
-    assert rounds(builds, deadline=100.0)["rounds"] == 21
+    assert results_of(builds, deadline=0.0)["rounds"] == 6
+    assert results_of(builds, deadline=100.0)["rounds"] == 21
 
 
-def test_a_baseline_that_does_not_run_here_is_a_row_with_the_reason(demo, rounds, capsys):
-    result = rounds({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}, missing=["plain JAX"])
+def test_a_baseline_that_does_not_run_here_is_a_row_with_the_reason(demo, results_of, capsys):
+    result = results_of({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}, missing=["plain JAX"])
     demo("demo").show(result | {"unfinished": 1, "configurations": {"a": "b"}, "saved": 0})
     said = capsys.readouterr().out
     assert "  plain JAX       does not fit\n" in said
@@ -187,11 +192,11 @@ def test_the_model_is_as_large_as_plain_jax_can_train_on_the_device(demo, gib, s
     ],
 )
 def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
-    demo, rounds, monkeypatch, capsys, tmp_path, statuses, exit_status, words
+    demo, results_of, monkeypatch, capsys, tmp_path, statuses, exit_status, words
 ):
     module = demo("demo")
     monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
-    data = rounds({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}) | {"configurations": {"a": "b"}, "saved": 1}
+    data = results_of({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}) | {"configurations": {"a": "b"}, "saved": 1}
     left = list(statuses)
 
     def run(seconds, *arguments, capture=False):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train several builds of one program side by side: JAX alone, ejkernel untuned, and ejkernel tuned.
 
-Each round runs one step of every build, in rotating order, so that other load on the machine slows all builds alike.
-All results come from ratios within a round: the median over the rounds, and its 95 % interval.
+`ejkernel bench` compares any program in the same way; see `ejkernel.cli.rounds`. Here each build trains its own state,
+so that their losses can be compared, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +20,9 @@ from typing import Any
 import jax
 from train import CUDNN, EJKERNEL, PLAIN, Model, Operations, batch_of, default_model, memory_limit, training_step
 
+from ejkernel.cli.rounds import FEWEST, compared, run_rounds
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, labels_to_configs, set_default_executor
 
-WARM_UP = 2  # the first executions fault in memory and fill caches
-FEWEST = 6  # rounds that a 95 % interval needs
-TICK = 5.0  # seconds between two lines of progress
 UNTUNED, TUNED = "untuned", "tuned"
 
 
@@ -117,58 +114,29 @@ def drop_too_large(builds: Sequence[Build], limit: int | None) -> None:
             each.drop(f"does not fit: a step needs {each.needed_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB")
 
 
-def run_rounds(builds: Sequence[Build], model: Model, rounds: int, deadline: float) -> None:
-    """Train all builds for so many rounds after the warm-up; for fewer, but at least `FEWEST`, after the deadline."""
-    started = said = time.monotonic()
-    for number in range(WARM_UP + rounds):
-        now = time.monotonic()
-        if now > deadline and number >= WARM_UP + FEWEST:
-            return
-        if now - said > TICK:
-            left = min((now - started) / number * (WARM_UP + rounds - number), max(deadline - now, 0.0))
-            say(f"round {number + 1} of {WARM_UP + rounds}, about {left:.0f} s left")
-            said = now
-        batch = jax.block_until_ready(batch_of(model, number))
-        for place in range(len(builds)):
-            builds[(number + place) % len(builds)].train(batch)
-
-
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    """Return the median of `slow / fast` over the rounds, and its 95 % interval.
-
-    The interval is that of the sign test, which assumes no distribution of the times.
-    """
-    ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
-    n = len(ratios)
-    outside = 0
-    while 2 * sum(math.comb(n, k) for k in range(outside + 1)) <= 0.05 * 2**n:
-        outside += 1
-    return {"median": statistics.median(ratios), "low": ratios[max(outside - 1, 0)], "high": ratios[-max(outside, 1)]}
+def run(builds: Sequence[Build], model: Model, rounds: int, deadline: float) -> None:
+    """Train all builds for so many rounds after the warm-up; for fewer after the deadline."""
+    steps = [each.train for each in builds]
+    run_rounds(steps, rounds, deadline=deadline, inputs=lambda n: jax.block_until_ready(batch_of(model, n)), say=say)
 
 
 def summary(builds: Sequence[Build], model: Model) -> dict[str, Any]:
-    """Return the results as data.
-
-    A build's `seconds` are the tuned build's median times the ratio of the two. The median of each build's own times
-    could contradict the ratios on a busy machine.
-    """
+    """Return the results as data."""
     by_name = {each.name: each for each in builds}
-    running = {each.name: each.seconds[WARM_UP:] for each in builds if each.compiled is not None}
+    running = {each.name: each for each in builds if each.compiled is not None}
     tuned, untuned = by_name[TUNED], by_name[UNTUNED]
-    ratios = {name: ratio(seconds, running[TUNED]) for name, seconds in running.items()}
-    median = statistics.median(running[TUNED])
-    quarters = statistics.quantiles(running[TUNED], n=4)
+    found = compared({name: each.seconds for name, each in running.items()}, TUNED)
     return {
         "device": jax.devices()[0].device_kind,
-        "rounds": len(running[TUNED]),
+        "rounds": found.rounds,
         "tokens": model.tokens,
         "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens",
         "missing": {each.name: each.missing for each in builds if each.compiled is None},
-        "seconds": {name: median * found["median"] for name, found in ratios.items()},
-        "middle half of the tuned steps": [quarters[0], quarters[-1]],
-        "over tuned": ratios,
-        "temporary_bytes": {name: by_name[name].temporary_bytes for name in running},
-        "losses": {name: by_name[name].losses for name in running},
+        "seconds": found.seconds,
+        "middle half of the tuned steps": found.middle[TUNED],
+        "over tuned": found.over,
+        "temporary_bytes": {name: each.temporary_bytes for name, each in running.items()},
+        "losses": {name: each.losses for name, each in running.items()},
         "configurations": tuned.configurations,
         "saved": tuned.saved,
         "changed": tuned.configurations != untuned.configurations,
@@ -191,7 +159,7 @@ def compare(cache: Path, rounds: int, model: Model, seconds: float = math.inf) -
         builds.append(baseline("JAX with cuDNN", CUDNN, model, deadline))
     builds += own
     drop_too_large(builds, memory_limit())
-    run_rounds([each for each in builds if each.compiled is not None], model, rounds, deadline)
+    run([each for each in builds if each.compiled is not None], model, rounds, deadline)
     return summary(builds, model)
 
 

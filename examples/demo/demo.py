@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ejkernel.cli.rounds import busy, verdict
+
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".demo-cache"
 TARGET = "train:training_step"
@@ -27,7 +29,6 @@ END = 15.0  # seconds that a process gets to end
 STOPPED = 130  # exit status of `ejkernel tune` after SIGINT
 # Implementations round differently, and every step builds on the last.
 TOLERANCE = 0.02
-CLOSE = 1.1  # an interval whose ends differ by less settles a question even if 1 is in it
 
 
 def run(seconds: float, *arguments: str, capture: bool = False) -> tuple[int, str]:
@@ -92,22 +93,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
         said.append(
             f"Tuning saved a configuration for {result['saved']} of {calls} calls; the others use the heuristic."
         )
-    low, high = result["middle half of the tuned steps"]
-    if high > CLOSE * low:
-        said.append(f"The machine was busy: half of the tuned steps took {1e3 * low:.1f} to {1e3 * high:.1f} ms.")
-    return said
-
-
-def verdict(build: str, other: str, over: dict[str, float]) -> str:
-    """Return whether `build` is faster than `other`, given the ratio of their times."""
-    spread = f"{over['low']:.2f} to {over['high']:.2f}"
-    if over["low"] > 1:
-        return f"{build} is {over['median']:.2f} times as fast as {other} ({spread})."
-    if over["high"] < 1:
-        return f"{build} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). Please report it."
-    if over["high"] < CLOSE * over["low"]:
-        return f"{build} and {other} are equally fast ({spread})."
-    return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."
+    said.append(busy("tuned", result["middle half of the tuned steps"]))
+    return [sentence for sentence in said if sentence]
 
 
 def losses_agree(losses: dict[str, list[float]]) -> bool:

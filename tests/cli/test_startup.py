@@ -28,6 +28,7 @@ QUICK = {
     "-h": 0,
     "--version": 0,
     "tune --help": 0,
+    "bench --help": 0,
     "explain --help": 0,
     "show --help": 0,
     "list --help": 0,
@@ -36,6 +37,7 @@ QUICK = {
     "cache path": 0,
     "cache path --json": 0,
     "tune": 2,
+    "bench": 2,
     "absent": 2,
     "cache prune": 2,
 }
@@ -61,6 +63,7 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
         "tune",
+        "bench",
         "explain",
         "show",
         "list",

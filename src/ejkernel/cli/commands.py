@@ -189,6 +189,53 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | N
 
 
 @click.command()
+@click.argument("target", metavar="[MODULE:FUNCTION]", required=False, default="")
+@click.option("--baseline", metavar="MODULE:FUNCTION", default="", help="The same step without ejkernel, to compare.")
+@click.option("--op", metavar="NAME", default="", help="Compare the implementations of this operation instead.")
+@click.option("--shape", "shapes", metavar="TYPE", multiple=True, help="With --op: an argument, e.g. bf16[8,128].")
+@click.option("--kwargs", metavar="JSON", default="{}", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
+@click.option("--gradient", is_flag=True, help="With --op: measure the gradient.")
+@imports
+@click.option("--per-step", type=click.FloatRange(min=0, min_open=True), help="Tokens or examples in a step.")
+@click.option("--unit", help="Unit of --per-step, e.g. tokens.")
+@click.option("--rounds", type=click.IntRange(min=6), default=101, help="Most rounds; 101 by default.")
+@click.option(
+    "--seconds", type=_Seconds(min=0), default=30.0, help="Time for the rounds; 30 by default. Six rounds always run."
+)
+@read_cache
+@as_json
+def bench(imports: tuple[str, ...], **options: Any) -> int:
+    """Compare a program's step tuned, untuned, and beside a baseline.
+
+    MODULE:FUNCTION is as for `ejkernel tune`; here the step runs. A jax.ShapeDtypeStruct among its arguments becomes an
+    array of random numbers, so return arrays if the time depends on their values.
+
+    Untuned uses the heuristics, tuned the saved configurations. The baseline is another function of the same form,
+    e.g. the step in plain JAX. Each round runs one step of every build, in changing order. The figures are the medians
+    of ratios within a round, with their 95 % interval.
+
+    --op compares the implementations of one call, its reference in plain JAX, and the chosen configuration: ejkernel
+    bench --op rms_norm --shape bf16[4096,5120] --shape bf16[5120]. --import names the module of other kernels.
+    """
+    if bool(options["target"]) == bool(options["op"]):
+        raise click.UsageError("pass one of MODULE:FUNCTION and --op.")
+    if options["op"] and (options["baseline"] or not options["shapes"]):
+        raise click.UsageError("--op requires --shape for each array, and cannot be used with --baseline.")
+    if options["target"] and (options["shapes"] or options["kwargs"] != "{}" or options["gradient"] or imports):
+        raise click.UsageError("--shape, --kwargs, --gradient and --import require --op.")
+    if options["unit"] and options["per_step"] is None:
+        raise click.UsageError("--unit requires --per-step.")
+    from ejkernel.cli import bench, bench_op
+
+    given = bench.BenchOptions(**options | {"unit": options["unit"] or "items"})
+    if given.op:
+        bench_op.run_bench_op(given, imports)
+    else:
+        bench.run_bench(given)
+    return 0
+
+
+@click.command()
 @read_cache
 @as_json
 @click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")

@@ -42,7 +42,7 @@ def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: P
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = find(source)
         # After the program's import, which may set the default executor.
-        chooser = _chooser(store if cache is not None else None)
+        chooser = usual_chain(store if cache is not None else None)
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
     if as_json:
@@ -56,8 +56,8 @@ def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: P
     _sum_up(explained, target or "--missed")
 
 
-def _chooser(store: PersistentCache | None) -> Any:
-    """Return a chain like the program's, with an empty memory."""
+def usual_chain(store: PersistentCache | None) -> Any:
+    """Return a chain like the program's, with an empty memory, and with the entries of `store` if it is given."""
     usual = default_executor().chooser
     if not isinstance(usual, ConfigSelectorChain):
         return usual
@@ -66,6 +66,11 @@ def _chooser(store: PersistentCache | None) -> Any:
         ConfigCache(), usual.persistent if store is None else store, policy=usual.policy
     )
     return chain
+
+
+def is_measured(why: Explanation) -> bool:
+    """Return whether a call's configuration was measured, here or elsewhere."""
+    return why.source in _MEASURED
 
 
 def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
@@ -108,7 +113,7 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
 
 
 def _sum_up(explained: Sequence[Explanation], where: str) -> None:
-    measured = sum(why.source in _MEASURED for why in explained)
+    measured = sum(map(is_measured, explained))
     rest = "" if measured == len(explained) else f"; `ejkernel tune {where}` measures the rest"
     click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
 

@@ -11,8 +11,9 @@ kernel with the same `set` share a configuration. `kwargs`, `weight` and `set` a
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +67,21 @@ def calls_of_shapes(path: Path) -> Found:
     merged = tuple(tuple(merged_calls(each)) for each in sets.values())
     counts = f"{path}: {counted(len(calls), 'call')} in {counted(len(merged), 'set')}, each with one configuration"
     return Found(name=str(path), calls=tuple(calls.values()), counts=counts, sets=merged)
+
+
+def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[Any, Any]:
+    """Return the call of a kernel with arrays such as `bf16[8,128]` and keyword arguments in JSON.
+
+    Raises:
+        ArgumentError: The kernel is unknown, or does not accept these arguments.
+    """
+    try:
+        options = parse_json(kwargs)
+        inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options})).call.inv
+        _ = inv.key  # raises if the arguments do not fit the kernel
+    except (EjkernelError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{kernel}({', '.join(types)}) with {kwargs}: {error}") from error
+    return inv
 
 
 _EXAMPLE: Final = '{"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120]"], "weight": 2}'

@@ -48,7 +48,7 @@ def discover_for(
     """Return the calls as `discover` does, for `fn` lowered for `platform` (`cpu`, `gpu` or `tpu`)."""
     if not callable(fn):
         raise ArgumentError(f"target must be a kernel or a function, got {fn!r}.")
-    jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
+    jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else of_arrays(fn, args, kwargs)
     # Recording is part of the key of JAX's caches, so functions compiled before are traced again, with their calls.
     with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
@@ -98,21 +98,21 @@ def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOpe
         return invocation_of(call.node, avals, platform=operation.platform, override=override).abstract()
 
 
-def _of_arrays(
+def of_arrays(
     fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return `fn` as a jitted function of only the arrays, and these arrays."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def of_arrays(*arrays: jax.Array) -> Any:
+    def filled_in(*arrays: jax.Array) -> Any:
         filled = list(leaves)
         for index, array in zip(positions, arrays, strict=True):
             filled[index] = array
         all_args, all_kwargs = jax.tree.unflatten(tree, filled)
         return fn(*all_args, **all_kwargs)
 
-    return jax.jit(of_arrays), [leaves[index] for index in positions], {}
+    return jax.jit(filled_in), [leaves[index] for index in positions], {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel bench`: a program's step untuned, tuned, and beside a baseline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import jax
+import numpy as np
+
+from ejkernel.cli import report
+from ejkernel.cli.explain import is_measured, usual_chain
+from ejkernel.cli.programs import Program, load_program, located, look_here, user_code
+from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
+from ejkernel.cli.show import opened
+from ejkernel.ops.autotuner.measure.memory import peak_bytes
+from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ArgumentError, TuningError
+from ejkernel.ops.execution.discovery import local_calls, of_arrays
+from ejkernel.ops.execution.executor import Executor, default_executor, set_default_executor
+from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.registry import recording
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.formatting import counted, duration, size
+from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+from ejkernel.ops.utils.random_arrays import random_array
+
+UNTUNED: Final = "untuned"
+TUNED: Final = "tuned"
+BASELINE: Final = "baseline"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of `ejkernel bench`; see its help."""
+
+    target: str = ""
+    baseline: str = ""
+    op: str = ""
+    shapes: tuple[str, ...] = ()
+    kwargs: str = "{}"
+    gradient: bool = False
+    cache: Path | None = None
+    rounds: int
+    seconds: float
+    per_step: float | None = None
+    unit: str = "items"
+    as_json: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class Build:
+    """A compiled step with its arguments.
+
+    Attributes:
+        name: Name in the table.
+        compiled: The step.
+        arguments: Its positional and keyword arguments.
+        donated: Whether the step consumes an argument, for each leaf of `arguments`.
+        compile_seconds: Time to trace, lower and compile.
+        calls: The calls of operations.
+        samples: Seconds of each step, warm-up included.
+    """
+
+    name: str
+    compiled: Callable[..., Any]
+    arguments: tuple[Sequence[Any], dict[str, Any]]
+    donated: Sequence[bool]
+    compile_seconds: float
+    calls: Sequence[Invocation[Any, Any]]
+    samples: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, number: int) -> None:
+        """Run one step and record its time, without the time for copying donated arguments."""
+        del number
+        leaves, tree = jax.tree.flatten(self.arguments)
+        leaves = [
+            leaf.copy() if gone and isinstance(leaf, jax.Array) else leaf
+            for leaf, gone in zip(leaves, self.donated, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(tree, jax.block_until_ready(leaves))
+        start = time.perf_counter()
+        jax.block_until_ready(self.compiled(*args, **kwargs))
+        self.samples.append(time.perf_counter() - start)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """The comparison of all builds, and the configurations of the untuned and tuned build."""
+
+    builds: Sequence[Build]
+    missing: dict[str, str]
+    found: Comparison
+    untuned: Sequence[Explanation]
+    tuned: Sequence[Explanation]
+
+    @property
+    def measured(self) -> int:
+        """The number of calls whose configuration was measured."""
+        return sum(map(is_measured, self.tuned))
+
+    @property
+    def changed(self) -> bool:
+        """Whether tuning changed a configuration."""
+        return not same_configurations(self.untuned, self.tuned)
+
+
+def run_bench(options: BenchOptions) -> None:
+    """Run `ejkernel bench TARGET`."""
+    store = None if options.cache is None else opened(options.cache)
+    targets = [located(target) for target in (options.target, options.baseline) if target]
+    look_here()
+    with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
+        program = Loaded.of(targets[0])
+        # After the program's import, which may set the default executor.
+        usual = usual_chain(store)
+        if not isinstance(usual, ConfigSelectorChain):
+            raise ArgumentError(
+                f"{options.target} replaces the configuration chooser by {type(usual).__name__}, so it has no untuned "
+                "build; call ejkernel.ops.set_default_executor outside the module to compare it."
+            )
+        result = _compared(options, program, Loaded.of(targets[1]) if options.baseline else None, usual)
+    _print(options, result)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A program with its arguments; abstract arrays were replaced by random ones."""
+
+    target: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, program: Program) -> Loaded:
+        """Import a program and create its arrays."""
+        function, args, kwargs = load_program(program)
+        rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
+        args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
+        return cls(program.target, function, args, kwargs)
+
+
+def _is_abstract(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _array(leaf: Any, rng: np.random.Generator) -> Any:
+    if not _is_abstract(leaf):
+        return leaf
+    made = random_array(leaf, rng)
+    return made if leaf.sharding is None else jax.device_put(made, leaf.sharding)
+
+
+def _compared(
+    options: BenchOptions, program: Loaded, baseline: Loaded | None, usual: ConfigSelectorChain[Any, Any]
+) -> _Result:
+    heuristics: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(policy=usual.policy)
+    builds, missing = [], {}
+    if baseline is not None:
+        try:
+            builds.append(build(BASELINE, baseline, usual))
+        except click.ClickException as error:  # e.g. plain JAX needs more memory than there is
+            missing[BASELINE] = error.message.splitlines()[0]
+    untuned = build(UNTUNED, program, heuristics)
+    if not untuned.calls:
+        raise TuningError(f"the program of {options.target} made no call of an operation.")
+    with looking_only():
+        whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
+    builds.append(untuned)
+    if not any(map(is_measured, whys[1])):
+        missing[TUNED] = f"no saved configuration; run `ejkernel tune {options.target}` first"
+    elif same_configurations(*whys):
+        untuned.name = TUNED
+        missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"
+    else:
+        builds.append(build(TUNED, program, usual))
+    found = race(options, builds)
+    return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1])
+
+
+def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:
+    """Run the builds in interleaved rounds and return their times relative to the last build."""
+    say(f"comparing {', '.join(each.name for each in builds)}")
+    deadline = time.monotonic() + options.seconds
+    run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=say)
+    return compared({each.name: each.samples for each in builds}, builds[-1].name)
+
+
+def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
+    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is."""
+    say(f"compiling {name}")
+    with (
+        _executor(Executor(chain)),
+        user_code(f"compiling {program.target}"),
+        recording() as seen,  # JAX traces a function again that another build has traced
+        looking_only(),
+    ):
+        start = time.perf_counter()
+        lowered, args, kwargs = _lowered(program)
+        calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+    made = Build(
+        name=name,
+        compiled=compiled,
+        arguments=(args, kwargs),
+        donated=[leaf.donated for leaf in jax.tree.leaves(lowered.args_info)],
+        compile_seconds=seconds,
+        calls=list(calls.values()),
+    )
+    with user_code(f"running {program.target}"):
+        made.step(0)
+    made.samples.clear()
+    return made
+
+
+def _lowered(program: Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """Return the lowered program, and the arguments of the compiled one."""
+    args: Sequence[Any]
+    function, args, kwargs = program.function, program.args, program.kwargs
+    if hasattr(function, "trace"):
+        lowered = function.trace(*args, **kwargs).lower()
+        if lowered.in_tree == jax.tree.structure((args, kwargs)):
+            return lowered, args, kwargs
+    # The function is not under `jit`, or has static arguments, which a compiled program does not take.
+    function, args, kwargs = of_arrays(function, args, kwargs)
+    return function.trace(*args, **kwargs).lower(), args, kwargs
+
+
+def same_configurations(some: Sequence[Explanation], others: Sequence[Explanation]) -> bool:
+    """Return whether two builds with the same calls are the same program."""
+    return [repr(why.config) for why in some] == [repr(why.config) for why in others]
+
+
+@contextlib.contextmanager
+def _executor(executor: Executor[Any, Any]) -> Iterator[None]:
+    before = default_executor()
+    set_default_executor(executor)
+    try:
+        yield
+    finally:
+        set_default_executor(before)
+
+
+def say(text: str) -> None:
+    """Print progress."""
+    click.echo(text, err=True)
+
+
+def _print(options: BenchOptions, result: _Result) -> None:
+    if options.as_json:
+        report.echo_json(_as_data(options, result))
+        return
+    print_table(options, result.builds, result.found, result.missing)
+    for sentence in _sentences(options, result):
+        click.echo(report.wrapped(sentence))
+
+
+def print_table(
+    options: BenchOptions,
+    builds: Sequence[Build],
+    found: Comparison,
+    missing: Mapping[str, str],
+    more: Mapping[str, Callable[[Build], str]] | None = None,
+) -> None:
+    """Print the builds, the reasons for missing ones, and the conditions; `more` adds columns."""
+    added = dict(more or {})
+    if options.per_step is not None:
+        per_step = options.per_step
+        added[f"{options.unit}/s"] = lambda build: f"{per_step / found.seconds[build.name]:,.0f}"
+    reference = f"time over {builds[-1].name} (95 % interval)"
+    header = ["", "step", "quartiles", reference, "memory", "compiled in", *added]
+    rows = [[*_row(build, found), *(cell(build) for cell in added.values())] for build in builds]
+    click.echo(report.table(header, rows, "compiled in", "quartiles"))
+    for name, why in missing.items():
+        click.echo(report.wrapped(f"{name}: {why}"))
+    click.echo(f"\nOn {device_fingerprint()}: {found.rounds} rounds, each with one step of every build.")
+
+
+def _row(build: Build, found: Comparison) -> list[str]:
+    seconds, over, (low, high) = found.seconds[build.name], found.over[build.name], found.middle[build.name]
+    memory = peak_bytes(build.compiled)
+    return [
+        build.name,
+        duration(seconds),
+        f"{duration(low)} to {duration(high)}",
+        "1" if over["low"] == over["high"] == 1 else f"{over['median']:.2f} ({over['low']:.2f} to {over['high']:.2f})",
+        "-" if memory is None else size(memory),
+        f"{build.compile_seconds:.1f} s",
+    ]
+
+
+def _sentences(options: BenchOptions, result: _Result) -> list[str]:
+    """Return the conclusions from the table."""
+    found, said = result.found, []
+    best = result.builds[-1].name
+    if BASELINE in found.over:
+        said.append(verdict(f"{best.capitalize()} ejkernel", "the baseline", found.over[BASELINE]))
+    if best == TUNED:
+        if UNTUNED in found.over:
+            said.append(verdict("Tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
+        calls = len(result.tuned)
+        if result.measured < calls:
+            said.append(
+                f"{result.measured} of {counted(calls, 'call')} have a measured configuration; "
+                f"`ejkernel tune {options.target}` measures the rest."
+            )
+    said.append(busy(best, found.middle[best]))
+    is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
+    if is_wide and found.rounds < options.rounds:
+        said.append(f"More rounds narrow the interval: --seconds {2 * max(options.seconds, 1):.0f}")
+    return [sentence for sentence in said if sentence]
+
+
+def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
+    found = result.found
+    return {
+        "target": options.target,
+        "device": device_fingerprint(),
+        "rounds": found.rounds,
+        "reference": result.builds[-1].name,
+        "builds": [build_as_data(options, build, found) for build in result.builds],
+        "unit": options.unit if options.per_step is not None else None,
+        "missing": result.missing,
+        "calls": len(result.tuned),
+        "measured_calls": result.measured,
+        "changed": result.changed,
+        "conclusions": _sentences(options, result),
+    }
+
+
+def build_as_data(options: BenchOptions, build: Build, found: Comparison) -> dict[str, Any]:
+    """Return the figures of a build, for JSON."""
+    seconds = found.seconds[build.name]
+    return {
+        "name": build.name,
+        "seconds": seconds,
+        "quartiles": list(found.middle[build.name]),
+        "over_reference": found.over[build.name],
+        "peak_bytes": peak_bytes(build.compiled),
+        "compile_seconds": build.compile_seconds,
+        "per_second": None if options.per_step is None else options.per_step / seconds,
+        "samples": build.samples[WARM_UP:],
+    }

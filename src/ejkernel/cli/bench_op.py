@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel bench --op`: the implementations of one call side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import click
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.cli import report
+from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
+from ejkernel.cli.explain import usual_chain
+from ejkernel.cli.programs import import_users, look_here, module_named
+from ejkernel.cli.rounds import Comparison
+from ejkernel.cli.shapes import call_of_types
+from ejkernel.cli.show import opened
+from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
+from ejkernel.ops.core.types import Cost
+from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.formatting import arguments, compact
+from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+from ejkernel.ops.utils.random_arrays import random_array
+
+CHOSEN: Final = "chosen"  # the call without a request for an implementation
+REFERENCE: Final = "reference"
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Result:
+    """The builds of a call, the chosen one last.
+
+    Attributes:
+        inv: The call.
+        builds: The builds that ran.
+        missing: The reason for each build that did not run.
+        whys: The explanation of each call's configuration, by build.
+        found: The times.
+    """
+
+    inv: Invocation[Any, Any]
+    builds: list[Build] = dataclasses.field(default_factory=list)
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    whys: dict[str, list[Explanation]] = dataclasses.field(default_factory=dict)
+    found: Comparison = dataclasses.field(init=False)
+
+    @property
+    def cost(self) -> Cost | None:
+        """The work of all calls of the chosen build; `None` if a kernel does not define it."""
+        costs = [kernel_of(inv).cost(inv) for inv in self.builds[-1].calls]
+        known = [cost for cost in costs if cost is not None]
+        if not known or len(known) < len(costs):
+            return None
+        return Cost(flops=sum(cost.flops for cost in known), bytes=sum(cost.bytes for cost in known))
+
+    def configurations(self, name: str) -> list[str]:
+        """Return the configuration of each call of a build, with its source."""
+        return [f"{compact(why.config)}, from {why.source}" for why in self.whys[name]]
+
+
+def run_bench_op(options: BenchOptions, imports: Sequence[str]) -> None:
+    """Run `ejkernel bench --op`."""
+    store = None if options.cache is None else opened(options.cache)
+    importlib.import_module("ejkernel.modules")
+    look_here()
+    for module in map(module_named, imports):
+        import_users(module)
+    inv = call_of_types(options.op, options.shapes, options.kwargs)
+    _print(options, _compared(options, inv, usual_chain(store)))
+
+
+def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any) -> _Result:
+    result = _Result(inv=inv)
+    kernel = kernel_of(inv)
+    if isinstance(kernel, Operation):
+        result.missing |= kernel.refusals(inv)
+    args, kwargs = kernel.example_inputs(inv, np.random.default_rng(0))
+    for name, function in _functions(kernel, inv):
+        value = functools.partial(function, **kwargs)
+        step = jax.jit(_gradient(value, args) if options.gradient else value)
+        try:
+            made = build(name, Loaded(f"{options.op} ({name})", step, tuple(args), {}), chain)
+        except click.ClickException as error:  # e.g. an implementation without a gradient
+            if name == CHOSEN:
+                raise
+            result.missing[name] = error.message.splitlines()[0]
+            continue
+        with looking_only():
+            whys = [explain_call(chain, inv, DEFAULT_PREFIX) for inv in made.calls]
+        if name not in (CHOSEN, REFERENCE) and same_configurations(whys, result.whys[CHOSEN]):
+            result.missing[name] = "the same program as chosen"
+            continue
+        result.builds.append(made)
+        result.whys[name] = whys
+    result.builds.append(result.builds.pop(0))  # the chosen one is built first and shown last
+    result.found = race(options, result.builds)
+    return result
+
+
+def _functions(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the functions to compare by name, the chosen one first."""
+    yield CHOSEN, kernel
+    if overrides(kernel, "reference"):
+        yield REFERENCE, kernel.reference
+    if isinstance(kernel, Operation):
+        for name in kernel.able(inv):
+            yield name, functools.partial(_requested, kernel, name)
+
+
+def _requested(kernel: Kernel[Any, Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return kernel(*args, **{**kwargs, "implementation": name})
+
+
+def _gradient(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """Return the gradient of a function's floating-point arguments, for random cotangents."""
+    rng = np.random.default_rng(1)
+    outputs = jax.tree.map(lambda like: random_array(like, rng), jax.eval_shape(function, *args))
+    places = tuple(i for i, arg in enumerate(args) if arg is not None and jnp.issubdtype(arg.dtype, jnp.inexact))
+
+    def loss(*args: Any) -> Any:
+        results = jax.tree.leaves(function(*args))
+        pairs = zip(results, jax.tree.leaves(outputs), strict=True)
+        return sum(jnp.sum(out * cotangent) for out, cotangent in pairs if jnp.issubdtype(out.dtype, jnp.inexact))
+
+    return jax.grad(loss, argnums=places)
+
+
+def _print(options: BenchOptions, result: _Result) -> None:
+    found, cost = result.found, result.cost
+    if options.as_json:
+        report.echo_json(_as_data(options, result))
+        return
+    click.echo(report.wrapped(f"{result.inv.op_id_v}  {arguments(result.inv.description)}"))
+    more: dict[str, Callable[[Build], str]] = {}
+    if cost is not None:
+        more["TFLOP/s"] = lambda each: f"{cost.flops / found.seconds[each.name] / 1e12:.3g}"
+        more["GB/s"] = lambda each: f"{cost.bytes / found.seconds[each.name] / 1e9:.3g}"
+    more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
+    print_table(options, result.builds, found, result.missing, more)
+
+
+def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
+    return {
+        "op": result.inv.op_id_v,
+        "arguments": arguments(result.inv.description),
+        "device": device_fingerprint(),
+        "rounds": result.found.rounds,
+        "reference": CHOSEN,
+        "flops": None if result.cost is None else result.cost.flops,
+        "bytes": None if result.cost is None else result.cost.bytes,
+        "builds": [
+            build_as_data(options, each, result.found) | {"configurations": result.configurations(each.name)}
+            for each in result.builds
+        ],
+        "missing": result.missing,
+    }

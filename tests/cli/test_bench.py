@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel bench`: the builds that it compares, and what it prints. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.cli import main, rounds
+from ejkernel.ops import Invocation, PersistentCache, default_executor
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import tune
+
+@tune(space={"rows": [1, 2]})
+def benched(x, *, rows=1):
+    return x * rows
+
+
+STEP = jax.jit(lambda x: benched(x))
+DONATING = jax.jit(lambda x, y: (benched(x), y), donate_argnums=0)
+STATIC = jax.jit(lambda x, times: benched(x) * times, static_argnums=1)
+SMALL = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+
+def step():
+    print("a program may print")
+    return STEP, (SMALL,)
+
+
+def donating():
+    return DONATING, (jnp.ones((4, 4)),), {"y": SMALL}
+
+
+def static():
+    return STATIC, (SMALL, 3)
+
+
+def eager():
+    return lambda x, name: benched(x), (SMALL, "a name")
+
+
+def plain():
+    return jax.jit(lambda x: x * 2), (SMALL,)
+
+
+def refused():
+    raise RuntimeError("no plain step")
+
+
+def broken():
+    def step(x):
+        raise RuntimeError("is not supported\\nand more")
+
+    return step, (SMALL,)
+
+
+def failing():
+    return jax.jit(lambda x: jax.pure_callback(lambda x: 1 / 0, x, x)), (SMALL,)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a program, and the working directory; `tuned` holds the configuration rows=2 for its call."""
+    (tmp_path / "benched_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    import benched_program as program
+
+    inv = Invocation(kernel=program.benched, args=(jnp.ones((4, 4)),))
+    config = type(program.benched.heuristic_cfg(inv))(rows=2)
+    PersistentCache(tmp_path / "tuned").put(inv.key, config)
+    (tmp_path / "empty").mkdir()
+    yield program
+    del sys.modules["benched_program"]
+
+
+@pytest.fixture
+def bench(folder, capsys):
+    """Return a function that runs the command with few rounds and returns its status, output and messages."""
+
+    def run(target, *arguments, cache="tuned"):
+        options = ["--rounds", "6", "--seconds", "0", "--cache", cache]
+        status = main(["bench", f"benched_program:{target}", *options, *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def test_untuned_runs_the_heuristic_and_tuned_the_saved_configuration(bench, monkeypatch):
+    before, ran = default_executor(), {}
+
+    def step(build, number):
+        (x,), _ = build.arguments
+        ran[build.name] = float((build.compiled(x) / x).mean())
+        build.samples.append(1.0)
+
+    monkeypatch.setattr("ejkernel.cli.bench.Build.step", step)
+    status, out, _ = bench("step", "--baseline", "benched_program:plain", "--per-step", "16", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert ran == {"baseline": 2.0, "untuned": 1.0, "tuned": 2.0}
+    assert [build["name"] for build in found["builds"]] == ["baseline", "untuned", "tuned"]
+    assert [len(build["samples"]) for build in found["builds"]] == [6, 6, 6]
+    for build in found["builds"]:
+        assert build["peak_bytes"] >= 128  # argument and result
+        assert build["per_second"] == pytest.approx(16 / build["seconds"])
+    assert (found["reference"], found["calls"], found["measured_calls"], found["changed"]) == ("tuned", 1, 1, True)
+    assert len(found["conclusions"]) >= 2
+    assert default_executor() is before
+
+
+def test_a_program_without_saved_configurations_runs_untuned_with_the_advice_to_tune(bench):
+    status, out, err = bench("step", "--per-step", "16", "--unit", "tokens", cache="empty")
+    assert status == 0
+    assert out.splitlines()[0].endswith("tokens/s")
+    assert "tuned: no saved configuration; run `ejkernel tune benched_program:step` first\n" in out
+    assert "a program may print" in err
+
+
+def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, folder):
+    inv = Invocation(kernel=folder.benched, args=(jnp.ones((4, 4)),))
+    PersistentCache("empty").put(inv.key, folder.benched.heuristic_cfg(inv))
+    found = json.loads(bench("step", "--json", cache="empty")[1])
+    assert [build["name"] for build in found["builds"]] == ["tuned"]
+    assert found["missing"]["untuned"].startswith("the same program as tuned")
+    assert not found["changed"]
+
+
+def test_an_operation_s_implementations_run_beside_its_reference(capsys):
+    call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--shape", "f32[16]", "--kwargs", '{"eps": 0.1}']
+    assert main(["bench", *call, "--rounds", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [build["name"] for build in found["builds"]] == ["reference", "chosen"]
+    assert found["missing"]["xla"] == "the same program as chosen"
+    assert found["flops"] > 0
+    assert "implementation=xla" in found["builds"][1]["configurations"][0]
+
+
+def test_a_round_runs_each_step_once_and_the_order_changes():
+    order = []
+    rounds.run_rounds([lambda n, name=name: order.append(name) for name in "abc"], 4)
+    assert "".join(order) == "abccbabcaacbcabbac"
+
+
+@pytest.mark.parametrize("target", ["donating", "static", "eager"])
+def test_donated_and_static_arguments_and_functions_without_jit_run(bench, target):
+    status, out, _ = bench(target)
+    assert status == 0
+    assert "\ntuned " in out
+
+
+@pytest.mark.parametrize(
+    ("baseline", "reason"),
+    [("broken", "compiling benched_program:broken raised RuntimeError: is not supported\n"), ("failing", "running ")],
+)
+def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline, reason):
+    status, out, _ = bench("step", "--baseline", f"benched_program:{baseline}", cache="empty")
+    assert status == 0
+    assert f"\nbaseline: {reason}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["plain"], 1, "the program of benched_program:plain made no call of an operation."),
+        (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
+        (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
+        (["step", "--op", "rms_norm"], 2, "pass one of MODULE:FUNCTION and --op."),
+        (["step", "--gradient"], 2, "--shape, --kwargs, --gradient and --import require --op."),
+        (["step", "--unit", "tokens"], 2, "--unit requires --per-step."),
+        (["step", "--rounds", "5"], 2, "5 is not in the range x>=6."),
+    ],
+)
+def test_errors_name_the_mistake(bench, arguments, status, message):
+    found, out, err = bench(*arguments)
+    assert (found, out) == (status, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["rms_norm"], 2, "--op requires --shape for each array"),
+        (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
+        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]) with {}: "),
+        (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
+    ],
+)
+def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):
+    assert main(["bench", "--op", *arguments]) == status
+    assert message in capsys.readouterr().err
