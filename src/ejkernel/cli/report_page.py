@@ -51,7 +51,7 @@ class Row:
 
     Attributes:
         name: Its configuration, and others that compile to the same program.
-        mark: `winner`, `heuristic` or empty.
+        mark: `winner`, `heuristic`, `heuristic kept` or empty.
         status: The status; files of later versions may contain others.
         group: The number of its failure group, from 1; 0 without a failure.
         time_us: The median.
@@ -197,7 +197,7 @@ def _without_search(entry: StoredEntry) -> CallReport:
 def _stored_time(entry: StoredEntry, name: str) -> float | None:
     times = (entry.measured or {}).get(name)
     found = times.get("median_us") if isinstance(times, dict) else None
-    return float(found) if type(found) in (int, float) else None
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def _place(entry: StoredEntry) -> str:
@@ -222,7 +222,9 @@ def _with_search(search: StoredSearch, entry: StoredEntry | None) -> CallReport:
     groups = _grouped(search.outcomes)
     best = list(_best_so_far(search.outcomes))
     source = f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
-    config, notes = compact(winner.config), [search.why, *remarks(search)]
+    config = "-" if winner.measurement is None else compact(winner.config)
+    # The page shows the comparison with the heuristic in full.
+    notes = [search.why, *remarks(dataclasses.replace(search, standing=None))]
     if entry is not None:
         source, config = _place(entry), compact(entry.config)
         if entry.config != winner.config:
@@ -247,11 +249,11 @@ def _with_search(search: StoredSearch, entry: StoredEntry | None) -> CallReport:
 
 
 def _result(search: StoredSearch, speedup: float | None) -> str:
-    """Return the result in brief, in the words of `AutotuneData.in_a_word`."""
+    """Return the result in brief."""
     if search.winner:
         return ratio(speedup)
     if search.progress.state != SearchState.COMPLETE:
-        return search.progress.not_finished
+        return search.progress.in_words
     return "undecided" if search.undecided else "kept"
 
 
@@ -268,17 +270,19 @@ def _row(
     program: tuple[Outcome, tuple[Outcome, ...]], winner: Outcome, heuristic: Outcome, groups: dict[Any, Failures]
 ) -> Row:
     first, twins = program
-    own = (first, *twins)
-    mark = "winner" if any(o is winner for o in own) else "heuristic" if any(o is heuristic for o in own) else ""
-    group = 0 if first.measurement is not None else _number(first, groups)
-    row = Row(name=program_name(program), mark=mark, status=str(first.status), group=group)
+    row = Row(name=program_name(program), mark="", status=printable(first.status))
     if first.measurement is None:
-        return row
+        return dataclasses.replace(row, group=_number(first, groups))
+    own = (first, *twins)
+    mark = "heuristic" if any(outcome is heuristic for outcome in own) else ""
+    if any(outcome is winner for outcome in own):
+        mark = "heuristic kept" if mark else "winner"
     samples = first.measurement.samples
     few = len(samples) < 4
     low, high = (min(samples), max(samples)) if few else np.quantile(samples, (0.25, 0.75), method="weibull")
     return dataclasses.replace(
         row,
+        mark=mark,
         time_us=_us(first.measurement.median),
         low_us=float(low) * 1e6,
         high_us=float(high) * 1e6,
@@ -345,10 +349,11 @@ def _cost(search: StoredSearch) -> Cost | None:
         logger.info("no roofline of %s: %s", printable(search.key), error)
         return None
     try:
-        return inv.node.spec.kernel.cost(inv)
+        cost: Cost | None = inv.node.spec.kernel.cost(inv)
     except Exception as error:  # noqa: BLE001 - the user's method must not cost the report
         logger.warning("no roofline of %s: cost raised %s", printable(search.key), error_text(error))
         return None
+    return cost
 
 
 def _us(seconds: float | None) -> float | None:
