@@ -24,6 +24,8 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standin
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 
+pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
+
 SCRIPT = "<script>alert(1)</script>"
 HOSTILE = f"""{SCRIPT} "quoted" 'too' {{{{ 7*7 }}}} </td></table>"""
 

@@ -203,7 +203,7 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
 @read_cache
 @as_json
 def report_(output: Path, imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
-    """Write one HTML page about the saved configurations and their searches.
+    """Write an HTML page about all saved searches.
 
     The page shows each call before and after tuning, and for each search all candidates, the confirmation run, failures
     by reason, and the best time so far. It needs no network. With --json, the data is printed and no file is written.
