@@ -209,6 +209,15 @@ def test_an_entry_without_its_search_is_a_row(tmp_path):
     assert "4.0 us with the heuristic, 2.0 us" in page.text
 
 
+def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
+    folder = save(tmp_path / "configs", found())
+    newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], standing=None)
+    save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
+    (shown,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    assert shown.speedup == 2.0
+    assert "the cache has 1 other search of this call, not shown here" in shown.notes
+
+
 def test_a_search_without_a_result_says_why(tmp_path):
     outcomes = (failed(Tile(1), "no such instruction"), failed(Tile(2), ""))
     data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0)

@@ -55,7 +55,7 @@ class Row:
         status: The status; files of later versions may contain others.
         group: The number of its failure group, from 1; 0 without a failure.
         time_us: The median.
-        low_us, high_us: The quartiles; the least and greatest sample if there are fewer than four.
+        low_us, high_us: The quartiles; of fewer than four samples the least and the greatest.
         samples: Number of samples.
         compile_s: Seconds to compile.
     """
@@ -73,11 +73,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failures:
-    """The candidates of a search that were not measured for the same reason.
+    """Unmeasured candidates of a search with the same status and reason.
 
     Attributes:
         status: Their status.
-        reason: The reason of the first one; the others differ at most in numbers.
+        reason: The reason of the first candidate; the others differ at most in numbers.
         configs: Their configurations.
     """
 
@@ -96,12 +96,12 @@ class CallReport:
         config: The saved configuration; that of the search's winner if none is saved.
         result: The speed-up or, in a word, why there is none.
         before_us, after_us: Time with the heuristic and with the configuration.
-        speedup: Their ratio.
+        speedup: `before_us / after_us`.
         search: Progress of the search; `-` without one.
         time: When the call was measured.
-        versions: Name and version of what it was measured with.
+        versions: Names and versions of the software it was measured with.
         source: Where the configuration comes from.
-        notes: What the search tells of itself.
+        notes: Why the heuristic stays, and further remarks on the search.
         rows: The programs, the fastest first.
         failures: The unmeasured candidates by reason.
         best: Number of measurements and the best time so far, at each improvement.
@@ -165,9 +165,7 @@ def calls_of(store: PersistentCache) -> list[CallReport]:
         searches.setdefault(search.key, []).append(search)
     entries = {entry.key: entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey)}
     found = [
-        _with_search(_behind(searches[key], entries.get(key)), entries.get(key))
-        if key in searches
-        else _without_search(entries[key])
+        _with_search(searches[key], entries.get(key)) if key in searches else _without_search(entries[key])
         for key in searches | entries
     ]
     return sorted(found, key=lambda call: (call.op, call.device, call.arguments, call.call))
@@ -215,7 +213,8 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
     }
 
 
-def _with_search(search: StoredSearch, entry: StoredEntry | None) -> CallReport:
+def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> CallReport:
+    search = _behind(searches, entry)
     winner, heuristic = search.outcomes[search.winner], search.outcomes[0]
     before, after = (outcome.seconds_on(search.key.call if search.cases else "") for outcome in (heuristic, winner))
     speedup = None if before is None or after is None else before / after
@@ -228,7 +227,10 @@ def _with_search(search: StoredSearch, entry: StoredEntry | None) -> CallReport:
     if entry is not None:
         source, config = _place(entry), compact(entry.config)
         if entry.config != winner.config:
-            notes.insert(0, f"this newest search chose {compact(winner.config)}; an older search chose the saved one")
+            notes.append(f"this is the newest search; it chose {compact(winner.config)} instead")
+    if len(searches) > 1:
+        others = counted(len(searches) - 1, "other search", "other searches")
+        notes.append(f"the cache has {others} of this call, not shown here")
     return CallReport(
         **_identity(search.key, search.call, search.provenance),
         config=config,
@@ -350,7 +352,7 @@ def _cost(search: StoredSearch) -> Cost | None:
         return None
     try:
         cost: Cost | None = inv.node.spec.kernel.cost(inv)
-    except Exception as error:  # noqa: BLE001 - the user's method must not cost the report
+    except Exception as error:  # noqa: BLE001 - an error in the user's method
         logger.warning("no roofline of %s: cost raised %s", printable(search.key), error_text(error))
         return None
     return cost
@@ -423,7 +425,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
     text = resources.files("ejkernel.cli").joinpath("report_page.html").read_text(encoding="utf-8")
     script = _SCRIPT.search(text)
     assert script is not None  # of our template
-    # The browser runs only this script, even if some text were taken for markup.
+    # A second barrier after escaping: the browser runs no other script.
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
