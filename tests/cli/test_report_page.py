@@ -165,7 +165,7 @@ def test_hostile_names_and_reasons_stay_text(tmp_path):
     folder = save(tmp_path / "configs", found(), entry=False)
     (found_call,) = report_page.calls_of(PersistentCache(folder, shipped=False))
     names = {name: f"{name} {HOSTILE}" for name in ("op", "device", "call", "arguments", "config", "search", "time")}
-    hostile = dataclasses.replace(found_call, source=HOSTILE, versions=((SCRIPT, SCRIPT),), notes=(SCRIPT,), **names)
+    hostile = dataclasses.replace(found_call, source=HOSTILE, versions={SCRIPT: SCRIPT}, notes=(SCRIPT,), **names)
     page = Page(report_page.page([hostile], HOSTILE))
     assert len(page.all("script")) == 1
     assert "alert" not in page.script

@@ -22,7 +22,7 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here
 from ejkernel.cli.show import opened
-from ejkernel.ops.autotuner.measure.roofline import Roofline, roofline
+from ejkernel.ops.autotuner.measure.roofline import roofline
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, program_name, ranked, remarks
 from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
@@ -87,6 +87,23 @@ class Failures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """The work of a call per second.
+
+    Attributes:
+        name: `before` or `after`.
+        tflops: 10¹² floating-point operations per second.
+        gbytes: 10⁹ bytes per second.
+        intensity: Floating-point operations per byte.
+    """
+
+    name: str
+    tflops: float
+    gbytes: float
+    intensity: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CallReport:
     """One call with its saved configuration and the search behind it.
 
@@ -107,7 +124,7 @@ class CallReport:
         best: Number of measurements and the best time so far, at each improvement.
         measured: Number of measured programs.
         standing: The comparison of the best candidate with the heuristic.
-        rooflines: The throughput before and after, if the kernel defines a cost.
+        throughput: The throughput before and after, if the kernel defines a cost.
     """
 
     op: str
@@ -121,7 +138,7 @@ class CallReport:
     speedup: float | None = None
     search: str = "-"
     time: str = "-"
-    versions: tuple[tuple[str, str], ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     source: str = ""
     notes: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -129,7 +146,7 @@ class CallReport:
     best: tuple[tuple[int, float], ...] = ()
     measured: int = 0
     standing: dict[str, Any] | None = None
-    rooflines: tuple[tuple[str, Roofline, float], ...] = ()
+    throughput: tuple[Throughput, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -209,7 +226,7 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
         "call": printable(key.call),
         "arguments": arguments(call),
         "time": printable(provenance.get("time", "-"))[:16].replace("T", " "),
-        "versions": tuple((name, printable(provenance[name])) for name in _VERSIONS if provenance.get(name)),
+        "versions": {name: printable(provenance[name]) for name in _VERSIONS if provenance.get(name)},
     }
 
 
@@ -246,7 +263,7 @@ def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None) ->
         best=tuple(best),
         measured=sum(outcome.measurement is not None for outcome in search.outcomes),
         standing=_standing(search),
-        rooflines=tuple(_rooflines(search, heuristic, winner)),
+        throughput=tuple(_throughput(search, heuristic, winner)),
     )
 
 
@@ -332,8 +349,8 @@ def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
             yield count, best * 1e6
 
 
-def _rooflines(search: StoredSearch, heuristic: Outcome, winner: Outcome) -> Iterator[tuple[str, Roofline, float]]:
-    """Yield a name, the throughput and the operations per byte, before and after; nothing without a cost."""
+def _throughput(search: StoredSearch, heuristic: Outcome, winner: Outcome) -> Iterator[Throughput]:
+    """Yield the throughput before and after; nothing without a cost."""
     cost = _cost(search)
     if cost is None or cost.bytes <= 0:
         return
@@ -341,19 +358,21 @@ def _rooflines(search: StoredSearch, heuristic: Outcome, winner: Outcome) -> Ite
         seconds = outcome.seconds_on(search.key.call if search.cases else "")
         if outcome.measurement is not None and seconds is not None:
             measurement = dataclasses.replace(outcome.measurement, samples=(seconds,))
-            yield name, roofline(measurement, cost), cost.flops / cost.bytes
+            reached = roofline(measurement, cost)
+            intensity = cost.flops / cost.bytes
+            yield Throughput(name=name, tflops=reached.tflops, gbytes=reached.gbytes, intensity=intensity)
 
 
 def _cost(search: StoredSearch) -> Cost | None:
     try:
         inv = rebuild(search.call, key=search.key.call, op=search.key.op)
     except DescriptionError as error:  # e.g. the kernel's module is not imported
-        logger.info("no roofline of %s: %s", printable(search.key), error)
+        logger.info("no throughput of %s: %s", printable(search.key), error)
         return None
     try:
         cost: Cost | None = inv.node.spec.kernel.cost(inv)
     except Exception as error:  # noqa: BLE001 - an error in the user's method
-        logger.warning("no roofline of %s: cost raised %s", printable(search.key), error_text(error))
+        logger.warning("no throughput of %s: cost raised %s", printable(search.key), error_text(error))
         return None
     return cost
 
