@@ -31,7 +31,7 @@ from benchmarks.report import environment
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.race import Race
+from ejkernel.ops.autotuner.measure.sampling import Sampling
 from ejkernel.ops.autotuner.tuner import Autotuner
 
 ERRORS = ("element", "rows", "mask", "scale", "tile", "nan", "stale", "gradient")
@@ -121,13 +121,13 @@ class Product(Kernel[Way, jax.Array]):
         return [Way(4), Way(4, self.parameters.error)]
 
 
-def made_up(functions: Any, *, race: Race, **_: Any) -> list[Measurement]:
+def made_up(functions: Any, *, sampling: Sampling, **_: Any) -> list[Measurement]:
     """Let the wrong candidate be fastest, and the heuristic slowest."""
     configs = [function.function.candidate.config for function in functions]
-    while indices := race.next_round():
+    while indices := sampling.next_round():
         for index in indices:
-            race.note(index, 0.1 if configs[index].error else 2.0 / configs[index].parts)
-    return [Measurement(samples=samples) for samples in race.samples]
+            sampling.note(index, 0.1 if configs[index].error else 2.0 / configs[index].parts)
+    return [Measurement(samples=samples) for samples in sampling.samples]
 
 
 def winner_of(run: Run) -> str:

@@ -32,7 +32,7 @@ from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache, set_default_executor
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
-from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array

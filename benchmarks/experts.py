@@ -163,7 +163,7 @@ def table(cache: Path) -> str:
 
 def _cells(search: StoredSearch) -> tuple[str, ...]:
     ours, theirs = (_best(search, name) for name in ("mosaic_gpu", "jax_mgpu"))
-    mean = search.outcomes[search.winner].seconds or 0.0
+    mean = search.winner.seconds or 0.0
     own = " / ".join(f"{(case.median or 0) * 1e6:,.0f}" for case in ours.cases) if ours is not None else ""
     other = None if theirs is None else theirs.seconds
     return own, f"{mean * 1e6:,.0f}", *((f"{other * 1e6:,.0f}", f"{other / mean:.2f}") if other else ("-", "-"))

@@ -190,13 +190,14 @@ def two_nodes() -> Iterator[None]:
 def killed(options: argparse.Namespace, executor: concurrent.futures.Executor, device: str) -> dict[str, Any]:
     """Kill workers at random while calls are tuned, until enough are; and what came of the calls."""
     places: dict[int, bool] = {}
-    take_note, enough, rng = dispatch._Attempt.take_note, threading.Event(), random.Random(options.seed)
+    receive, enough, rng = dispatch.ExecutorWorker.receive, threading.Event(), random.Random(options.seed)
     kills: list[float] = []
 
-    def noted(attempt: Any, message: Any) -> None:
-        take_note(attempt, message)
-        if attempt.where is not None:
-            places[attempt.where.pid] = True
+    def noted(worker: Any) -> bytes | None:
+        message = receive(worker)
+        if worker.where is not None:
+            places[worker.where.pid] = True
+        return message
 
     def kill() -> None:
         while len(kills) < options.kills and not enough.wait(rng.uniform(0.5, options.every)):
@@ -207,7 +208,7 @@ def killed(options: argparse.Namespace, executor: concurrent.futures.Executor, d
 
     sizes, runs = itertools.count(4 * LEAST), []
     killer = threading.Thread(target=kill)
-    with mock.patch.object(dispatch._Attempt, "take_note", noted):
+    with mock.patch.object(dispatch.ExecutorWorker, "receive", noted):
         killer.start()
         try:
             while len(kills) < options.kills:

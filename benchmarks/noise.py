@@ -34,23 +34,23 @@ from typing import Any
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.paired import compare
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 
 SAMPLES = 32
 CANDIDATES = 100
 SPLITS = ("mixed", "past")
 BASE = "median of 10"
-OURS = "race"
+OURS = "sampling"
 HALVES = ("convolution", "dedispersion")
 GRID = (
-    RacePlan(),
-    RacePlan(median_share=1.0),
-    RacePlan(median_share=0.0),
-    RacePlan(median_share=0.0, trim=0.25),
-    RacePlan(trim=0.06),
-    RacePlan(keep=((3, 16),)),
-    RacePlan(keep=((3, 24), (6, 8))),
-    RacePlan(hopeless=((3, 1.05),)),
+    SamplingPlan(),
+    SamplingPlan(median_share=1.0),
+    SamplingPlan(median_share=0.0),
+    SamplingPlan(median_share=0.0, trim=0.25),
+    SamplingPlan(trim=0.06),
+    SamplingPlan(keep=((3, 16),)),
+    SamplingPlan(keep=((3, 24), (6, 8))),
+    SamplingPlan(hopeless=((3, 1.05),)),
 )
 
 Way = Callable[[np.ndarray], tuple[int, int]]  # seconds [candidates, samples], the first never counts -> pick, spent
@@ -88,19 +88,19 @@ def two_stages(seen: np.ndarray) -> tuple[int, int]:
     return int(finalists[best]), len(seen) * 6 + len(finalists) * 10
 
 
-def raced(plan: RacePlan) -> Way:
-    """Return the way of a race."""
+def raced(plan: SamplingPlan) -> Way:
+    """Return the way of a sampling."""
 
     def pick(seen: np.ndarray) -> tuple[int, int]:
-        race, spent = Race(len(seen), plan=plan), 0
+        sampling, spent = Sampling(len(seen), plan=plan), 0
         rows = seen.tolist()
         taken = [0] * len(rows)
-        while indices := race.next_round():
+        while indices := sampling.next_round():
             for index in indices:
-                race.note(index, rows[index][taken[index]])
+                sampling.note(index, rows[index][taken[index]])
                 taken[index] += 1
             spent += len(indices)
-        return race.ranking()[0], spent
+        return sampling.ranking()[0], spent
 
     return pick
 
@@ -110,7 +110,7 @@ WAYS: dict[str, Way] = {
     "median of 5": fixed(5, np.median),
     BASE: fixed(10, np.median),
     "two stages": two_stages,
-    OURS: raced(RacePlan()),
+    OURS: raced(SamplingPlan()),
 }
 
 
@@ -198,7 +198,7 @@ def false_wins(space: Space) -> dict[str, float]:
 
 
 def worse_spaces(tables: dict[str, Any]) -> list[str]:
-    """Return where the race's regret is more than the base's by two standard errors, or it spends more than 60 %."""
+    """Return where the plan's regret exceeds the base's by two standard errors, or it spends more than 60 %."""
     return [
         f"{split} {name}"
         for split, spaces in tables.items()
@@ -231,7 +231,7 @@ def document(results: dict[str, Any]) -> str:
         "",
         "`python benchmarks/noise.py --spaces DIR`; the file says what is held out, and how. ±: one standard error;",
         "the difference is paired, pick by pick. Samples include the first of each candidate, which never counts. The",
-        "race's defaults were looked for on these spaces; the last section reports a choice where it was not made.",
+        "sampling's defaults were looked for on these spaces; the last section reports a choice where it was not made.",
         "",
     ]
     titles = {"mixed": "Held out: samples in between", "past": "Held out: samples that come after"}
@@ -254,7 +254,7 @@ def document(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print and keep the figures; 0 if the race is nowhere worse than the median of ten, 1 if it is."""
+    """Print and keep the figures; 0 if the sampling is nowhere worse than the median of ten, 1 if it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spaces", type=Path, default=Path("recorded_spaces"), help="folder of *.json.gz files")
     parser.add_argument("--repeats", type=int, default=1000, help="picks in each space")

@@ -31,8 +31,8 @@ from benchmarks import attention, experts, shipped
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
+from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.examples import example_sets
 from ejkernel.ops.core.transformations.nodes import Choice

@@ -196,7 +196,7 @@ def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
 
     def run(seconds, *arguments, capture=False):
         if "show" in arguments:
-            states = [{"state": "partial"}, {"state": "complete"}, None]
+            states = [{"state": "partial"}, {"state": "complete"}, {"state": "undecided"}, None]
             return 0, json.dumps([{"measured": None, "search": state} for state in states])
         return left.pop(0), json.dumps(data) if capture else ""
 

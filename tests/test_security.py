@@ -77,7 +77,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
@@ -88,7 +88,7 @@ from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.errors import ArgumentError, CandidateError
-from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.execution.discovery import calls_in_text
 from ejkernel.ops.utils.storage.serialize import digest_of
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
@@ -604,8 +604,8 @@ def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkey
 @pytest.mark.parametrize("value", ["os.system", f"{HERE}.fire", "__import__('os')", "$(true)", "/etc/passwd", "\0"])
 def test_a_variable_chooses_among_words_or_names_a_folder(value):
     fields = {
-        "EJKERNEL_ON_MISS": "heuristic",
-        "EJKERNEL_AUTOTUNE": "autotune",
+        "EJKERNEL_ON_MISS": "on_miss",
+        "EJKERNEL_AUTOTUNE": "on_miss",
         "EJKERNEL_NOTE_MISSES": "note_misses",
         "EJKERNEL_OPS_STAMP": "stamp",
         "EJKERNEL_STALE": "stale",
@@ -636,11 +636,11 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("cli/explain.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
-        ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
-        ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
+        ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
+        ("testing/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
-        ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child, or an executor's
+        ("ops/autotuner/process/messages.py", "pickle.loads"),  # between a process and its own child, or an executor's
         ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
         ("ops/utils/values/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/values/signature.py", "importlib.import_module"),  # of a fixed list

@@ -25,7 +25,7 @@ from benchmarks.torture.commands import status_of
 from benchmarks.torture.material import quiet
 from benchmarks.torture.part import Budget, Tally
 from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocation, PersistentCache
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 
 _MARK: Final = "TORTURE_MARK"

@@ -22,7 +22,7 @@ from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops import AutotuningResult, ConfigKey, Entry, Invocation
 from ejkernel.ops.autotuner.compile.bundles import read_bundle
 from ejkernel.ops.autotuner.store.log import lines_of, load, load_header
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.config._files import UnusableError, identity
 from ejkernel.ops.config.entries import check_key, decoded, parsed
 from ejkernel.ops.config.shared import packs

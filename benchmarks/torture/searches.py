@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from benchmarks.torture.material import quiet
 from benchmarks.torture.part import PATIENCE, Budget, Tally
 from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocation, Kernel, PersistentCache
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry
@@ -270,7 +270,7 @@ def faults(entry: StoredEntry) -> Sequence[str]:
         "the heuristic was not measured": measured.get("heuristic") is not None or _has_failed(measured),
         "it is slower than the heuristic": is_heuristic or config["repeats"] < HEURISTIC.repeats,
         "the search kept the heuristic and was not complete": not is_heuristic
-        or measured["search"]["state"] == "complete",
+        or measured["search"]["state"] in ("complete", "undecided"),
     }
     if not is_heuristic and not _has_failed(measured):
         outcome = (standing.get("rival"), standing.get("verdict"), standing.get("alone"))

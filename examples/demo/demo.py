@@ -125,7 +125,7 @@ def unfinished_searches() -> int:
     """Return the number of calls whose search did not finish."""
     status, out = run(END, "-m", "ejkernel.cli", "show", "--json", capture=True)
     searches = [each["search"] for each in json.loads(out)] if status == 0 else []
-    return sum(search is not None and search["state"] != "complete" for search in searches)
+    return sum(search is not None and search["state"] in ("partial", "failed") for search in searches)
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from ejkernel.ops import Cost, Kernel, PersistentCache
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 
@@ -72,8 +72,10 @@ def found(inv=None):
         failed(Tile(5), "out of range", Status.CRASHED),
         measured(Tile(6), 1.9, 2.0, 2.0, 2.1),
     )
-    standing = Standing(Tile(6), compare([2e-6] * 10, [4e-6] * 10), alone=True)
-    return AutotuneData(inv=inv or call(), config=outcomes[5].config, outcomes=outcomes, seconds=1.0, standing=standing)
+    challenge = Challenge(Tile(6), compare([2e-6] * 10, [4e-6] * 10), is_confirmation=True)
+    return AutotuneData(
+        inv=inv or call(), config=outcomes[5].config, outcomes=outcomes, seconds=1.0, challenge=challenge
+    )
 
 
 def save(folder, data, *, entry=True):
@@ -211,7 +213,7 @@ def test_an_entry_without_its_search_is_a_row(tmp_path):
 
 def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
     folder = save(tmp_path / "configs", found())
-    newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], standing=None)
+    newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], challenge=None)
     save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
     (shown,) = report_page.calls_of(PersistentCache(folder, shipped=False))
     assert shown.speedup == 2.0

@@ -12,7 +12,9 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
+from ejkernel.cli import tune as commands
 from ejkernel.cli.tune import _time_left
+from ejkernel.ops import AutotuningResult
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
@@ -80,6 +82,9 @@ def forgetful():
 '''
 
 
+NOTHING = AutotuningResult("cpu", ())
+
+
 def time_of(config):
     """Stand in for a clock."""
     return float(config.repeats)
@@ -126,13 +131,23 @@ def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys)
 def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, capsys):
     arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
-    _, out, err = run(capsys, *arguments, "--budget", "0.000001")
+    status, out, err = run(capsys, *arguments, "--budget", "0.000001")
+    assert (status, "none saved yet; run the command again to continue" in err) == (1, True)
     assert "already tuned" not in err
     assert "not finished (1 of 4)" in out
     assert "kept" not in out
-    _, out, err = run(capsys, *arguments, "--budget", "600")
+    status, out, err = run(capsys, *arguments, "--budget", "600")
+    assert status == 0
     assert "2 of 2 calls tuned" in err
     assert "repeats=1" in out
+
+
+@pytest.mark.parametrize(("options", "resume"), [((), True), (("--force",), False)])
+def test_force_measures_again_what_a_partial_search_has_measured(program, capsys, monkeypatch, options, resume):
+    seen = []
+    monkeypatch.setattr(commands, "tune_together", lambda *_, **more: seen.append(more["resume"]) or NOTHING)
+    run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved", *options)
+    assert seen == [resume]
 
 
 @pytest.mark.filterwarnings("default")
@@ -196,6 +211,9 @@ def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
     assert re.search(f"{words} ", run(capsys, "show", "--cache", "saved")[1], re.M)
     (shown,) = json.loads(run(capsys, "show", "--cache", "saved", "--json")[1])
     assert (shown["search"], shown["config"]) == (data, None)
+    log = run(capsys, "show", "--cache", "saved", "--log", "product")[1]
+    assert "not finished (1 of 4): the search ended before another candidate was measured" in log
+    assert "no candidate was measurably faster" not in log
     (logged,) = json.loads(run(capsys, "show", "--cache", "saved", "--log", "product", "--json")[1])
     assert logged["search"] == data
     _, out, err = run(capsys, "explain", "program:forward", "--cache", "saved")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,11 @@ def simulate_cudnn(monkeypatch):
     monkeypatch.setattr(compat, "cudnn_attention_backward", fake_cudnn_backward)
 
 
+def interpret_splash(monkeypatch):
+    for name in ("splash_forward", "splash_backward"):
+        monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
+
+
 def check_log_sum_exp(args, options, residuals, dtype):
     """Compare the log-sum-exp of rows that see a key; of the others it is a fixed number."""
     operands = operands_of(args)
@@ -195,6 +201,7 @@ SUBJECT = Subject(
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
         "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
+        "splash": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_splash),
     },
     tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
     spaces={"causal, 2048": in_use(2048, causal=True)},

@@ -42,5 +42,4 @@ SUBJECT = Subject(
         "16 groups, gated": in_use("gate", activation="silu"),
         "16 groups, with factors of rows": in_use("row_scale", activation="relu2", transpose_rhs=True),
     },
-    splits=False,  # sizes are of all rows
 )

@@ -91,5 +91,4 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use(), "16 groups, transposed": in_use(transpose_rhs=True)},
-    splits=False,  # sizes are of all rows
 )

@@ -40,5 +40,4 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use},
-    splits=False,  # sizes are of all rows
 )

@@ -224,7 +224,7 @@ def loaded():
     "module",
     [
         *["jax.experimental.pallas", "rich", "click", "ray", "jaxtyping", "ejkernel.modules", "ejkernel.cli"],
-        *["ejkernel.ops.autotuner", "ejkernel.ops.execution.checks", "ejkernel.ops.execution.offline"],
+        *["ejkernel.ops.autotuner", "ejkernel.testing", "ejkernel.ops.execution.offline"],
     ],
 )
 def test_import_does_not_load(loaded, module):

@@ -15,7 +15,9 @@ from ejkernel.modules import (
     flash_attention,
     grouped_matmul,
     layer_norm,
+    linear_cross_entropy,
     rms_norm,
+    token_log_probs,
 )
 from ejkernel.modules.rms_norm import RmsNorm
 from ejkernel.ops import AutotuningResult, Invocation, Kernel, autotune, tune
@@ -89,6 +91,17 @@ def products(x: jax.Array, w: jax.Array, sizes: jax.Array) -> None:
     assert_type(grouped_matmul(x, w, sizes, activation="silu", gate=w), jax.Array)
     grouped_matmul(x, w, sizes, group_offset=0)  # wrong
     grouped_matmul(x, w, sizes, activation="swish")  # wrong
+
+
+def losses(x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
+    assert_type(linear_cross_entropy(x, w, labels, reduction="sum", z_loss=np.float32(1e-4)), jax.Array)
+    assert_type(token_log_probs(x, w, labels), jax.Array)
+    assert_type(token_log_probs(x, w, labels, return_entropy=True), tuple[jax.Array, jax.Array])
+    linear_cross_entropy(x, w, labels, return_lse=True)
+    linear_cross_entropy(x, w, labels, reduction="average")  # wrong
+    linear_cross_entropy(x, w, labels, logsumexp_weight=1e-4)  # wrong
+    linear_cross_entropy(x, w)  # wrong
+    token_log_probs(x, w, labels, cfg=RmsNormConfig())  # wrong
 
 
 def tuned_functions(x: jax.Array, layer: Layer) -> None:

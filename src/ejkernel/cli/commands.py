@@ -61,7 +61,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration per kernel for all calls of a file.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
 @click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for the search of each call.")
-@click.option("--force", is_flag=True, help="Also tune calls that are already tuned.")
+@click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned.")
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."
 )
@@ -109,6 +109,9 @@ def tune(**options: Any) -> int:
 
     With --compile-only, candidates are compiled here for a device of another machine and measured there with --from
     (and with the same --shapes, if they share a configuration).
+
+    The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
+    continues these searches.
     """
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
@@ -129,8 +132,7 @@ def tune(**options: Any) -> int:
         _leave_devices_alone()
     from ejkernel.cli.tune import TuneOptions, run_tune
 
-    run_tune(TuneOptions(**options))
-    return 0
+    return run_tune(TuneOptions(**options))
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:

@@ -18,8 +18,7 @@ from ejkernel.cli.tune import bars, messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
-from ejkernel.ops.autotuner.tasks.configurations import Configurations
-from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError

@@ -80,7 +80,7 @@ def _settings(environment: Mapping[str, str]) -> list[dict[str, Any]]:
         if name.startswith(_VARIABLES)
     ]
     current = settings.Settings(environment)
-    for name in ("cache_dir", "cache_layers", "cache_protocols", "heuristic", "stale"):
+    for name in ("cache_dir", "cache_layers", "cache_protocols", "on_miss", "stale"):
         try:
             getattr(current, name)
         except (EjkernelError, RuntimeError) as error:

@@ -20,7 +20,7 @@ from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, OfflineWarning
-from ejkernel.ops.execution.program_text import calls_in_text, listed
+from ejkernel.ops.execution.discovery import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.warn import warn

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import shutil
 import sys
@@ -15,14 +14,12 @@ from typing import Any
 import click
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
-from ejkernel.ops.autotuner.measure.roofline import roofline
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, in_cases, program_name, ranked, remarks
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
-from ejkernel.ops.autotuner.trials.result import AutotuningResult
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
+from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.utils.error_text import printable, printable_json, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.error_text import printable, printable_json
+from ejkernel.ops.utils.formatting import arguments, compact, counted, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
@@ -82,16 +79,15 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
         (
             tuned.inv.op_id,
             arguments(tuned.inv.description),
-            duration(tuned.before),
-            duration(tuned.after),
+            *times,
             tuned.in_a_word,
             compact(tuned.config),
             tuned.progress.in_words,
             _statuses(tuned),
         )
-        for tuned in result.searches
+        for tuned, times in zip(result.searches, before_and_after(result.searches), strict=True)
     ]
-    header = ("operation", "arguments", "before", "after", "speed-up", "configuration", "search", "candidates")
+    header = ("operation", "arguments", "heuristic", "tuned", "speed-up", "configuration", "search", "candidates")
     text = table(header, rows, "candidates", "arguments")
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
@@ -109,41 +105,16 @@ def bundle(calls: Sequence[BundledCall]) -> str:
 
 
 def candidates(tuned: AutotuneData) -> str:
-    """Return a table of the candidates of a search, the fastest first: `*` is the winner, `h` the heuristic."""
-    rows = []
-    # One row per program: configurations that compile to the same program share one time.
-    for program in ranked(tuned.outcomes):
-        outcome = program[0]
-        measured, seconds = outcome.measurement, outcome.compile_seconds
-        rows.append(
-            (
-                "*" if outcome is tuned.winner else "h" if outcome is tuned.heuristic else "",
-                program_name(program),
-                outcome.status,
-                duration(outcome.seconds) + f" ({in_cases(outcome)})" * bool(outcome.cases),
-                "-" if measured is None else f"{measured.spread:.0%}",
-                "-" if seconds is None else f"{seconds:.2f} s",
-                " ".join(outcome.reason.split()),
-            )
-        )
-    time = "mean (of each)" if tuned.cases else "median"
-    header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
-    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
-    is_complete = tuned.progress.state == SearchState.COMPLETE
-    kept = [f"{'heuristic kept' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
-    lines = map(printable_lines, (*kept, *remarks(tuned)))
-    return "\n".join([title + _achieved(tuned), *lines, table(header, rows, "compiled in", "spread")])
+    """Return a table of the candidates of a search, with the rates that its winner achieves."""
+    return tuned.summary(width=width(), verbose=True, more=_achieved(tuned))
 
 
-def _achieved(tuned: AutotuneData) -> str:
+def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
     """Return a line with the winner's TFLOP/s and GB/s; empty if its kernel defines no cost."""
-    cost, measured = tuned.inv.node.spec.kernel.cost(tuned.inv), tuned.winner.measurement
-    if cost is None or measured is None or tuned.after is None:
-        return ""
-    if tuned.calls:  # the samples are means over several calls, so use this call's time
-        measured = dataclasses.replace(measured, samples=(tuned.after,))
-    reached = roofline(measured, cost)
-    return f"\n{reached.tflops:.3g} TFLOP/s, {reached.gbytes:.3g} GB/s"
+    cost = tuned.inv.node.spec.kernel.cost(tuned.inv)
+    if cost is None or tuned.after is None:
+        return ()
+    return (f"{cost.flops / tuned.after * 1e-12:.3g} TFLOP/s, {cost.bytes / tuned.after * 1e-9:.3g} GB/s",)
 
 
 def _statuses(tuned: AutotuneData) -> str:

@@ -22,11 +22,9 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here
 from ejkernel.cli.show import opened
-from ejkernel.ops.autotuner.measure.roofline import roofline
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, program_name, ranked, remarks
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, Status, stored_in_brief
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
@@ -151,7 +149,7 @@ class CallReport:
     @property
     def kind(self) -> str:
         """The group of the call in the page's filter."""
-        if not self.search.startswith((SearchState.COMPLETE, "-")):
+        if self.search.startswith((SearchState.PARTIAL, SearchState.FAILED)):
             return "open"
         return "faster" if self.speedup is not None and self.speedup > 1 else "kept"
 
@@ -190,7 +188,7 @@ def calls_of(store: PersistentCache) -> list[CallReport]:
 
 def _behind(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> StoredSearch:
     """Return the newest search that found the entry's configuration, else the newest."""
-    same = (s for s in searches if entry is not None and s.outcomes[s.winner].config == entry.config)
+    same = (s for s in searches if entry is not None and s.winner.config == entry.config)
     return next(same, searches[0])
 
 
@@ -200,7 +198,7 @@ def _without_search(entry: StoredEntry) -> CallReport:
     return CallReport(
         **_identity(entry.key, entry.call, entry.provenance),
         config=compact(entry.config),
-        result=ratio(entry.speedup),
+        result=stored_in_brief(entry.measured, entry.speedup),
         before_us=times[0],
         after_us=times[1],
         speedup=entry.speedup,
@@ -232,15 +230,11 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
 
 def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> CallReport:
     search = _behind(searches, entry)
-    winner, heuristic = search.outcomes[search.winner], search.outcomes[0]
-    before, after = (outcome.seconds_on(search.key.call if search.cases else "") for outcome in (heuristic, winner))
-    speedup = None if before is None or after is None else before / after
-    groups = _grouped(search.outcomes)
-    best = list(_best_so_far(search.outcomes))
+    winner, groups = search.winner, _grouped(search.outcomes)
     source = f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
     config = "-" if winner.measurement is None else compact(winner.config)
     # The page shows the comparison with the heuristic in full.
-    notes = [search.why, *remarks(dataclasses.replace(search, standing=None))]
+    notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]
     if entry is not None:
         source, config = _place(entry), compact(entry.config)
         if entry.config != winner.config:
@@ -251,50 +245,37 @@ def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None) ->
     return CallReport(
         **_identity(search.key, search.call, search.provenance),
         config=config,
-        result=_result(search, speedup),
-        before_us=_us(before),
-        after_us=_us(after),
-        speedup=speedup,
+        result=search.in_a_word,
+        before_us=_us(search.before),
+        after_us=_us(search.after),
+        speedup=search.speedup,
         search=search.progress.in_words,
         source=source,
         notes=tuple(map(printable_lines, filter(None, notes))),
-        rows=tuple(_row(program, winner, heuristic, groups) for program in ranked(search.outcomes)),
+        rows=tuple(_row(program, search, groups) for program in ranked(search.outcomes)),
         failures=tuple(groups.values()),
-        best=tuple(best),
+        best=tuple(_best_so_far(search.outcomes)),
         measured=sum(outcome.measurement is not None for outcome in search.outcomes),
         standing=_standing(search),
-        throughput=tuple(_throughput(search, heuristic, winner)),
+        throughput=tuple(_throughput(search)),
     )
 
 
-def _result(search: StoredSearch, speedup: float | None) -> str:
-    """Return the result in brief."""
-    if search.winner:
-        return ratio(speedup)
-    if search.progress.state != SearchState.COMPLETE:
-        return search.progress.in_words
-    return "undecided" if search.undecided else "kept"
-
-
 def _standing(search: StoredSearch) -> dict[str, Any] | None:
-    if search.standing is None:
+    found = search.challenge
+    if found is None:
         return None
-    return search.standing.data() | {
-        "rival": compact(search.standing.rival),
-        "in_words": search.standing.came_out.in_words,
-    }
+    return found.data() | {"rival": compact(found.challenger), "in_words": found.came_out.in_words}
 
 
-def _row(
-    program: tuple[Outcome, tuple[Outcome, ...]], winner: Outcome, heuristic: Outcome, groups: dict[Any, Failures]
-) -> Row:
+def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: StoredSearch, groups: dict[Any, Failures]) -> Row:
     first, twins = program
     row = Row(name=program_name(program), mark="", status=printable(first.status))
     if first.measurement is None:
         return dataclasses.replace(row, group=_number(first, groups))
     own = (first, *twins)
-    mark = "heuristic" if any(outcome is heuristic for outcome in own) else ""
-    if any(outcome is winner for outcome in own):
+    mark = "heuristic" if any(outcome is search.heuristic for outcome in own) else ""
+    if any(outcome is search.winner for outcome in own):
         mark = "heuristic kept" if mark else "winner"
     samples = first.measurement.samples
     few = len(samples) < 4
@@ -349,18 +330,15 @@ def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
             yield count, best * 1e6
 
 
-def _throughput(search: StoredSearch, heuristic: Outcome, winner: Outcome) -> Iterator[Throughput]:
+def _throughput(search: StoredSearch) -> Iterator[Throughput]:
     """Yield the throughput before and after; nothing without a cost."""
     cost = _cost(search)
     if cost is None or cost.bytes <= 0:
         return
-    for name, outcome in (("before", heuristic), ("after", winner)):
-        seconds = outcome.seconds_on(search.key.call if search.cases else "")
-        if outcome.measurement is not None and seconds is not None:
-            measurement = dataclasses.replace(outcome.measurement, samples=(seconds,))
-            reached = roofline(measurement, cost)
-            intensity = cost.flops / cost.bytes
-            yield Throughput(name=name, tflops=reached.tflops, gbytes=reached.gbytes, intensity=intensity)
+    for name, seconds in (("before", search.before), ("after", search.after)):
+        if seconds is not None:
+            rates = {"tflops": cost.flops / seconds * 1e-12, "gbytes": cost.bytes / seconds * 1e-9}
+            yield Throughput(name=name, **rates, intensity=cost.flops / cost.bytes)
 
 
 def _cost(search: StoredSearch) -> Cost | None:

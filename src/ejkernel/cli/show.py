@@ -12,13 +12,13 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.autotuner.trials.progress import SearchProgress
+from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
+from ejkernel.ops.utils.formatting import arguments, cases, compact
 
 
 def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
@@ -46,7 +46,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
         return 0
     entries, open_searches = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
     if as_json:
-        report.echo_json([*map(_as_data, entries), *map(_open_as_data, open_searches)])
+        report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "search", "measured")
         rows = [*map(_cells, entries), *map(_open_cells, open_searches)]
@@ -74,7 +74,7 @@ def _begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
-    return (*key, arguments(entry.call), compact(entry.config), ratio(entry.speedup), _search_of(entry), entry.time)
+    return (*key, arguments(entry.call), compact(entry.config), _result_of(entry), _search_of(entry), entry.time)
 
 
 def _search_of(entry: StoredEntry) -> str:
@@ -83,10 +83,14 @@ def _search_of(entry: StoredEntry) -> str:
     return "-" if progress is None else progress.in_words
 
 
+def _result_of(entry: StoredEntry) -> str:
+    return stored_in_brief(entry.measured, entry.speedup)
+
+
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
     """Return the row of a call without an entry: its search is partial or failed."""
     time = str(search.provenance.get("time", "-"))[:16].replace("T", " ")
-    return (*search.key, arguments(search.call), "-", "-", search.progress.in_words, printable(time))
+    return (*search.key, arguments(search.call), "-", search.in_a_word, search.progress.in_words, printable(time))
 
 
 def _in_full(entry: StoredEntry) -> str:
@@ -97,7 +101,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("configuration", compact(entry.config)),
         ("type", entry.config_type),
         ("device", device),
-        ("speed-up", ratio(entry.speedup)),
+        ("speed-up", _result_of(entry)),
         ("search", _search_of(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *(
@@ -133,16 +137,15 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
-    winner = search.outcomes[search.winner]
     found = programs(search.outcomes)
     return {
         "key": search.key,
         "call": search.call,
         "config_type": search.config_type,
-        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is winner), None),
+        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is search.winner), None),
         "seconds": search.seconds,
         "why": search.why,
-        "standing": None if search.standing is None else search.standing.data(),
+        "standing": None if search.challenge is None else search.challenge.data(),
         "undecided": search.undecided,
         "interrupted": search.interrupted,
         "search": search.progress.data(),
@@ -172,26 +175,19 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e6, 4)
 
 
-def _as_data(entry: StoredEntry) -> dict[str, Any]:
+def _as_data(found: StoredEntry | StoredSearch) -> dict[str, Any]:
+    """Return an entry, or a call without an entry (partial or failed search)."""
+    progress: SearchProgress | None
+    if isinstance(found, StoredEntry):
+        config, measured, progress = found.config, found.measured, SearchProgress.stored_in(found.measured)
+    else:
+        config, measured, progress = None, None, found.progress
     return {
-        "key": entry.key,
-        "config_type": entry.config_type,
-        "config": entry.config,
-        "call": entry.call,
-        "measured": entry.measured,
-        "search": None if (progress := SearchProgress.stored_in(entry.measured)) is None else progress.data(),
-        "provenance": dict(entry.provenance),
-    }
-
-
-def _open_as_data(search: StoredSearch) -> dict[str, Any]:
-    """Return a call without an entry (partial or failed search) in the layout of `_as_data`."""
-    return {
-        "key": search.key,
-        "config_type": search.config_type,
-        "config": None,
-        "call": search.call,
-        "measured": None,
-        "search": search.progress.data(),
-        "provenance": dict(search.provenance),
+        "key": found.key,
+        "config_type": found.config_type,
+        "config": config,
+        "call": found.call,
+        "measured": measured,
+        "search": None if progress is None else progress.data(),
+        "provenance": dict(found.provenance),
     }

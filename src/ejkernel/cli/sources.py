@@ -24,6 +24,7 @@ from ejkernel.cli.programs import (
     user_code,
 )
 from ejkernel.cli.shapes import calls_of_shapes
+from ejkernel.ops.autotuner.process.messages import Raised, Request, carried_out, pickled, unpickled
 from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.error_text import error_text
@@ -118,8 +119,6 @@ def _in_files(source: Source) -> Found:
 
 def find_sendable(source: Source) -> Found:
     """Return the calls that can be pickled for other processes; warn of the others."""
-    from ejkernel.ops.autotuner.process.worker import pickled  # imports multiprocessing
-
     found = find(source)
     calls = []
     for inv in found.calls:
@@ -160,9 +159,6 @@ def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
     Raises:
         TuningError: The worker cannot find the calls, e.g. because it lacks a module.
     """
-    from ejkernel.ops.autotuner.process.messages import Raised, Request
-    from ejkernel.ops.autotuner.process.serve import pickled, unpickled
-
     answer = executor.submit(_answer_of_worker, pickled(Request(_found_here, (source,))))
     try:
         came_out = unpickled(answer.result())
@@ -180,14 +176,13 @@ def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
 
 
 def _answer_of_worker(sent: bytes) -> bytes:
-    from ejkernel.ops.autotuner.process.serve import carried_out, pickled
-
     return pickled(carried_out(sent))
 
 
 def _found_here(source: Source) -> tuple[Found, list[Warning | str]]:
     """Return the calls found by a worker process of this machine, and its warnings."""
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+    from ejkernel.ops.autotuner.process.worker import shared_worker
 
     with warnings.catch_warnings(record=True) as warned, shared_worker() as worker:
         warnings.simplefilter("always")

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -22,11 +22,12 @@ from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.autotuner.store.measurements import are_alike
+from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
@@ -43,9 +44,7 @@ from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus
-
-_EQUAL = 1e-4  # tolerance for weights, which entries store rounded
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +75,21 @@ def messages(file: IO[str] | None = None) -> Console:
     return Console(file=file, stderr=file is None, emoji=False, markup=False)
 
 
-def run_tune(options: TuneOptions) -> None:
-    """Run `ejkernel tune`, by default in a worker process, so that a crashing candidate does not end the command."""
+def run_tune(options: TuneOptions) -> int:
+    """Run `ejkernel tune`; return 1 if calls were tuned, but no configuration was saved.
+
+    By default a worker process measures, so that a crashing candidate does not end the command.
+    """
     if options.in_process:
-        _run(options)
-        return
+        return _run(options)
     from ejkernel.ops.autotuner.process.worker import worker_session
 
     # One worker finds the calls and runs all searches, because JAX and a device take seconds to start.
     with worker_session():
-        _run(options)
+        return _run(options)
 
 
-def _run(options: TuneOptions) -> None:
+def _run(options: TuneOptions) -> int:
     store = PersistentCache(options.cache)
     # Check first: a search of hours must not end without saving.
     reason = None if options.dry_run else store.why_not_writable()
@@ -96,7 +97,7 @@ def _run(options: TuneOptions) -> None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     source = _source(options, store)
     with _executor_of(options) as executor:  # after `_source`, because Ray copies the module path to local workers
-        _find_and_tune(options, source, store, executor)
+        return _find_and_tune(options, source, store, executor)
 
 
 def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayExecutor | None]:
@@ -108,8 +109,8 @@ def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayE
     return RayExecutor(options.ray)
 
 
-def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache, executor: RayExecutor | None) -> None:
-    console = messages()
+def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache, executor: RayExecutor | None) -> int:
+    console, status = messages(), 0
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
@@ -122,9 +123,10 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
         )
     else:
         _check_devices(options, found.device)
-        _tune_found(options, found, store, console, executor)
+        status = _tune_found(options, found, store, console, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
+    return status
 
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
@@ -147,7 +149,7 @@ def _check_devices(options: TuneOptions, device: str) -> None:
 
 def _tune_found(
     options: TuneOptions, found: Found, store: PersistentCache, console: Console, executor: RayExecutor | None
-) -> None:
+) -> int:
     sets = _sets(found)
     policy = AutotunePolicy(
         budget_s=options.budget,
@@ -163,7 +165,7 @@ def _tune_found(
         before = sum(map(len, sets)) - sum(map(len, todo))
         console.print(f"{counted(before, 'call')} already tuned; --force tunes again.")
     started = time.monotonic()
-    result = _tune(chain, todo, found, console, verbose=options.verbose)
+    result = _tune(options, chain, todo, found, console)
     seconds = time.monotonic() - started
     if options.as_json:
         report.echo_json(report.result_as_data(result))
@@ -178,6 +180,7 @@ def _tune_found(
     _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
+    return 1 if todo and not len(result) else 0
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:
@@ -192,7 +195,8 @@ def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) ->
         return find(source)
     if executor is not None:  # its workers have the device
         return find_by(executor, source)
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+    from ejkernel.ops.autotuner.process.worker import shared_worker
 
     # lowering may take any time, and Ctrl-C can end it
     finding = WorkerStatus(what="finding the calls", allowed=math.inf)
@@ -247,7 +251,7 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
     progress = chain.store.progress(inv.key)
     if progress is None:
         return "saved" if actions else "no"
-    return "apart" if progress.state == SearchState.COMPLETE and not is_done else progress.in_words
+    return "apart" if progress.state.is_finished and not is_done else progress.in_words
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
@@ -271,11 +275,7 @@ def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall]
     if not all(_known(chain, call.inv) for call in calls):
         return False
     # Entries tuned alone or with other weights may differ.
-    return len(calls) == 1 or all(_are_alike(_weights_of(chain, call.inv), _shares(calls)) for call in calls)
-
-
-def _are_alike(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
-    return known.keys() == wanted.keys() and all(abs(known[key] - wanted[key]) < _EQUAL for key in wanted)
+    return len(calls) == 1 or all(are_alike(_weights_of(chain, call.inv), shares_of(calls)) for call in calls)
 
 
 def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> dict[str, float]:
@@ -289,27 +289,21 @@ def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any])
     return weights
 
 
-def _shares(calls: Sequence[SharedCall]) -> dict[str, float]:
-    total = sum(call.weight for call in calls)
-    return {call.inv.call_key: call.weight / total for call in calls}
-
-
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
     """Return whether the search of a call is complete; a partial search continues."""
     entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
     if entry is None:
         return False
     progress = SearchProgress.stored_in(entry.measured)
-    return progress is None or progress.state == SearchState.COMPLETE
+    return progress is None or progress.state.is_finished
 
 
 def _tune(
+    options: TuneOptions,
     chain: ConfigSelectorChain[Any, Any],
     todo: Sequence[Sequence[SharedCall]],
     found: Found,
     console: Console,
-    *,
-    verbose: bool,
 ) -> AutotuningResult:
     # Finished searches, printed if Ctrl-C ends the others.
     done: list[AutotuneData] = []
@@ -327,11 +321,11 @@ def _tune(
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
         ):
-            return tune_together(chain, todo, progress=step, compiled=found.compiled)
+            return tune_together(chain, todo, progress=step, compiled=found.compiled, resume=not options.force)
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))
-            click.echo(report.searches(result, verbose=verbose), err=True)
+            click.echo(report.searches(result, verbose=options.verbose), err=True)
         raise
 
 

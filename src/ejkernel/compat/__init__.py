@@ -82,6 +82,11 @@ from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import process_settings as process_settings
 from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
+from ejkernel.compat.splash import HIDDEN_LOGIT as HIDDEN_LOGIT
+from ejkernel.compat.splash import SplashBlocks as SplashBlocks
+from ejkernel.compat.splash import SplashMask as SplashMask
+from ejkernel.compat.splash import splash_backward as splash_backward
+from ejkernel.compat.splash import splash_forward as splash_forward
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive

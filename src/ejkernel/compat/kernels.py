@@ -183,7 +183,7 @@ def megablox_product(lhs: Any, rhs: Any, sizes: Any, *, dtype: str, interpret: b
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, **layout}
-    return _unchecked(lambda: gmm(lhs, rhs, sizes, group_offset=jnp.int32(1), **how), lhs)
+    return unchecked(lambda: gmm(lhs, rhs, sizes, group_offset=jnp.int32(1), **how), lhs)
 
 
 def megablox_weights_gradient(
@@ -193,10 +193,10 @@ def megablox_weights_gradient(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "num_actual_groups": count, **layout}
-    return _unchecked(lambda: tgmm(lhs.swapaxes(0, 1), rhs, sizes, group_offset=jnp.int32(1), **how), lhs)
+    return unchecked(lambda: tgmm(lhs.swapaxes(0, 1), rhs, sizes, group_offset=jnp.int32(1), **how), lhs)
 
 
-def _unchecked(compute: Callable[[], Any], like: Any) -> Any:
+def unchecked(compute: Callable[[], Any], like: Any) -> Any:
     """Run a kernel that does not declare the mesh axes of its results; they vary over the axes of `like`.
 
     64-bit mode is off during the call, because the kernels use 32-bit indices.

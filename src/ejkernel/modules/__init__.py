@@ -15,6 +15,12 @@ from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import LayerNormConfig as LayerNormConfig
 from .layer_norm import layer_norm as layer_norm
+from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from .linear_cross_entropy import LinearCrossEntropyGradients as LinearCrossEntropyGradients
+from .linear_cross_entropy import LinearCrossEntropyGradientsConfig as LinearCrossEntropyGradientsConfig
+from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .linear_cross_entropy import token_log_probs as token_log_probs
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -30,11 +36,17 @@ __all__ = [
     "GroupedMatmulWgradConfig",
     "LayerNorm",
     "LayerNormConfig",
+    "LinearCrossEntropy",
+    "LinearCrossEntropyConfig",
+    "LinearCrossEntropyGradients",
+    "LinearCrossEntropyGradientsConfig",
     "RmsNorm",
     "RmsNormConfig",
     "flash_attention",
     "grouped_matmul",
     "grouped_matmul_wgrad",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
+    "token_log_probs",
 ]

@@ -2,7 +2,7 @@
 """Kernels that configure themselves: selection, caches, autotuning, labels and offline tuning."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
@@ -100,15 +100,17 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
     from ejkernel.ops.config.agreement.decisions import ConfigurationDigest as ConfigurationDigest
     from ejkernel.ops.config.agreement.decisions import configuration_digest as configuration_digest
-    from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
-    from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
-    from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
     from ejkernel.ops.execution.offline import autotune as autotune
     from ejkernel.ops.execution.offline import autotune_kernel as autotune_kernel
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 
-# Tuning, checking and comparing are imported on first use (`_LAZY`): programs that only run calls do not need them.
+    # Aliases of names in `ejkernel.testing`, which has their types: this layer does not import from a higher one.
+    check_kernel: Any
+    CheckReport: Any
+    CheckRow: Any
+
+# Tuning and comparing are imported on first use (`_LAZY`): programs that only run calls do not need them.
 __all__ = [
     "LABEL_RE",
     "AgreementError",
@@ -221,11 +223,10 @@ _LAZY_BY_MODULE = {
     "autotuner.trials.result": "AutotuningResult Entry",
     "autotuner.tuner": "Autotuner",
     "config.agreement.decisions": "ConfigurationDigest configuration_digest",
-    "execution.checks.check_kernel": "check_kernel",
-    "execution.checks.report": "CheckReport CheckRow",
     "execution.offline": "autotune autotune_kernel autotune_lowered autotune_recorded",
 }
 _LAZY = {name: f"ejkernel.ops.{module}" for module, names in _LAZY_BY_MODULE.items() for name in names.split()}
+_LAZY |= dict.fromkeys(("check_kernel", "CheckReport", "CheckRow"), "ejkernel.testing")
 
 
 def __getattr__(name: str) -> object:

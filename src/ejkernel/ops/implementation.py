@@ -67,6 +67,8 @@ class Implementation(Generic[CallT]):
         differentiable: Whether JAX can differentiate `forward` and `backward`, in both modes. The other implementations
             use the tangents and higher derivatives of a differentiable implementation.
         features: The supported members of `OperationCall.features`; calls with other features are rejected.
+        unavailable: Groups of checks of `ejkernel.testing.check_kernel` that do not apply, such as `vmap` or `export`,
+            each with the reason.
     """
 
     name: ClassVar[str]
@@ -75,6 +77,7 @@ class Implementation(Generic[CallT]):
     residuals: ClassVar[str | None] = None
     differentiable: ClassVar[bool] = False
     features: ClassVar[frozenset[str]] = frozenset()
+    unavailable: ClassVar[Mapping[str, str]] = {}
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why `call` does not run, and what to use instead; `None` if it runs."""

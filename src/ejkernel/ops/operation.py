@@ -26,7 +26,7 @@ from ejkernel.ops.utils.values.signature import is_array
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
 
 
-class _Selected(NamedTuple):
+class Selected(NamedTuple):
     """The selected implementation, with the description of the call and the parameters."""
 
     implementation: Implementation[Any]
@@ -314,7 +314,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def _running(
         self, cfg: OpCfg, args: tuple[Any, ...], options: Mapping[str, Any], *, backward: bool = False
-    ) -> _Selected:
+    ) -> Selected:
         """Return the implementation and parameters of `cfg`, or a fallback.
 
         A gradient may get the configuration of its forward, and a partitioned program may get a configuration measured
@@ -344,7 +344,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         fault = chosen.params_fault(call, params)
         if fault is not None:
             raise ConfigError(f"{self._called(call)}: {params!r} is invalid for this call: {fault}")
-        return _Selected(chosen, call, params)
+        return Selected(chosen, call, params)
 
     def _fallback(
         self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
@@ -360,7 +360,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _called(self, call: CallT) -> str:
         return f"{self.op_id}.bwd" if call.backward else self.op_id
 
-    def _differentiable(self, method: str, selected: _Selected, given: tuple[Any, ...]) -> Any:
+    def _differentiable(self, method: str, selected: Selected, given: tuple[Any, ...]) -> Any:
         """Return the result of a method of the selected implementation, with tangents of another one if necessary."""
         other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
         if other is None:
@@ -369,7 +369,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-        def compute(selected: _Selected, arrays: tuple[Any, ...]) -> Any:
+        def compute(selected: Selected, arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
             return selected.compute(method, jax.tree.unflatten(tree, filled))
@@ -385,14 +385,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         return computed(*arrays)
 
-    def _differentiable_alternative(self, selected: _Selected) -> _Selected | None:
+    def _differentiable_alternative(self, selected: Selected) -> Selected | None:
         for name in self.implementations:
             # Only implementations for all platforms, because the platform may be unknown here.
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
             other, reason = self.implementations[name], self.implementations.unsupported(name, selected.call)
             if other.residuals == selected.implementation.residuals and reason is None:
-                return _Selected(other, selected.call, other.heuristic(selected.call))
+                return Selected(other, selected.call, other.heuristic(selected.call))
         return None
 
 

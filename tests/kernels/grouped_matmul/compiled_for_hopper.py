@@ -15,8 +15,7 @@ import numpy as np
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.ops import Invocation
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.transformations.nodes import Choice
 

@@ -12,8 +12,7 @@ import jax
 
 from ejkernel.modules import LayerNorm, RmsNorm
 from ejkernel.ops import Invocation
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
 ROWS = 65536

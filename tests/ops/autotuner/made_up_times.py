@@ -8,16 +8,15 @@ import itertools
 
 import jax
 
-from ejkernel.ops.autotuner.measure.cases import mean_sample
 from ejkernel.ops.autotuner.measure.measurement import Measurement, OnEach
-from ejkernel.ops.autotuner.measure.race import CLOCK, Sample
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, Sample, mean_sample
 
 
 def interleaved_with(time_of):
     """Return a stand-in for `measuring.interleaved`.
 
     `time_of(config)` is seconds, a `Sample` with its processor time, or a tuple of those, which the samples take in
-    turns, one race after the other; of candidates that are measured on several cases, it is called with the case, too.
+    turn, one `Sampling` after the other; with several cases, it is also called with the case.
     """
     sequences = {}
 
@@ -27,29 +26,29 @@ def interleaved_with(time_of):
             found = next(sequences.setdefault(str(key), itertools.cycle(found)))
         return found if isinstance(found, Sample) else Sample(found)
 
-    def interleaved(functions, *, race, on_error, **_):
+    def interleaved(functions, *, sampling, on_error, **_):
         parts = [function.runners if isinstance(function, OnEach) else (function,) for function in functions]
         configs = [runners[0].function.candidate.config for runners in parts]
         for index, runners in enumerate(parts):
             try:
                 jax.block_until_ready([runner() for runner in runners])
             except Exception as error:  # noqa: BLE001 - the candidate's
-                race.fail(index)
+                sampling.fail(index)
                 on_error(index, error)
-        while indices := race.next_round():
+        while indices := sampling.next_round():
             for index in indices:
                 cases = [runner.case for runner in parts[index]]
                 keys = [(configs[index],) if case is None else (configs[index], case) for case in cases]
                 weights = [1.0 if case is None else case.weight for case in cases]
                 taken = mean_sample([sample(*key) for key in keys], weights)
-                race.note(index, taken.seconds, taken.work, taken.cases)
-        witness, judged = race.judged
+                sampling.note(index, taken.seconds, taken.work, taken.cases)
+        witness, judged = sampling.judged
         method = "wall" if witness == CLOCK else witness
         return [
             function.measurement(noted, samples, method)
             if isinstance(function, OnEach)
             else Measurement(samples=samples, method=method)
-            for function, noted, samples in zip(functions, race.noted, judged, strict=True)
+            for function, noted, samples in zip(functions, sampling.noted, judged, strict=True)
         ]
 
     return interleaved

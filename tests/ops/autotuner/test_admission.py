@@ -13,10 +13,10 @@ import pytest
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan
-from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
-from ejkernel.ops.autotuner.trials.progress import SearchProgress
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
+from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
 WINS = PairedComparison(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)
@@ -27,7 +27,7 @@ def measured(config, seconds=1.0):
 
 
 def search(*outcomes, winner=1, **fields):
-    fields = {"checked": ("outputs",), "standing": Standing(1, WINS, alone=True), **fields}
+    fields = {"checked": ("outputs",), "challenge": Challenge(1, WINS, is_confirmation=True), **fields}
     return AutotuneData(inv=CALL, config=winner, outcomes=outcomes, seconds=1.0, **fields)
 
 
@@ -44,10 +44,13 @@ def test_a_winner_that_is_measured_right_and_confirmed_is_saved():
         ({"outcomes": (measured(0), Outcome(config=1, status="skipped"))}, "has no samples; its status is skipped"),
         ({"outcomes": (measured(0), Outcome(config=1, status="measured"))}, "has no samples"),
         ({"checked": ()}, "was not compared with the reference"),
-        ({"standing": None}, "was not compared with the heuristic"),
-        ({"standing": Standing(2, WINS, alone=True)}, "was not compared with the heuristic"),
-        ({"standing": Standing(1, WINS)}, "is not confirmed"),
-        ({"standing": Standing(1, dataclasses.replace(WINS, settled=False), alone=True)}, "is not confirmed"),
+        ({"challenge": None}, "was not compared with the heuristic"),
+        ({"challenge": Challenge(2, WINS, is_confirmation=True)}, "was not compared with the heuristic"),
+        ({"challenge": Challenge(1, WINS)}, "is not confirmed"),
+        (
+            {"challenge": Challenge(1, dataclasses.replace(WINS, settled=False), is_confirmation=True)},
+            "is not confirmed",
+        ),
         ({"config": 7}, "is not among the candidates"),
     ],
 )
@@ -58,15 +61,15 @@ def test_any_other_winner_is_a_fault_that_is_raised(fields, says):
 
 def test_a_heuristic_that_failed_needs_no_race_and_one_without_samples_does():
     failed = Outcome(config=0, status="failed", reason="no")
-    assert why_not_saved(search(failed, measured(1), standing=None), validated=True) == ""
+    assert why_not_saved(search(failed, measured(1), challenge=None), validated=True) == ""
     with pytest.raises(AdmissionError, match="was not compared with the heuristic"):
-        why_not_saved(search(Outcome(config=0, status="skipped"), measured(1), standing=None), validated=True)
+        why_not_saved(search(Outcome(config=0, status="skipped"), measured(1), challenge=None), validated=True)
 
 
 def test_a_heuristic_is_kept_only_if_the_others_were_measured():
-    kept = search(measured(0), measured(1), winner=0, standing=None)
+    kept = search(measured(0), measured(1), winner=0, challenge=None)
     assert (why_not_saved(kept, validated=True), kept.in_a_word) == ("", "kept")
-    early = search(measured(0), winner=0, standing=None, planned=12)
+    early = search(measured(0), winner=0, challenge=None, planned=12)
     assert why_not_saved(early, validated=True) == early.in_a_word == "not finished (1 of 12)"
 
 
@@ -85,9 +88,11 @@ def test_a_partial_search_replaces_an_earlier_entry_only_if_it_has_measured_that
         (["measured"], {"planned": 12}, "partial (1 of 12)"),
         (["measured", "measured"], {"unconfirmed": True}, "partial (2 of 2, the best one is not confirmed)"),
         (["skipped", "failed"], {}, "failed"),
+        (["measured", "measured"], {"undecided": True}, "undecided"),
+        (["measured", "skipped"], {"undecided": True}, "partial (1 of 2)"),
     ],
 )
-def test_a_search_is_complete_partial_or_failed(statuses, options, words):
+def test_a_search_is_complete_undecided_partial_or_failed(statuses, options, words):
     assert SearchProgress.of(statuses, **options).in_words == words
 
 
@@ -98,6 +103,7 @@ def test_a_search_is_complete_partial_or_failed(statuses, options, words):
         ({"candidates": 12, "skipped": 11}, "partial (1 of 12)"),
         ({"candidates": 12, "interrupted": True}, "partial (12 of 12, the best one is not confirmed)"),
         ({"candidates": 12}, "complete"),
+        ({"candidates": 12, "search": {"state": "complete"}, "undecided": True}, "undecided"),
         ({"candidates": "12", "search": {"state": "odd", "done": []}}, "complete"),
     ],
 )
@@ -107,9 +113,9 @@ def test_the_entries_of_all_versions_tell_how_far_their_search_came(measured, wo
 
 def test_who_has_no_samples_is_in_no_ranking():
     for dropped in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in range(3)):
-        race = Race(3, plan=RacePlan.fixed(1, discard=0), incumbents=())
+        sampling = Sampling(3, plan=SamplingPlan.fixed(1, discard=0), incumbents=())
         for index in dropped:
-            race.drop(index)
-        for index in race.next_round():
-            race.note(index, 1.0 + index)
-        assert race.ranking() == [index for index in range(3) if index not in dropped]
+            sampling.drop(index)
+        for index in sampling.next_round():
+            sampling.note(index, 1.0 + index)
+        assert sampling.ranking() == [index for index in range(3) if index not in dropped]

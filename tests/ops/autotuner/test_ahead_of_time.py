@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure import measurement, memory
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -58,7 +58,7 @@ def prepared(kernel, configs, **options):
 
 
 def raced(there, runners, rounds=1, **options):
-    Timing(oracle=there.oracle, **options).race(runners, Race(len(runners), plan=RacePlan.fixed(rounds)))
+    Timing(oracle=there.oracle, **options).measure(runners, Sampling(len(runners), plan=SamplingPlan.fixed(rounds)))
 
 
 # --- one program ---

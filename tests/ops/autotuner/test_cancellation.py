@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.watch import Cancellation
 
 
 def test_nobody_has_asked_at_first_and_once_asked_it_stays_so():

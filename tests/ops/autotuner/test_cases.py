@@ -16,9 +16,16 @@ from tests.ops.autotuner.made_up_times import ByCase, interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.measure.cases import Case, geometric_mean, mean_sample, seconds_on
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Sample, Work
+from ejkernel.ops.autotuner.measure.sampling import (
+    PROCESSOR,
+    Case,
+    Sample,
+    Work,
+    geometric_mean,
+    mean_sample,
+    seconds_on,
+)
 from ejkernel.ops.autotuner.store.log import lines_of, load
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.tasks.task import SharedCall
@@ -89,7 +96,7 @@ class Plain(Kernel[int, jax.Array]):
 
 @pytest.fixture
 def times(monkeypatch):
-    """`times({config: {case's name: seconds}})` makes up the times of the candidates that reach the race."""
+    """`times({config: {case's name: seconds}})` makes up the times of the candidates that reach the sampling."""
     return lambda seconds: monkeypatch.setattr(timing, "interleaved", interleaved_with(ByCase(seconds)))
 
 

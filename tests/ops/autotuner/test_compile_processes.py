@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import subprocess
@@ -12,13 +11,17 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.autotuner.fake_workers import FakeWorker, killed
 from tests.ops.faulty_kernels import BEST, SHAPE, Fault, Faulty, failing_on_device, plain, spill, spilling
 
+from ejkernel.ops.autotuner.compile import processes
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
-from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes, compiler_for
+from ejkernel.ops.autotuner.compile.processes import CompileProcesses, CompileWorker, compile_processes, compiler_for
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError
+from ejkernel.ops.autotuner.process.messages import Returned
 from ejkernel.ops.autotuner.process.worker import worker_session
+from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
@@ -97,9 +100,9 @@ def test_what_processes_compile_is_what_threads_compile(monkeypatch):
 
 
 def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone():
-    data = tune([Fault("abort while tracing"), Fault("wrong"), BEST])
+    data = tune([Fault("abort while tracing", says="LLVM ERROR: no such register\n"), Fault("wrong"), BEST])
     assert list(fates(data).values()) == ["measured", "failed", "wrong", "measured"]
-    assert data.outcomes[1].reason == "the worker was killed by SIGABRT while compiling"
+    assert data.outcomes[1].reason == "the worker was killed by SIGABRT while compiling: LLVM ERROR: no such register"
     assert data.config == BEST
 
 
@@ -120,12 +123,6 @@ def test_what_a_candidate_raises_or_closes_there_costs_itself_alone():
     ]
 
 
-def test_a_candidate_that_never_ends_compiling_is_ended():
-    with pytest.raises(CandidateError, match=r"no sign of life for .* s while compiling \(allowed: 0.3 s\)"):
-        compiled(Fault("never while tracing"), allowed=0.3)
-    assert compiled(BEST).code
-
-
 def test_what_cannot_be_sent_costs_itself_alone():
     class Local(Faulty):
         pass
@@ -134,50 +131,6 @@ def test_what_cannot_be_sent_costs_itself_alone():
     with pytest.raises(TuningError, match="cannot be sent to a worker process"):
         compile_processes(1).compile(inv, Choice(config=BEST, platform="cpu"), HERE)
     assert compiled(BEST).code
-
-
-def test_its_processes_leave_the_devices_alone_and_end_with_it():
-    processes = CompileProcesses(1)
-    inv = Invocation(kernel=plain, args=(X,)).abstract()
-    processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE)
-    (process,) = processes._started
-    assert process._worker.call(platforms_and_caching) == ("cpu", False)
-    pid = process._worker.pid
-    processes.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    with pytest.raises(TuningError, match="were closed"):
-        processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE)
-
-
-def test_a_process_that_dies_while_it_is_idle_is_replaced():
-    processes = CompileProcesses(1)
-    inv = Invocation(kernel=plain, args=(X,)).abstract()
-    try:
-        for _ in range(2):
-            assert processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE).code
-            (process,) = processes._started
-            process._worker.kill()
-    finally:
-        processes.close()
-
-
-def test_what_is_under_way_when_a_search_ends_is_ended_with_it():
-    compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 600.0)
-    inv = Invocation(kernel=plain, args=(X,)).abstract()
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        future = threads.submit(compiler, inv, Choice(config=Fault("never while tracing"), platform="cpu"))
-        while not compiler._busy:
-            os.sched_yield()
-        compiler.close()
-        assert isinstance(future.exception(60), CandidateError)
-    assert compiled(BEST).code
-
-
-def test_the_time_that_is_allowed_may_change_meanwhile():
-    allowed = iter([600.0, 600.0])
-    with pytest.raises(CandidateError, match=r"\(allowed: 0.1 s\)"):
-        compiled(Fault("never while tracing"), allowed=lambda: next(allowed, 0.1))
 
 
 def test_what_calls_back_is_left_to_be_compiled_here():
@@ -195,22 +148,85 @@ from ejkernel.ops import policy_override, tune, autotune
 def total(x, *, rows=1):
     return x.reshape(rows, -1).sum()
 
-with policy_override(POLICY):
-    try:
-        autotune(total, jnp.ones(8))
-    except Exception as error:
-        print("error", error)
+for policy in ({"compile_processes": 1}, {"isolate": True}):
+    with policy_override(**policy):
+        try:
+            autotune(total, jnp.ones(8))
+        except Exception as error:
+            print("error", error)
 print("the program's work")
 """
 
 
-@pytest.mark.parametrize("policy", ["compile_processes=1", "isolate=True"])
-def test_a_program_without_a_guard_is_not_run_by_its_workers(tmp_path, policy):
-    (tmp_path / "script.py").write_text(UNGUARDED.replace("POLICY", policy))
+def test_a_program_without_a_guard_is_not_run_by_its_workers(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stdout.count("the program's work") == 1
-    assert 'the program\'s code below `if __name__ == "__main__":`' in done.stdout
+    assert done.stdout.count('the program\'s code below `if __name__ == "__main__":`') == 2
     assert "Traceback" not in done.stderr
+
+
+# --- which candidate is lost with its process, with processes in memory ---
+
+
+class FakeProcess(FakeWorker):
+    """A compile process in memory."""
+
+    said = ""
+    compile = CompileWorker.compile
+
+    def _written(self):
+        return self.said
+
+
+PROGRAM = Returned(Program(code=b"code"))
+
+
+def pool_of(*scripts):
+    processes = [FakeProcess(*script) for script in scripts]
+    left = iter(processes)
+    return CompileProcesses(1, lambda: next(left)), processes
+
+
+def compile_with(pool, **options):
+    return pool.compile(
+        Invocation(kernel=plain, args=(X,)).abstract(), Choice(config=BEST, platform="cpu"), HERE, **options
+    )
+
+
+def test_a_crash_costs_one_candidate_and_its_output_is_the_reason(capfd):
+    pool, (crashed, _) = pool_of([killed()], [PROGRAM])
+    crashed.said = f"{REMARKS}LLVM ERROR: no such register\nStack dump:\n"
+    with pytest.raises(CandidateError, match=r"killed by SIGABRT while compiling: LLVM ERROR: no such register$"):
+        compile_with(pool)
+    assert "Stack dump:" in capfd.readouterr().err
+    assert compile_with(pool).code == b"code"
+
+
+def test_a_compilation_that_never_ends_is_given_up():
+    pool, (hanging, _) = pool_of([0.5, PROGRAM], [PROGRAM])
+    with pytest.raises(GivenUpError, match=r"no sign of life for 0.5 s while compiling \(allowed: 0.3 s\)"):
+        compile_with(pool, allowed=0.3)
+    assert compile_with(pool).code == b"code"
+    assert not hanging.is_alive
+
+
+def test_a_process_that_dies_while_it_is_idle_is_replaced():
+    pool, (dead, living) = pool_of([PROGRAM], [PROGRAM])
+    compile_with(pool)
+    dead.kill()
+    assert compile_with(pool).code == b"code"
+    assert living.is_alive
+
+
+def test_what_is_under_way_when_a_search_ends_is_ended_with_it(monkeypatch):
+    pool, (busy, _) = pool_of([lambda: compiler.close()], [PROGRAM])  # noqa: PLW0108 - made below
+    monkeypatch.setattr(processes, "compile_processes", lambda count: pool)
+    compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 600.0)
+    with pytest.raises(CandidateError, match="SIGKILL while compiling"):
+        compiler(Invocation(kernel=plain, args=(X,)).abstract(), Choice(config=BEST, platform="cpu"))
+    assert (busy.is_alive, compiler._busy) == (False, set())
+    assert compile_with(pool).code == b"code"
 
 
 # --- what compilers say ---
@@ -240,13 +256,6 @@ def test_remarks_of_compilers_are_logged_and_other_lines_are_printed(capfd, capl
     printed = "ptxas /tmp/tempfile-vm-1, line 3; error   : syntax\nE0000 an error\nof note\n"
     assert capfd.readouterr() == ("", printed)
     assert caplog.messages == [f"a compiler wrote: {line}" for line in REMARKS.splitlines() if line]
-
-
-def test_what_was_said_is_the_reason_of_an_end(capfd):
-    fatal = Fault("abort while tracing", says=f"{REMARKS}LLVM ERROR: no such register\nStack dump:\n")
-    with pytest.raises(CandidateError, match=r"killed by SIGABRT while compiling: LLVM ERROR: no such register$"):
-        compiled(fatal)
-    assert "Stack dump:" in capfd.readouterr().err
 
 
 def spills(count, repeats=1):
@@ -283,3 +292,18 @@ def test_what_spills_is_pruned_when_it_comes_from_a_bundle_too(tmp_path):
     call = dataclasses.replace(call, candidates=(call.candidates[0], edited))
     data = Autotuner().tune(inv, plain, policy=AutotunePolicy(), compiled=call)
     assert list(fates(data).values()) == ["measured", "pruned"]
+
+
+# --- the end; the shared process is closed ---
+
+
+def test_its_processes_leave_the_devices_alone_and_end_with_it():
+    assert compiled(BEST).code
+    (slot,) = compile_processes(1)._slots
+    assert slot.worker.call(platforms_and_caching) == ("cpu", False)
+    pid = slot.worker.pid
+    compile_processes(1).close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(TuningError, match="were closed"):
+        compiled(BEST)

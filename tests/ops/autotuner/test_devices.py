@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work spread over devices: on a processor every worker has the same, which is enough to see who does what."""
+"""Calls spread over devices: two tests start workers, each on the same CPU; the others use workers in memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.autotuner.fake_workers import FakeWorker
 from tests.ops.faulty_kernels import BEST, SHAPE, plain
 
 from ejkernel.ops.autotuner.process import devices
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.devices import spread
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError
+from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import (
-    WorkerDiedError,
-    WorkerSlot,
-    in_slot,
-    reports,
     shared_worker,
     this_slot,
 )
@@ -29,8 +27,6 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-
-pytestmark = pytest.mark.slow
 
 
 def ask(function, *args, **options):
@@ -43,26 +39,23 @@ def pid_and_gpu():
     return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def only_the_first():
-    """What a device is called of which there is one."""
-    return "rare" if os.environ["CUDA_VISIBLE_DEVICES"] == "0" else "common"
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Use workers in memory, and return them."""
+    started = []
 
+    def make(environ):
+        started.append(FakeWorker(environ=environ))
+        return started[-1]
 
-def until_asked():
-    """Work until the parent asks for the end."""
-    while not reports().cancellation.is_requested:
-        os.sched_yield()
-    return "ended"
-
-
-def for_ever():
-    threading.Event().wait()
+    monkeypatch.setattr(devices, "Worker", make)
+    return started
 
 
 @pytest.fixture
 def ctrl_c(monkeypatch):
     """Have Ctrl-C come as soon as work has begun, `times` times."""
-    begun, look = threading.Event(), devices._look_at
+    begun, look = threading.Event(), devices._wait_for
 
     def come(times):
         left = [KeyboardInterrupt] * times
@@ -73,15 +66,15 @@ def ctrl_c(monkeypatch):
                 raise left.pop()
             look(members)
 
-        monkeypatch.setattr(devices, "_look_at", look_at)
+        monkeypatch.setattr(devices, "_wait_for", look_at)
         return begun
 
     return come
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [("", {"0", "1"}), ("5,GPU-7", {"5", "GPU-7"})])
-def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch, visible, gpus):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+@pytest.mark.slow
+def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     together = threading.Barrier(2)  # so that no worker does it all
 
     def work(item):
@@ -93,48 +86,60 @@ def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch, visible, gpus)
     found = spread(work, range(4), devices=2, fingerprint=device_fingerprint())
     assert len(found) == 4
     assert len(set(found)) == 2
-    assert {gpu for _, gpu in found} == gpus
+    assert {gpu for _, gpu in found} == {"5", "GPU-7"}
 
 
-def test_what_fails_is_a_result_and_the_rest_is_done():
+def test_what_fails_is_a_result_and_the_rest_is_done(in_memory):
     done = spread(lambda item: 6 // item, [0, 1, 2], devices=1, fingerprint=device_fingerprint())
     assert isinstance(done[0], ZeroDivisionError)
     assert done[1:] == [6, 3]
 
 
-def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch):
+def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch, in_memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(devices, "device_fingerprint", only_the_first)
+    names = {"0": "rare", "1": "common"}
+    monkeypatch.setattr(devices, "device_fingerprint", os.getpid)
+    monkeypatch.setattr(FakeWorker, "call", lambda worker, *_: names[worker.environ["CUDA_VISIBLE_DEVICES"]])
     with pytest.warns(TuningWarning, match="1 of 2 devices are not usable: found common, not rare"):
-        found = spread(lambda item: ask(pid_and_gpu), range(3), devices=2, fingerprint="rare")
-    assert {gpu for _, gpu in found} == {"0"}
+        assert spread(ask, [os.getpid] * 3, devices=2, fingerprint="rare") == ["rare"] * 3
 
 
-def test_without_any_device_nothing_is_done():
+def test_without_any_device_nothing_is_done(in_memory):
     with pytest.raises(TuningError, match=r"no device gpu:abacus to measure on: found cpu:.*, not gpu:abacus"):
         spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
 
 
-def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c):
+def ask_until(worker_is_told, begun, started):
+    """Ask a worker that answers once it was told something."""
+    worker = started[-1]
+
+    def wait():
+        begun.set()
+        if worker_is_told not in worker.told:
+            worker.script.append(wait)
+
+    worker.script.append(wait)
+    return ask(os.getpid, cancellation=Cancellation(within=this_slot().cancellation))
+
+
+def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c, in_memory):
     taken, results, begun = [], [], ctrl_c(1)
 
     def work(item):
         taken.append(item)
-        begun.set()
-        results.append(ask(until_asked, cancellation=Cancellation(within=this_slot().cancellation)))
+        results.append(ask_until(Instruction.END, begun, in_memory))
 
     with pytest.raises(KeyboardInterrupt):
         spread(work, range(9), devices=1, fingerprint=device_fingerprint())
-    assert (taken, results) == ([0], ["ended"])
+    assert (taken, results) == ([0], [os.getpid()])
 
 
-def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
+def test_a_second_ctrl_c_ends_the_workers(ctrl_c, in_memory):
     errors, ended, begun = [], threading.Event(), ctrl_c(2)
 
     def work(item):
-        begun.set()
         try:
-            ask(for_ever, cancellation=Cancellation(within=this_slot().cancellation))
+            ask_until(None, begun, in_memory)
         except BaseException as error:
             errors.append(error)
             raise
@@ -147,13 +152,7 @@ def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
     assert isinstance(errors[0], (WorkerDiedError, KeyboardInterrupt))
 
 
-def test_a_slot_that_was_abandoned_gets_no_other_worker():
-    slot = WorkerSlot()
-    slot.abandon()
-    with in_slot(slot), pytest.raises(KeyboardInterrupt):
-        ask(os.getpid)
-
-
+@pytest.mark.slow
 def test_calls_are_tuned_side_by_side():
     chain = ConfigSelectorChain(ConfigCache(), policy=AutotunePolicy(isolate=True, devices=2))
     calls = [Invocation(kernel=plain, args=(jax.ShapeDtypeStruct((2 * SHAPE[0],) * 2, jnp.float32),)).abstract()]

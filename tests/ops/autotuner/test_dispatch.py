@@ -15,21 +15,30 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE, plain
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
-from ejkernel.ops.autotuner.fleet.lines import Instruction
-from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
+from ejkernel.ops.autotuner.fleet.place import Location, RefusedError
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
-from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
-from ejkernel.ops.autotuner.process.serve import pickled, unpickled
-from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
+from ejkernel.ops.autotuner.process.messages import (
+    Arrived,
+    Began,
+    Happened,
+    Raised,
+    Returned,
+    Warned,
+    pickled,
+    unpickled,
+)
+from ejkernel.ops.autotuner.process.watch import Instruction
+from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, in_slot
+from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, TuningError, TuningWarning
-from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.execution.offline import tune_invocations, tune_together
 from ejkernel.ops.utils.storage.serialize import digest_of
 
 CALL = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract()
@@ -37,8 +46,8 @@ OUTCOMES = tuple(
     Outcome(config=config, status="measured", measurement=Measurement(samples=(seconds,) * 8))
     for config, seconds in ((HEURISTIC, 2.0), (BEST, 1.0))
 )
-STANDING = Standing(BEST, compare((1.0,) * 8, (2.0,) * 8), alone=True)
-FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), standing=STANDING)
+CHALLENGE = Challenge(BEST, compare((1.0,) * 8, (2.0,) * 8), is_confirmation=True)
+FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), challenge=CHALLENGE)
 THERE = Location("elsewhere", 7)
 
 
@@ -57,7 +66,8 @@ class Told(concurrent.futures.Executor):
             came_out = self.workers.pop(0)(assignment)
             if came_out is None:  # nobody has begun
                 return future
-            future.set_result(pickled(came_out if isinstance(came_out, Answer) else Answer(came_out)))
+            messages = came_out if isinstance(came_out, tuple) else (came_out,)
+            future.set_result(tuple(map(pickled, messages)))
         except RuntimeError as error:
             future.set_exception(error)
         return future
@@ -65,7 +75,7 @@ class Told(concurrent.futures.Executor):
 
 def say(assignment, *messages):
     for message in (Arrived(THERE), *messages):
-        assignment.end.say(pickled(message))
+        assignment.line.say(pickled(message))
 
 
 def find(assignment):
@@ -82,13 +92,13 @@ def is_lost_with(*configs, what="running"):
 
 
 def refuse(assignment):
-    return Refused("it has gpu:abacus, but the call is for a gpu:slide_rule")
+    return Raised(RefusedError("it has gpu:abacus, but the call is for a gpu:slide_rule"))
 
 
 def tuned_by(*workers, calls=(CALL,), **options):
     executor = Told(*workers)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
-    return tune_invocations(chain, calls, **options), chain, executor
+    return tune_together(chain, [[SharedCall(inv=inv)] for inv in calls], **options), chain, executor
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +176,29 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
     ]
 
 
+class Garbling(Told):
+    """Its first answers are no messages."""
+
+    def __init__(self, *workers):
+        super().__init__(*workers)
+        self.garbage = [None, (b"garbage",), (), (pickled("no message"),)]
+
+    def submit(self, function, sent):
+        if not self.garbage:
+            return super().submit(function, sent)
+        future = concurrent.futures.Future()
+        future.set_result(self.garbage.pop())
+        return future
+
+
+def test_garbage_of_an_executor_is_a_lost_worker():
+    executor, events = Garbling(find), []
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    with on_event(events.append):
+        assert tune_invocations(chain, [CALL]).entries[0].cfg == BEST
+    assert sum(isinstance(event, WorkerRestarted) for event in events) == 4
+
+
 def test_a_task_that_loses_twenty_workers_is_given_up():
     with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
@@ -196,7 +229,7 @@ def test_what_could_not_be_said_before_comes_with_the_answer():
     events = []
     said = (Happened(SearchStarted(CALL.key, 2, HEURISTIC)), Warned(TuningWarning("it is odd")))
     with on_event(events.append), pytest.warns(TuningWarning, match="it is odd"):
-        tuned_by(lambda assignment: Answer(Returned(FOUND), said))
+        tuned_by(lambda assignment: (*said, Returned(FOUND)))
     assert SearchStarted(CALL.key, 2, HEURISTIC) in events
 
 
@@ -221,7 +254,7 @@ class Closing(Told):
 
 
 def test_a_task_that_the_executor_cancels_and_does_not_take_again_is_carried_out_here(monkeypatch):
-    monkeypatch.setattr(dispatch, "carry_out", lambda sent: pickled(Answer(Returned(FOUND))))
+    monkeypatch.setattr(dispatch, "carry_out", lambda sent: (pickled(Returned(FOUND)),))
     executor = Closing(lambda assignment: None)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
     text = "the executor accepts no more tasks, so this process tunes the rest: ValueError: the quota"
@@ -240,9 +273,8 @@ def test_an_executor_must_submit():
 
 
 def asked_to_end(*workers, at_once=False):
-    slot = WorkerSlot()
-    slot.cancellation.request()
-    slot.is_closed = at_once
+    slot = WorkerSlot(Worker)
+    slot.cancellation.request(at_once=at_once)
     with in_slot(slot):
         return tuned_by(*workers)
 
@@ -261,22 +293,32 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
             say(assignment)
 
             def work():
-                while assignment.end.instruction() == Instruction.GO_ON:
+                while assignment.line.instruction() == Instruction.GO_ON:
                     pass
-                wishes.append(assignment.end.instruction())
-                return pickled(Answer(Returned(dataclasses.replace(FOUND, interrupted=True))))
+                wishes.append(assignment.line.instruction())
+                return (pickled(Returned(dataclasses.replace(FOUND, interrupted=True))),)
 
             self.pool = concurrent.futures.ThreadPoolExecutor(1)
             future = self.pool.submit(work)
             self.pool.shutdown(wait=False)
             return future
 
-    slot = WorkerSlot()
+    slot = WorkerSlot(Worker)
     slot.cancellation.request()
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=Asked()))
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])
     assert wishes == [Instruction.END]
+    assert chain.cache.get(CALL.key) == BEST
+
+
+def test_an_answer_that_has_arrived_is_not_abandoned():
+    slot = WorkerSlot(Worker)
+    slot.cancellation.request()
+    executor = Told(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    with in_slot(slot), pytest.raises(KeyboardInterrupt):
+        tune_invocations(chain, [CALL])
     assert chain.cache.get(CALL.key) == BEST
 
 

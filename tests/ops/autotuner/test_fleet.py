@@ -7,25 +7,33 @@ import concurrent.futures
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tests.ops import faulty_kernels
+from tests.ops.autotuner.fake_workers import FakeWorker
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops import RayExecutor
-from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
-from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Instruction
-from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
-from ejkernel.ops.autotuner.process.messages import Happened
+from ejkernel.ops.autotuner.fleet import dispatch, lines, place, ray_executor
+from ejkernel.ops.autotuner.fleet.lines import FolderLine
+from ejkernel.ops.autotuner.fleet.place import (
+    Assignment,
+    Location,
+    RefusedError,
+    devices_of,
+    leased,
+    tune_at_place,
+    versions,
+)
+from ejkernel.ops.autotuner.process import worker as workers
+from ejkernel.ops.autotuner.process.messages import Happened, unpickled
+from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import SearchStarted, on_event
 from ejkernel.ops.config.persistent import PersistentCache
@@ -35,6 +43,7 @@ from ejkernel.ops.core.context import Scope
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
 def call_of(kernel, size=SHAPE[0], **more):
@@ -46,54 +55,41 @@ def call_of(kernel, size=SHAPE[0], **more):
 
 @pytest.fixture
 def line():
-    made = FolderLine()
+    made = FolderLine.new()
     yield made
     made.close()
 
 
-HAS_LINE = """
-from ejkernel.ops.autotuner.fleet.lines import FolderLine
-print(FolderLine().end.folder, flush=True)
-input()
-"""
-
-
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(tmp_path):
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-
-    def begun():
-        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-        process = subprocess.Popen([sys.executable, "-c", HAS_LINE], **ends)
-        return process, Path(process.stdout.readline().strip()).parent
-
-    (killed, lost), (living, kept) = begun(), begun()
-    with killed, living:
-        killed.kill()
-        killed.wait()
-        (tmp_path / "ejkernel-lines-pipe").mkdir()
-        os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
-        for folder in tmp_path.iterdir():
-            os.utime(folder, (0, 0))
-        following, made = begun()
-        with following:
-            assert [folder.exists() for folder in (lost, kept, made)] == [False, True, True]
-            following.communicate("\n")
-        living.communicate("\n")
-    assert not kept.exists()
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "ejkernel-lines-lost").mkdir()
+    (tmp_path / "ejkernel-lines-lost" / "secret").touch()
+    (tmp_path / "ejkernel-lines-pipe").mkdir()
+    os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
+    living, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (0, 0))
+    following, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    assert not (tmp_path / "ejkernel-lines-lost").exists()
+    assert living.exists()
+    lines._remove(living, os.getppid())  # a fork of the process exits
+    assert living.exists()
+    lines._remove(living, os.getpid())
+    assert [living.exists(), following.exists()] == [False, True]
 
 
 def test_what_is_said_is_heard_once_and_in_order(line):
-    line.end.say(b"one")
-    line.end.say(b"")
+    line.say(b"one")
+    line.say(b"")
     assert list(line.heard()) == [b"one", b""]
-    line.end.say(b"two")
+    line.say(b"two")
     assert list(line.heard()) == [b"two"]
     assert list(line.heard()) == []
 
 
 def test_half_a_message_is_heard_when_it_is_whole(line):
-    line.end.say(b"whole")
-    said = line.end.folder / "said"
+    line.say(b"whole")
+    said = line.folder / "said"
     data = said.read_bytes()
     said.write_bytes(data[:-2])
     assert list(line.heard()) == []
@@ -102,23 +98,23 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
 
 
 def test_a_wish_holds_until_a_stronger_one_comes(line):
-    assert line.end.instruction() == Instruction.GO_ON
+    assert line.instruction() == Instruction.GO_ON
     line.tell(Instruction.END)
-    assert line.end.instruction() == Instruction.END
+    assert line.instruction() == Instruction.END
     line.tell(Instruction.END_AT_ONCE)
-    assert line.end.instruction() == Instruction.END_AT_ONCE
+    assert line.instruction() == Instruction.END_AT_ONCE
 
 
 def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
     line.close()
-    line.end.say(b"anybody?")
-    assert line.end.instruction() == Instruction.END_AT_ONCE
+    line.say(b"anybody?")
+    assert line.instruction() == Instruction.END_AT_ONCE
 
 
 def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
-    assert line.end.connect()
-    assert not FolderEnd(line.end.folder, "another").connect()
-    assert not FolderEnd(line.end.folder / "in" / "none", line.end.secret).connect()
+    assert line.connect()
+    assert not FolderLine(line.folder, "another").connect()
+    assert not FolderLine(line.folder / "in" / "none", line.secret).connect()
 
 
 # --- devices in turns ---
@@ -162,31 +158,55 @@ def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path)
 def assignment_of(call, line, **changes):
     task = TuningTask(inv=call, policy=AutotunePolicy(isolate=True))
     given = {"versions": versions(), "caller": Location.here(), **changes}
-    return Assignment(task=task, scope=Scope(), end=line.end, **given)
+    return Assignment(task=task, scope=Scope(), line=line, **given)
 
 
 def test_a_worker_with_another_jax_refuses(line):
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
-    assert isinstance(answer.outcome, Refused)
-    assert answer.outcome.reason.endswith(", the caller JAX 0.1 and jaxlib 0.2")
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
+    assert isinstance(answer.error, RefusedError)
+    assert str(answer.error).endswith(", the caller JAX 0.1 and jaxlib 0.2")
 
 
 def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
-    assert answer.outcome.reason.endswith("sees no GPU, but the call is for gpu:abacus")
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
+    assert str(answer.error).endswith("sees no GPU, but the call is for gpu:abacus")
 
 
-@pytest.mark.slow
-def test_a_worker_with_another_device_refuses(line):
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
-    assert answer.outcome.reason.endswith("but the call is for cpu:abacus_x7")
+def test_a_worker_with_another_device_refuses(line, monkeypatch):
+    monkeypatch.setattr(workers, "_session", workers._Session())
+    monkeypatch.setattr(place, "Worker", lambda environ: FakeWorker(environ=environ))
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
+    assert str(answer.error).endswith("but the call is for cpu:abacus_x7")
 
 
 def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
     line.close()
-    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
-    assert "KeyboardInterrupt" in str(answer.outcome.error)
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
+    assert "KeyboardInterrupt" in str(answer.error)
+
+
+@pytest.mark.parametrize("instruction", [Instruction.END, Instruction.END_AT_ONCE])
+def test_a_caller_s_instruction_reaches_the_search_and_no_later_one(line, monkeypatch, instruction):
+    def tune(task, watch):
+        line.tell(instruction)
+        watch("running", [BEST])
+        found.append(workers.this_slot().cancellation.instruction)
+
+    found = []
+    monkeypatch.setattr(workers, "_session", workers._Session())
+    monkeypatch.setattr(place, "Worker", lambda environ: FakeWorker(environ=environ))
+    monkeypatch.setattr(place, "tune_isolated", tune)
+    call = call_of(faulty_kernels.plain, device=device_fingerprint())
+    tune_at_place(assignment_of(call, line))
+    assert found == [instruction]
+    *_, began = map(unpickled, line.heard())
+    assert (began.what, began.configs) == ("running", [BEST])
+    line = FolderLine.new()
+    monkeypatch.setattr(place, "tune_isolated", lambda task, watch: found.append(task))
+    tune_at_place(assignment_of(call, line))
+    line.close()
+    assert len(found) == 2
 
 
 # --- whole searches ---
@@ -296,15 +316,16 @@ def cluster():
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
-    take_note, killed, reasons = dispatch._Attempt.take_note, [], []
+    receive, killed, reasons = dispatch.ExecutorWorker.receive, [], []
 
-    def kill_the_first(attempt, message):
-        take_note(attempt, message)
-        if isinstance(message, Happened) and not killed:
-            killed.append(attempt.where)
-            os.kill(attempt.where.pid, signal.SIGKILL)
+    def kill_the_first(worker):
+        message = receive(worker)
+        if message is not None and isinstance(unpickled(message), Happened) and not killed:
+            killed.append(worker.where)
+            os.kill(worker.where.pid, signal.SIGKILL)
+        return message
 
-    monkeypatch.setattr(dispatch._Attempt, "take_note", kill_the_first)
+    monkeypatch.setattr(dispatch.ExecutorWorker, "receive", kill_the_first)
     with RayExecutor("auto", num_cpus=2) as executor, on_event(lambda e: reasons.append(getattr(e, "reason", ""))):
         result = tuned_by(executor, CALLS)
     assert [entry.cfg for entry in result.entries] == [BEST] * 2

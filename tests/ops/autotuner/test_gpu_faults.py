@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from tests.ops.faulty_gpu_kernels import FAST, SIZE, treacherous
 
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import re
@@ -15,17 +14,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from tests.ops import faulty_kernels
 from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.bench.limits import Limits
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.process.serve import reports
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, worker_session
+from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError
+from ejkernel.ops.autotuner.process.worker import Worker, shared_worker, worker_session
 from ejkernel.ops.autotuner.trials.events import SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -56,7 +54,7 @@ def fates(data):
 def test_a_candidate_that_ends_its_process_costs_itself_alone():
     events = []
     with on_event(events.append):
-        data = tune(faulty_kernels.crashing)
+        data = tune(faulty_kernels.crashing, width=4)  # compiled side by side, and after a crash one by one
     assert data.config == BEST
     found = fates(data)
     assert found["abort"] == ("crashed", "the worker was killed by SIGABRT while running")
@@ -65,42 +63,6 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone():
     assert sum(isinstance(event, SearchStarted) for event in events) == 1
     assert sum(isinstance(event, WorkerRestarted) for event in events) >= 3
     assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
-
-
-def test_the_culprit_is_found_among_candidates_that_are_compiled_side_by_side():
-    data = tune(faulty_kernels.crashing, width=4)
-    assert data.config == BEST
-    assert {kind: status for kind, (status, _) in fates(data).items()} == {
-        "abort": "crashed",
-        "exit": "crashed",
-        "abort while tracing": "crashed",
-        "": "measured",
-    }
-
-
-def test_a_candidate_that_never_returns_is_ended_at_its_deadline():
-    data = tune(faulty_kernels.hanging, run=AdaptiveTimeout(first=120.0, least=2.0, factor=5.0))
-    assert data.config == BEST
-    status, reason = fates(data)["never"]
-    assert status == "crashed"
-    assert "no sign of life for 2." in reason
-
-
-def test_whoever_keeps_the_interpreter_s_lock_is_found_among_all_and_the_heuristic_is_not_blamed():
-    data = tune(faulty_kernels.locking, width=4, budget_s=16.0)
-    found = fates(data)
-    assert data.heuristic.status == "measured"
-    assert {found[kind][0] for kind in ("lock", "lock while tracing")} <= {"skipped", "crashed"}
-    assert any("the budget left it too little time" in found[kind][1] for kind in ("lock", "lock while tracing"))
-    assert "crashed" not in found.get("", ())
-
-
-def test_a_budget_holds_when_a_candidate_never_returns():
-    data = tune(faulty_kernels.hanging, budget_s=10.0)  # its deadline alone is two minutes
-    assert data.heuristic.status == "measured"
-    assert fates(data)["never"][0] == "skipped"
-    assert data.progress.in_words == "partial (2 of 3)"
-    assert data.seconds < 60  # by far enough for any machine, and half of the deadline
 
 
 def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
@@ -118,22 +80,11 @@ def test_what_candidates_close_is_there_for_the_others():
     assert data.heuristic.status == "measured"
 
 
-def test_a_worker_that_ends_without_any_candidate_is_an_error():
-    with pytest.raises(TuningError, match="lost twice while no candidate ran: the worker was killed by SIGABRT"):
-        tune(faulty_kernels.broken_reference)
-
-
-def test_no_worker_is_left_behind():
-    tune(faulty_kernels.failing)
-    assert multiprocessing.active_children() == []
-
-
 # --- what a process survives ---
 
 
-@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
-def test_a_candidate_that_fails_or_is_wrong_is_an_outcome(isolate):
-    data = tune(faulty_kernels.failing, isolate=isolate)
+def test_a_candidate_that_fails_or_is_wrong_is_an_outcome():
+    data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert data.checked == ("outputs", "gradients")
     found = fates(data)
@@ -209,27 +160,6 @@ def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
 # --- the worker itself ---
 
 
-def test_one_worker_serves_a_session():
-    pids = []
-    with worker_session():
-        for _ in range(2):
-            tune(faulty_kernels.failing)
-            pids.append([child.pid for child in multiprocessing.active_children()])
-    assert len(pids[0]) == 1
-    assert pids[0] == pids[1]
-
-
-def test_a_worker_answers_and_raises_what_its_work_raises():
-    worker = Worker()
-    try:
-        assert worker.call(os.getpid) == worker.pid != os.getpid()
-        with pytest.raises(ZeroDivisionError):
-            worker.call(divmod, 1, 0)
-        assert worker.call(np.add, 1, 2) == 3
-    finally:
-        worker.close()
-
-
 def raise_an_interrupt():
     raise KeyboardInterrupt
 
@@ -239,28 +169,32 @@ def stop_in_the_middle_of_a_message():
     faulty_kernels.keep_the_lock()
 
 
-class Hasty:
-    """A deadline of no length."""
+class UntilStuck(Deadline):
+    """Ends a worker whose interpreter lock is blocked."""
 
     def silence(self, doing, *, is_stuck):
-        return 120.0 if doing.what == "starting" else 0.5
-
-    def left(self):
-        return math.inf
+        return 0.5 if is_stuck else 120.0
 
 
-def test_an_interrupt_that_its_work_raises_is_no_ctrl_c():
-    worker = Worker()
-    try:
-        with pytest.raises(TuningError, match="KeyboardInterrupt: no message"):
-            worker.call(raise_an_interrupt)
-        assert worker.call(os.getpid) == worker.pid
-        with pytest.raises(FileNotFoundError):  # and no error of its pipe either
-            worker.call(os.stat, "/no such file")
-        with pytest.raises(WorkerDiedError, match="no sign of life"):
-            worker.call(stop_in_the_middle_of_a_message, deadline=Hasty())
-    finally:
-        worker.close()
+def test_a_worker_answers_and_raises_and_is_ended_when_it_blocks_the_lock():
+    with worker_session():
+        with shared_worker() as worker:
+            assert worker.call(os.getpid) == worker.pid != os.getpid()
+            with pytest.raises(TuningError, match="KeyboardInterrupt: no message"):  # not the user's Ctrl-C
+                worker.call(raise_an_interrupt)
+            with pytest.raises(FileNotFoundError):  # not an error of the pipe
+                worker.call(os.stat, "/no such file")
+            assert worker.call(os.getpid) == worker.pid
+        with pytest.raises(WorkerDiedError, match="no sign of life"), shared_worker() as worker:
+            worker.call(stop_in_the_middle_of_a_message, deadline=UntilStuck())
+    assert not is_running(worker.pid)
+
+
+def test_no_worker_is_left_behind():
+    with worker_session(), shared_worker() as worker:
+        children = worker.call(start_a_child), worker.pid
+    assert multiprocessing.active_children() == []
+    assert wait_for_the_end_of(*children)
 
 
 PARENT = """
@@ -288,18 +222,7 @@ def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(
     command = [sys.executable, str(tmp_path / "parent.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    deadline = time.monotonic() + 20
-    while is_running(int(done.stdout)) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not is_running(int(done.stdout))
-
-
-def test_a_worker_that_is_killed_says_so():
-    worker = Worker()
-    assert worker.call(os.getpid) == worker.pid
-    worker.kill()
-    with pytest.raises(WorkerDiedError, match="the worker was killed by SIGKILL"):
-        worker.call(os.getpid)
+    assert wait_for_the_end_of(int(done.stdout))
 
 
 def start_a_worker_with_a_child():
@@ -322,24 +245,16 @@ def is_running(pid):
         return False
 
 
+def wait_for_the_end_of(*pids):
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        os.sched_yield()
+    return not any(map(is_running, pids))
+
+
 def test_a_worker_takes_its_own_workers_with_it_and_what_they_started():
     worker = Worker()
     pids = worker.call(start_a_worker_with_a_child)
     assert all(map(is_running, pids))
     worker.kill()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not any(map(is_running, pids))
-
-
-def test_what_cannot_be_sent_is_a_clear_error():
-    class Local(Kernel[int, jax.Array]):
-        def run(self, x, *, cfg):
-            return x
-
-        def config_space(self, inv):
-            return [1, 2]
-
-    with pytest.raises(TuningError, match=r"cannot be sent to a worker process.*top level of a module.*isolate=False"):
-        tune(Local("local"))
+    assert wait_for_the_end_of(*pids)

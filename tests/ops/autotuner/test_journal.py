@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.tasks.journal import Journal
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted

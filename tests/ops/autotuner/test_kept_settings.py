@@ -15,7 +15,7 @@ from tests.ops.sample_kernels import told_apart
 from ejkernel import compat
 from ejkernel.ops import Invocation, Kernel, TuningWarning
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.bench.settings import KeptSettings
+from ejkernel.ops.autotuner.bench.oracle import KeptSettings
 from ejkernel.ops.autotuner.tuner import Autotuner
 
 X = np.ones(5, np.float32)

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.measure.measurement import (
     on_measuring_thread,
     sets_for_cold,
 )
-from ejkernel.ops.autotuner.measure.race import Race, RacePlan
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.measure.timers import Timer, TimerError, wall_sample
 from ejkernel.ops.config.cache import overlay_cache
 from ejkernel.ops.core.context import current_scope, is_measuring
@@ -140,25 +140,25 @@ def test_the_first_sample_does_not_count(clock):
 
 
 def test_a_race_says_who_is_sampled(clock):
-    race = Race(3, plan=RacePlan(rounds=5, hopeless=((2, 1.5),)))
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], race=race)
+    sampling = Sampling(3, plan=SamplingPlan(rounds=5, hopeless=((2, 1.5),)))
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], sampling=sampling)
     assert [len(measurement.samples) for measurement in got] == [5, 2, 5]
-    assert race.ranking() == [2, 0, 1]
+    assert sampling.ranking() == [2, 0, 1]
 
 
 def test_nothing_to_measure_gives_no_measurement():
     assert interleaved([], rounds=3) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"rounds": 3, "race": Race(1)}])
+@pytest.mark.parametrize("options", [{}, {"rounds": 3, "sampling": Sampling(1)}])
 def test_rounds_or_a_race_must_be_given(options):
-    with pytest.raises(ConfigError, match="give exactly one of rounds and race"):
+    with pytest.raises(ConfigError, match="give exactly one of rounds and sampling"):
         interleaved([lambda: None], **options)
 
 
 def test_a_race_must_be_of_as_many_candidates():
-    with pytest.raises(ConfigError, match="race must be of 1 candidates, as many as functions; got 2"):
-        interleaved([lambda: None], race=Race(2))
+    with pytest.raises(ConfigError, match="sampling must be of 1 functions, got one of 2"):
+        interleaved([lambda: None], sampling=Sampling(2))
 
 
 # --- functions that fail, and timers that do ---

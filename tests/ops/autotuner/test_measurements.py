@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of measurements: what is written, what is read back, in which order, and what a replay answers."""
+"""The store of measurements: what is written, what is read back and in which order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.ops.sealing import lines_with_digest
 
 from ejkernel.ops import (
     CacheWarning,
-    ConfigError,
     ConfigSelectorChain,
     ConfigSpace,
     Invocation,
@@ -28,12 +27,11 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
-from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
+from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.store import measurements as store_module
 from ejkernel.ops.autotuner.store.log import SCHEMA, dump, lines_of, load
-from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, replay
-from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
+from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, dimensions_of, distance
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file
 
@@ -138,7 +136,7 @@ def test_a_search_comes_back_as_it_was(store):
     inv = call(causal=True)
     store.save(AutotuneData(inv=inv, config=outcomes[1].config, outcomes=outcomes, seconds=2.0))
     (found,) = store.searches()
-    assert (found.key, found.call, found.seconds, found.winner) == (inv.key, inv.description, 2.0, 1)
+    assert (found.key, found.call, found.seconds, found.winner_index) == (inv.key, inv.description, 2.0, 1)
     assert found.config_type.endswith("test_measurements.Tile")
     assert [o.config for o in found.outcomes] == [{"rows": n, "order": "row"} for n in (1, 2, 3, 4)]
     assert [(o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in found.outcomes] == [
@@ -197,9 +195,9 @@ def told_of(**more):
         measured(Tile(2), [1.0]),
         *(Outcome(config=Tile(rows), status=Status.SAME, reason="the same program", twin=Tile(2)) for rows in (3, 4)),
     )
-    standing = Standing(Tile(2), verdict, alone=True)
+    standing = Challenge(Tile(2), verdict, is_confirmation=True)
     return AutotuneData(
-        inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.5, standing=standing, why="a tie", **more
+        inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.5, challenge=standing, why="a tie", **more
     )
 
 
@@ -209,12 +207,13 @@ def told_of(**more):
 def test_a_log_tells_why_a_search_came_out_so(flags):
     data = told_of(**flags)
     stored = loaded(dump(data, {}))
-    assert stored.standing.data() == data.standing.data()
+    assert stored.challenge.data() == data.challenge.data()
     assert (stored.why, stored.undecided, stored.interrupted) == (data.why, data.undecided, data.interrupted)
     assert stored.rule_fault == data.rule_fault
     assert data.rule_fault in stored.summary()
     lines = stored.summary().splitlines()
-    assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
+    word = "undecided" if data.undecided else "heuristic kept"
+    assert lines[2].endswith(f"candidates in 1.5 s; {word}: a tie")
     assert lines[3].startswith("order=row rows=2 in the confirmation run: 1.0 us, the heuristic 2.0 us; faster in 9")
     assert [line.partition(":")[0] for line in lines[4:-3]] == list(flags)
 
@@ -239,7 +238,7 @@ def test_a_log_of_before_has_neither_a_standing_nor_twins():
     first, *lines = dump(told_of(), {}).splitlines()
     header = {name: value for name, value in json.loads(first).items() if name not in NEWER}
     older = loaded(lines_with_digest("\n".join([json.dumps(header), *lines, ""])))
-    assert (older.standing, older.why, older.undecided, older.interrupted, older.rule_fault) == (
+    assert (older.challenge, older.why, older.undecided, older.interrupted, older.rule_fault) == (
         None,
         "",
         False,
@@ -580,34 +579,6 @@ def test_a_stored_record_is_what_a_search_tries_first(store):
     store.save(searched(call(rows=32), {Tile(rows): abs(rows - 37) + 1.0 for rows in range(1, 60)}))
     space = ConfigSpace({"rows": range(1, 60), "order": ["row", "column"]}, build=Tile)
     assert default_strategy(space, seeds=[Tile(1)], records=store.records(call())).ask(1) == [Tile(37)]
-
-
-# --- replay ---
-
-
-def test_a_replay_asks_the_log_alone(store):
-    times = {Tile(rows, order): abs(rows - 30) + 1.0 for rows in range(1, 60) for order in ("row", "column")}
-    times[Tile(30)] = None
-    store.save(searched(call(), times))
-    (search,) = store.searches()
-    found = replay(search, lambda space: ModelSearch(space, seed=3), 40)
-    assert len(found.times) == 40
-    assert found.best(1) == [{"rows": 30, "order": "column"}]
-    assert len(replay(search, Random).times) == len(times)
-
-
-def test_a_replay_of_bare_numbers_answers_with_them(store):
-    store.save(searched(call(kernel=LISTED), {1: 2.0, 4: 1.0}))
-    (search,) = store.searches()
-    assert sorted(replay(search, Random).times) == [(1, pytest.approx(2e-6)), (4, pytest.approx(1e-6))]
-
-
-def test_a_replay_of_nothing_is_an_error(store):
-    outcome = Outcome(config=Tile(1), status=Status.SKIPPED)
-    store.save(AutotuneData(inv=call(), config=outcome.config, outcomes=(outcome,), seconds=0.0))
-    (search,) = store.searches()
-    with pytest.raises(ConfigError, match="must have outcomes"):
-        replay(search, Random)
 
 
 # --- in the chain ---

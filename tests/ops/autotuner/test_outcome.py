@@ -7,11 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+from ejkernel.cli import report as cli_report
+from ejkernel.cli import show
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.execution import explain
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), np.float32),), device="gpu:h200")
 
@@ -23,6 +27,10 @@ def measured(rows, *microseconds):
 
 def search(*outcomes, winner):
     return AutotuneData(inv=CALL, config=outcomes[winner].config, outcomes=outcomes, seconds=2.0)
+
+
+def result_of(tuned):
+    return AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, tuned.config),), (tuned,))
 
 
 FAILURE = Outcome(config={"rows": 3}, status=Status.FAILED, reason="out of\n  shared memory")
@@ -44,7 +52,7 @@ def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (search(measured(1, 10), measured(2, 20), winner=0), "the heuristic stays"),
+        (search(measured(1, 10), measured(2, 20), winner=0), "heuristic kept"),
         (search(FAILURE, measured(2, 20), winner=1), "the heuristic could not be measured"),
     ],
 )
@@ -62,7 +70,7 @@ def test_a_result_prints_a_table_of_what_tuning_brought():
     entries = (Entry("double@v1", CALL.call_key, {"rows": 2}), Entry("other@v0", "0" * 16, {"rows": 5}))
     lines = str(AutotuningResult("gpu:h200", entries, (tuned,))).splitlines()
     assert lines[0] == "2 configurations for gpu:h200"
-    assert lines[1].split() == ["operation", "call", "configuration", "arguments", "before", "after", "speed-up"]
+    assert lines[1].split() == ["operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up"]
     assert lines[2].split() == [
         "double@v1",
         CALL.call_key,
@@ -78,6 +86,26 @@ def test_a_result_that_kept_the_heuristic_says_so():
     text = str(AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, {"rows": 1}),), (tuned,)))
     assert text.splitlines()[0] == "1 configuration for gpu:h200"
     assert text.endswith("kept")
+
+
+def test_the_times_of_a_table_have_one_unit():
+    tuned = search(measured(1, 20_000), measured(2, 10), winner=1)
+    assert [line.split()[3:5] for line in tuned.summary().splitlines()[4:]] == [["10.0", "us"], ["20000.0", "us"]]
+    cells = (*cli_report.searches(AutotuningResult("gpu:h200", (), (tuned,))).split(), *str(result_of(tuned)).split())
+    assert (cells.count("us"), cells.count("ms")) == (4, 0)
+
+
+def test_an_undecided_search_has_one_name_everywhere():
+    tuned = dataclasses.replace(search(measured(1, 20), measured(2, 19), winner=0), undecided=True, why="a tie")
+    entry = StoredEntry(
+        key=CALL.key, config={}, config_type="json", call={}, measured=tuned.summary_data(), provenance={}
+    )
+    assert (tuned.in_a_word, tuned.progress.in_words) == ("undecided", "undecided")
+    assert tuned.summary().splitlines()[2].endswith("; undecided: a tie")
+    assert show._cells(entry)[5:7] == ("undecided", "undecided")
+    assert explain._measured(entry).startswith("undecided, ")
+    texts = (cli_report.searches(result_of(tuned)), show._in_full(entry), tuned.summary(), explain._measured(entry))
+    assert not any(word in text for word in ("1.00x", "complete", "kept:") for text in texts)
 
 
 def test_an_empty_result_is_one_line():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.ops.autotuner.measure.paired import PairedRace, compare, judge
-from ejkernel.ops.autotuner.measure.race import Sample, Work
+from ejkernel.ops.autotuner.measure.paired import PairedSampling, compare, judge
+from ejkernel.ops.autotuner.measure.sampling import Sample, Work
 
 SECONDS = st.floats(1e-6, 10.0)
 NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a call takes longer for others' sake
@@ -133,17 +133,17 @@ def test_work_that_is_nearly_the_same_is_no_win():
     assert judge(calls(1.0, NOISE), calls(1.0, NOISE[::-1])).settled
 
 
-# --- paired races ---
+# --- paired samplings ---
 
 
-def held(race, incumbent, challenger):
-    """Run a paired race with one sample function per side; return the order of each round."""
+def held(sampling, incumbent, challenger):
+    """Run a paired sampling with one sample function per side; return the order of each round."""
     orders = []
-    while indices := race.next_round():
+    while indices := sampling.next_round():
         orders.append(indices)
         for index in indices:
             sample = (incumbent, challenger)[index]()
-            race.note(index, sample.seconds, sample.work)
+            sampling.note(index, sample.seconds, sample.work)
     return orders
 
 
@@ -154,40 +154,40 @@ def now_one_and_now_the_other():
 
 
 def test_a_paired_race_with_clear_evidence_ends_after_its_first_rounds():
-    race = PairedRace(8)
-    orders = held(race, lambda: Sample(2.0), lambda: Sample(1.0))
+    sampling = PairedSampling(8)
+    orders = held(sampling, lambda: Sample(2.0), lambda: Sample(1.0))
     assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # of which the first does not count
-    assert (race.verdict.wins, race.verdict.pairs) == (True, 8)
+    assert (sampling.comparison.wins, sampling.comparison.pairs) == (True, 8)
 
 
 def test_a_paired_race_continues_while_the_evidence_is_thin():
     rng = random.Random(0)
-    race = PairedRace(8)
-    held(race, lambda: Sample(1.4 * rng.uniform(1, 3)), lambda: Sample(rng.uniform(1, 3)))
-    assert (race.verdict.wins, race.verdict.settled) == (True, True)
-    assert 8 < race.verdict.pairs < 64
+    sampling = PairedSampling(8)
+    held(sampling, lambda: Sample(1.4 * rng.uniform(1, 3)), lambda: Sample(rng.uniform(1, 3)))
+    assert (sampling.comparison.wins, sampling.comparison.settled) == (True, True)
+    assert 8 < sampling.comparison.pairs < 64
 
 
 def test_a_paired_race_without_clear_evidence_ends_undecided():
-    race = PairedRace(8)
-    held(race, *now_one_and_now_the_other())
-    assert (race.verdict.wins, race.verdict.settled, race.verdict.pairs) == (False, False, 64)
+    sampling = PairedSampling(8)
+    held(sampling, *now_one_and_now_the_other())
+    assert (sampling.comparison.wins, sampling.comparison.settled, sampling.comparison.pairs) == (False, False, 64)
 
 
 def test_a_paired_race_ends_undecided_when_its_time_is_over():
     left = iter([True] * 5 + [False] * 100)
-    race = PairedRace(8, may_go_on=lambda: next(left))
-    held(race, *now_one_and_now_the_other())
-    assert not race.verdict.settled
-    assert 8 < race.verdict.pairs < 16
+    sampling = PairedSampling(8, may_go_on=lambda: next(left))
+    held(sampling, *now_one_and_now_the_other())
+    assert not sampling.comparison.settled
+    assert 8 < sampling.comparison.pairs < 16
 
 
 def test_a_paired_race_ends_when_one_side_fails():
-    race = PairedRace(8)
-    race.next_round()
-    race.fail(1)
-    race.note(0, 1.0)
-    assert (race.next_round(), race.ranking()) == ([], [])
+    sampling = PairedSampling(8)
+    sampling.next_round()
+    sampling.fail(1)
+    sampling.note(0, 1.0)
+    assert (sampling.next_round(), sampling.ranking()) == ([], [])
 
 
 def on_a_busy_machine(rng, work):
@@ -202,7 +202,7 @@ def on_a_busy_machine(rng, work):
 def test_among_two_on_a_busy_machine_one_in_a_hundred_is_wrong_at_most(heuristic, other, wins):
     wrong = 0
     for seed in range(100):
-        rng, race = random.Random(seed), PairedRace(10)
-        held(race, lambda rng=rng: on_a_busy_machine(rng, heuristic), lambda rng=rng: on_a_busy_machine(rng, other))
-        wrong += race.verdict.wins != wins
+        rng, sampling = random.Random(seed), PairedSampling(10)
+        held(sampling, lambda rng=rng: on_a_busy_machine(rng, heuristic), lambda rng=rng: on_a_busy_machine(rng, other))
+        wrong += sampling.comparison.wins != wins
     assert wrong <= 1

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from ejkernel.ops.autotuner.process import serve
-from ejkernel.ops.autotuner.process.messages import Began
-from ejkernel.ops.autotuner.process.pipes import Exchange, read_message, write_message
+from ejkernel.ops.autotuner.process.messages import Began, Exchange, read_message, write_message
 
 LARGE = os.urandom(1 << 22)  # more than a pipe holds
 
@@ -55,6 +54,12 @@ def test_a_message_that_stops_halfway_keeps_nobody_waiting(ends):
     other.close()
     with pytest.raises(EOFError):
         taken(exchange, exchange._pipe)
+
+
+def test_what_a_candidate_wrote_into_the_pipe_is_taken_as_it_is(ends):
+    exchange, other = ends
+    os.write(other.fileno(), b"a line of text")
+    assert taken(exchange, other) == b"a line of text"
 
 
 def test_what_was_said_before_the_end_is_not_lost(ends):

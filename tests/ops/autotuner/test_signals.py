@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ejkernel.ops.autotuner.process.signals import interrupts_held_back
+from ejkernel.ops.autotuner.process.supervisor import interrupts_held_back
 
 
 @pytest.fixture(autouse=True)

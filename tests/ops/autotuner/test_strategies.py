@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.ops.autotuner.search.feasibility import Failing, kept_outcomes
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper, Pool, Process, Scale, expected_improvement, matern
-from ejkernel.ops.autotuner.search.model import Candidates, Model, Prior
+from ejkernel.ops.autotuner.search.model import Failing, Model, Prior, RankedPoints, kept_outcomes
 from ejkernel.ops.autotuner.search.strategies import (
     Exhaustive,
     ModelSearch,
@@ -195,7 +194,7 @@ def test_a_record_that_knows_only_another_optimum_does_not_hold_the_search_there
 
 
 def test_a_model_believes_records_less_the_longer_nothing_better_is_found():
-    candidates = Candidates(TILES, TILES.points(), priors_of_a_bowl(), SearchOptions())
+    candidates = RankedPoints(TILES, TILES.points(), priors_of_a_bowl(), SearchOptions())
     columns = candidates.pool.columns.shape[1]
     hypers = [Hyper.start(columns, records=records, additive=0.2) for records in (True, False)]
     model = Model(candidates, hypers, {})

@@ -10,8 +10,7 @@ import jax
 import pytest
 
 from ejkernel.ops.autotuner.process import threads
-from ejkernel.ops.autotuner.process.signals import raise_in
-from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, on_measuring_thread
+from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, on_measuring_thread, raise_in
 from ejkernel.ops.core.context import is_measuring
 
 

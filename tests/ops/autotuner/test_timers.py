@@ -14,7 +14,7 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure import timers
-from ejkernel.ops.autotuner.measure.race import Work
+from ejkernel.ops.autotuner.measure.sampling import Work
 from ejkernel.ops.autotuner.measure.timers import (
     TimerError,
     calls_per_sample,

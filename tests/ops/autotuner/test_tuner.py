@@ -14,7 +14,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.measure.race import Sample, Work
+from ejkernel.ops.autotuner.measure.sampling import Sample, Work
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -453,8 +453,8 @@ def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
     with on_event(lambda event: finished.append(event) if isinstance(event, SearchFinished) else None):
         tuned = tune(Double(space=(1, 2)))
     assert (tuned.config, tuned.undecided, finished[0].data.undecided) == (1, True, True)
-    assert tuned.standing.came_out == "undecided"
-    assert tuned.standing.verdict.pairs == 8 * 15  # it went on as long as it may
+    assert tuned.challenge.came_out == "undecided"
+    assert tuned.challenge.comparison.pairs == 8 * 15  # it went on as long as it may
     assert "undecided: the machine was too noisy to tell" in tuned.summary()
     summary = tuned.summary_data()
     assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
@@ -463,7 +463,11 @@ def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
 def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
     tuned = tune(Double())
-    assert (tuned.standing.rival, tuned.standing.came_out, tuned.standing.alone) == (2, "stays", False)
+    assert (tuned.challenge.challenger, tuned.challenge.came_out, tuned.challenge.is_confirmation) == (
+        2,
+        "stays",
+        False,
+    )
     assert (
         "2 in the run of all candidates: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds"
         in tuned.summary()

@@ -14,8 +14,7 @@ from tests.ops.sample_kernels import told_apart
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.watch import Unwatched
+from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -67,9 +66,9 @@ def races(monkeypatch):
 
     measure = interleaved_with(seconds)
 
-    def interleaved(functions, *, race, **options):
-        seen.append((race.plan.rounds, [function.function.candidate.config for function in functions]))
-        return measure(functions, race=race, **options)
+    def interleaved(functions, *, sampling, **options):
+        seen.append((sampling.plan.rounds, [function.function.candidate.config for function in functions]))
+        return measure(functions, sampling=sampling, **options)
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     return seen

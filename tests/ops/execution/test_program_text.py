@@ -13,7 +13,7 @@ from tests.ops.sample_kernels import WithResiduals
 
 from ejkernel import ops
 from ejkernel.ops import ConfigSelectorChain, Kernel, OfflineWarning, autotune_lowered, label, recording
-from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.execution.discovery import calls_in_text
 
 X, W = jnp.ones((4, 4)), jnp.ones((4, 4))
 KERNEL = WithResiduals("in_texts")

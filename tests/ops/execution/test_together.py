@@ -105,6 +105,12 @@ def test_a_function_has_no_calls_to_choose_for(name):
 
 
 @pytest.mark.slow
+def test_a_search_that_ran_out_of_time_returns_the_best_so_far(kernel, times):
+    with policy_override(budget_s=1e-6):
+        assert autotune(kernel, calls=[(SHORT,), (LONG,)]) == {"rows": 1}
+
+
+@pytest.mark.slow
 def test_two_calls_of_one_key_count_as_one_with_both_weights(kernel, times):
     calls = [(SHORT,), (LONG,), (np.zeros(48, np.float32),)]
     assert autotune(kernel, calls=calls) == {"rows": 4}

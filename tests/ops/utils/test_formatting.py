@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops import Invocation, stable_json
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, text_table
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -59,6 +59,19 @@ def test_however_much_there_is_a_line_has_its_end():
 @pytest.mark.parametrize(("seconds", "text"), [(1.26e-6, "1.3 us"), (9.9e-3, "9900.0 us"), (0.5, "500.0 ms")])
 def test_a_time_has_a_unit(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "column"),
+    [
+        ([3e-6, None, 0.02], ["3.0 us", "-", "20000.0 us"]),
+        ([0.5, 0.02], ["500.0 ms", "20.0 ms"]),
+        ([None], ["-"]),
+        ([], []),
+    ],
+)
+def test_the_times_of_a_column_have_one_unit(seconds, column):
+    assert durations(seconds) == column
 
 
 def test_columns_are_as_wide_as_their_widest_cell():

@@ -3,6 +3,7 @@
 
 `device`: limits of the chip. `pipeline`: barriers between producer and consumer warpgroups. `launch`: the launch, the
 split of warpgroups and registers, and shared memory. `backend`: the one switch between GPU and interpreter.
+`tile_shapes` and `products`: tiles and mainloop of matrix products.
 """
 
 from .device import DTYPES as DTYPES

@@ -64,6 +64,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "cudnn_packed": LazyImplementation(f"{__package__}.cudnn_packed:CudnnPacked", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
+            "splash": LazyImplementation(f"{__package__}.splash:Splash", platforms=("tpu",)),
         }
     )
 

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ejkernel.ops.autotuner.bench.partners import partners_in_force
+from ejkernel.ops.autotuner.bench.residuals import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
+from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -49,21 +50,30 @@ class AutotuneTier:
         return self._store
 
     def search(
-        self, chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], kernel: Any, tuner: Any, **options: Any
+        self,
+        chain: ConfigSelectorChain[Any, Any],
+        inv: Invocation[Any, Any],
+        kernel: Any,
+        tuner: Any,
+        *,
+        resume: bool = True,
+        **options: Any,
     ) -> Any:
-        """See `ConfigSelectorChain.search`."""
+        """See `ConfigSelectorChain.search`; without `resume`, the times of a partial search are measured again."""
         tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         if store is not None and _takes(tuner.tune, "records"):
             options["records"] = store.records(inv)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
-        if options.get("others"):
+        others = options.get("others") or ()
+        if others:
             options["others"] = [
                 dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
-                for o in options["others"]
+                for o in others
             ]
-        elif store is not None and _takes(tuner.tune, "known"):
-            options["known"] = store.unfinished(inv)
+        if store is not None and resume and _takes(tuner.tune, "known"):
+            calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
+            options["known"] = store.unfinished(inv, shares_of(calls))
         if _takes(tuner.tune, "partners"):
             options["partners"] = partners_in_force(chain, inv, kernel)
         policy = options.get("policy") or AutotunePolicy()

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
@@ -25,9 +25,9 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import GivenInputs, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import compact, ratio
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -116,7 +116,7 @@ class Autotuner:
         """
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
-        inv = _abstract(inv, kernel)
+        inv = dataclasses.replace(inv.abstract(), kernel=kernel)
         task = TuningTask(
             inv=inv,
             candidates=candidates if compiled is None else compiled.configs,
@@ -138,7 +138,11 @@ class Autotuner:
             width=self.width,
             limits=copy.deepcopy(self.limits),  # adaptive limits must not carry over to other calls
         )
-        with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
+        with (
+            contextlib.nullcontext()
+            if progress is None
+            else on_event(Counter(lambda _, done, total: progress(done, total), [inv.key]))
+        ):
             data = self._carried_out(task)
             _report(data, inputs)
             emit(SearchFinished(inv.key, data))
@@ -167,18 +171,9 @@ class Autotuner:
         return dataclasses.replace(data, interrupted=data.interrupted or cancellation.is_requested)
 
 
-def _abstract(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Invocation[Cfg, Out]:
-    return dataclasses.replace(inv.abstract(), kernel=kernel)
-
-
 def _rejected(compiled: BundledCall, *, alone: bool) -> tuple[Outcome, ...]:
     """Return the outcomes that need no measurement; `same` holds only if the call is alone."""
     return tuple(outcome for outcome in compiled.rejected if alone or outcome.status != Status.SAME)
-
-
-def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:
-    """Return a counter for the candidates of one search, without searches started by its candidates."""
-    return Counter(lambda of, done, total: progress(done, total) if of == key else None)
 
 
 def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
@@ -205,12 +200,11 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         warn(text, TuningWarning)
     if data.rule_fault:
         warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
-    speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",
         data.inv.op_id_v,
         data.seconds,
         len(data.outcomes),
         compact(data.config),
-        data.progress.in_words if speedup is None else f"{ratio(speedup)} the heuristic's speed",
+        data.in_words,
     )

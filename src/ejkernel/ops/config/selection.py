@@ -177,7 +177,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             kernel: Its kernel.
             tuner: Measures candidates; the chain's tuner by default.
             **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`, `weight`; and `others`,
-                calls that share the configuration, which is stored for each of them.
+                calls that share the configuration, which is stored for each of them. `resume=False` also measures
+                again what a partial search has measured.
 
         Returns:
             The tuner's result.

@@ -21,12 +21,12 @@ from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases, ratio
+from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
-    from ejkernel.ops.autotuner.trials.progress import SearchProgress
+    from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,11 @@ def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
 
 
 def _measured(entry: StoredEntry) -> str:
-    faster = "" if entry.speedup is None else f"{ratio(entry.speedup)} as fast as the heuristic's, "
+    from ejkernel.ops.autotuner.trials.status import stored_in_brief  # most programs import no tuner
+
+    found = stored_in_brief(entry.measured, entry.speedup)
+    words = {"-": "", "kept": "heuristic kept, ", "undecided": "undecided, the heuristic is kept, "}
+    faster = words.get(found, f"{found} as fast as the heuristic's, ")
     return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}"
 
 

@@ -21,9 +21,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
-from ejkernel.ops.execution.discovery import discover, local_calls
+from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -138,8 +137,6 @@ def tune_invocations(
     selector: ConfigSelectorChain[Any, Any],
     invocations: Iterable[Invocation[Any, Any]],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
-    *,
-    compiled: Mapping[ConfigKey, BundledCall] | None = None,
 ) -> AutotuningResult:
     """Tune each call, forwards first, and save the configurations in the chain.
 
@@ -151,10 +148,9 @@ def tune_invocations(
         selector: The chain that tunes and saves.
         invocations: The calls.
         progress: Called with a call, the number of its compiled and checked candidates, and the number of all.
-        compiled: Candidates of some calls that were compiled earlier.
     """
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
-    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress, compiled=compiled)
+    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress)
 
 
 def tune_together(
@@ -163,6 +159,7 @@ def tune_together(
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
     *,
     compiled: Mapping[ConfigKey, BundledCall] | None = None,
+    resume: bool = True,
 ) -> AutotuningResult:
     """Tune sets of calls; each set gets the configuration with the smallest weighted geometric mean of times.
 
@@ -175,12 +172,13 @@ def tune_together(
         progress: Called with the first call of a set, the number of its compiled and checked candidates, and the
             number of all.
         compiled: Candidates of some calls that were compiled earlier.
+        resume: Whether to continue partial searches rather than measure everything again.
     """
     searched = []
     policy = effective_policy(selector.policy, selector)
 
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
-        return _tune_one(selector, calls, compiled or {})
+        return _tune_one(selector, calls, compiled or {}, resume=resume)
 
     with process_session(policy), _progress_reported([calls[0].inv for calls in sets], progress):
         for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
@@ -202,12 +200,7 @@ def _progress_reported(
         yield
         return
     by_key = {inv.key: inv for inv in calls}
-
-    def report(key: ConfigKey, done: int, total: int) -> None:
-        if key in by_key:  # otherwise a candidate has started this search
-            progress(by_key[key], done, total)
-
-    with on_event(Counter(report)):
+    with on_event(Counter(lambda key, done, total: progress(by_key[key], done, total), by_key)):
         yield
 
 
@@ -235,7 +228,11 @@ def _searches(
 
 
 def _tune_one(
-    selector: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall], compiled: Mapping[ConfigKey, BundledCall]
+    selector: ConfigSelectorChain[Any, Any],
+    calls: Sequence[SharedCall],
+    compiled: Mapping[ConfigKey, BundledCall],
+    *,
+    resume: bool,
 ) -> AutotuneData:
     first, *others = calls
     inv, policy = first.inv, effective_policy(selector.policy, selector)
@@ -243,7 +240,7 @@ def _tune_one(
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
     with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
-        data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, **more)
+        data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, resume=resume, **more)
     return data
 
 
@@ -329,7 +326,7 @@ def autotune(
         num_iters=num_iters,
         **kwargs,
     )
-    return found.entries[0].cfg
+    return found.searches[0].config
 
 
 def autotune_kernel(

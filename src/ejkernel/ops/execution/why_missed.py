@@ -18,7 +18,7 @@ _OTHER = 8.0  # distance of two values that are not sizes
 _LONGEST = 60
 
 
-class Difference(NamedTuple):
+class CallDifference(NamedTuple):
     """A difference between two calls: its path, and the two values (`None` if a call has none)."""
 
     path: str
@@ -51,21 +51,21 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
     return f"no entry; nearest of {len(here)}: {_differences_text(nearest)}"
 
 
-def differences(wanted: object, stored: object, path: str = "") -> list[Difference]:
+def differences(wanted: object, stored: object, path: str = "") -> list[CallDifference]:
     """Return the differences of two call descriptions, at the innermost level where both have the same structure."""
     if json.dumps(wanted, sort_keys=True) == json.dumps(stored, sort_keys=True):  # as data, 1 and True are equal
         return []
     mine, theirs = _parts(wanted, path), _parts(stored, path)
     if mine is None or theirs is None:
-        return [Difference(path, wanted, stored)]
+        return [CallDifference(path, wanted, stored)]
     names = [*mine, *(name for name in theirs if name not in mine)]
     return [found for name in names for found in _differing(mine, theirs, name)]
 
 
-def _differing(mine: Mapping[str, object], theirs: Mapping[str, object], name: str) -> list[Difference]:
+def _differing(mine: Mapping[str, object], theirs: Mapping[str, object], name: str) -> list[CallDifference]:
     if name in mine and name in theirs:
         return differences(mine[name], theirs[name], name)
-    return [Difference(name, mine.get(name), theirs.get(name))]
+    return [CallDifference(name, mine.get(name), theirs.get(name))]
 
 
 def _parts(data: object, path: str) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ def _parts(data: object, path: str) -> dict[str, Any] | None:
     return None
 
 
-def _distance(found: list[Difference]) -> float:
+def _distance(found: list[CallDifference]) -> float:
     return sum(_value_distance(difference.wanted, difference.stored) for difference in found)
 
 
@@ -110,7 +110,7 @@ def _array(data: object) -> tuple[str, list[Any]] | None:
     return tuple(parts) if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[1], list) else None
 
 
-def _differences_text(found: list[Difference]) -> str:
+def _differences_text(found: list[CallDifference]) -> str:
     parts = [f"{_cut(path)} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
     more = len(found) - _SHOWN
     return ", ".join(parts) + (f", and {more} more" if more > 0 else "")

@@ -157,7 +157,7 @@ def test_the_nearest_name_is_close_or_none(name, names, wanted):
         (lambda: FlashAttentionConfig(implementation="cudn"), "got 'cudn'; did you mean 'cudnn'?"),
         (lambda: flash_attention(Q, Q, Q, precision="hihgest"), "did you mean 'highest'?"),
         (lambda: grouped_matmul(X, jnp.ones((1, 8, 4)), SIZES, activation="sliu"), "did you mean 'silu'?"),
-        (lambda: Settings({"EJKERNEL_ON_MISS": "eror"}).autotune, "got 'eror'; did you mean 'error'?"),
+        (lambda: Settings({"EJKERNEL_ON_MISS": "eror"}).on_miss, "got 'eror'; did you mean 'error'?"),
         (lambda: Target.named("nvidia_h20"), "did you mean 'nvidia_h200'?"),
     ],
 )

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
-from .plan import ALIGNED, ProductParams, ProductPlan, WgradParams, padded, product_plan, wgrad_plan
+from .plan import ProductParams, ProductPlan, WgradParams, product_plan, wgrad_plan
 
 
 def product(

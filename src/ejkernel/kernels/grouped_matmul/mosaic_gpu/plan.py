@@ -8,20 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS, Registers
+from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels._options import check_integer
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.ops.errors import ConfigError
 
-STEP = 64  # of the summed axis, per step of the mainloop: one swizzle wide, so that copies can start at any row
-WARPGROUPS = 2  # consumers
-ROWS = 64  # of one WGMMA instruction
-ROW_BYTES = 128  # of a piece of the result in the epilogue: one swizzle
-TILE = (8, 64)  # rows and columns of a tile of shared memory
-ALIGNED = 64  # columns are padded to whole tiles of shared memory
-REGISTERS = Registers(producer=40, consumer=232)
-_ALIGNMENT = 1024  # bytes, of every buffer
-_OVERHEAD = 2 * _ALIGNMENT
 _BLOCKS = (64, 128, 192, 256)
 _LONG_BLOCKS = (128, 256)
 
@@ -153,7 +145,7 @@ class GroupedPlan:
         """Return the bytes of shared memory that a block of threads takes."""
         operands = self.stages * STEP * (self.tile_rows + self.products * self.tile_columns) * 2
         out = WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES
-        return operands + out + _OVERHEAD
+        return operands + out + OVERHEAD
 
     def sums_per_thread(self) -> int:
         """Return the accumulator registers per thread."""
@@ -270,8 +262,3 @@ def _common(call: GroupedMatmulCall, params: ProductParams | WgradParams) -> dic
         "panel": params.panel,
         "out_slots": params.out_slots,
     }
-
-
-def padded(size: int, multiple: int) -> int:
-    """Return a size rounded up."""
-    return -(-size // multiple) * multiple

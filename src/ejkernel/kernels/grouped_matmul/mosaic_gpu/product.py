@@ -25,8 +25,10 @@ from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
+from ejkernel.kernels._hopper.products import multiply_stages
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, STEP, WARPGROUPS
 
-from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
+from .plan import ProductPlan
 from .tiles import GroupedMemory, accumulate, lhs_shape, pipeline_types, run_kernel, tile_position
 
 
@@ -224,25 +226,14 @@ class ProductKernel:
         return step + plan.steps
 
     def _mainloop(self, accumulators: Sequence[Any], step: Any, warpgroup: Any) -> None:
-        plan, pipeline = self.plan, self.pipeline
+        plan = self.plan
 
         def multiply(stage: Any) -> None:
-            pipeline.consumer_wait(stage)
             for accumulator, buffer in zip(accumulators, self._buffers(stage), strict=True):
                 matrix = buffer.transpose((1, 0)) if plan.transpose_rhs else buffer
                 plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix)
 
-        # A stage is released one step late, so that the tensor core always has the next products queued.
-        multiply(pipeline.stage(step))
-
-        @pl.loop(1, plan.steps)
-        def _step(i: Any) -> None:
-            multiply(pipeline.stage(step + i))
-            plgpu.wgmma_wait(plan.products)
-            pipeline.consumer_release(pipeline.stage(step + i - 1))
-
-        plgpu.wgmma_wait(0)
-        pipeline.consumer_release(pipeline.stage(step + plan.steps - 1))
+        multiply_stages(self.pipeline, step, plan.steps, multiply, products=plan.products)
 
     # Epilogue.
 

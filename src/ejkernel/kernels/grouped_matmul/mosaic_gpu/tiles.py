@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import launch, plgpu
+from ejkernel.kernels._hopper import products
+from ejkernel.kernels._hopper.launch import launch
 from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._hopper.tile_shapes import STEP, WARPGROUPS
 
-from .plan import STEP, WARPGROUPS, GroupedPlan
+from .plan import GroupedPlan
 
 
 class GroupedMemory(NamedTuple):
@@ -47,29 +47,13 @@ def pipeline_types(plan: GroupedPlan) -> Pipeline:
 
 
 def tile_position(number: Any, row_tiles: Any, plan: GroupedPlan) -> tuple[Any, Any]:
-    """Return row and column, in tiles, of a group's tile `number`; the group has `row_tiles` rows of tiles.
-
-    Tiles are ordered in panels of `plan.panel` rows of tiles, which share operands in the L2 cache.
-    """
-    height = plan.panel * plan.column_tiles
-    panel = lax.div(number, height)
-    rest = number - panel * height
-    # The last panel may have fewer rows.
-    rows = jnp.minimum(plan.panel, row_tiles - panel * plan.panel)
-    column = lax.div(rest, rows)
-    return panel * plan.panel + (rest - column * rows), column
+    """Return row and column, in tiles, of a group's tile `number`; the group has `row_tiles` rows of tiles."""
+    return products.tile_position(number, row_tiles, plan.column_tiles, plan.panel)
 
 
 def accumulate(plan: GroupedPlan, mainloop: Callable[..., None]) -> list[jax.Array]:
     """Run `mainloop` on one zeroed float32 accumulator per product, and return their values."""
-
-    def scoped(*accumulators: Any) -> list[Any]:
-        mainloop(*accumulators)
-        return [accumulator[...] for accumulator in accumulators]
-
-    shape = (plan.part_rows, plan.tile_columns)
-    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(plan.products)])
-    return found
+    return products.accumulate((plan.part_rows, plan.tile_columns), plan.products, mainloop)
 
 
 def run_kernel(

@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, STEP, TILE, WARPGROUPS
 
-from .plan import REGISTERS, STEP, TILE, WARPGROUPS, WgradPlan
+from .plan import WgradPlan
 from .tiles import GroupedMemory, accumulate, pipeline_types, run_kernel, tile_position
 
 

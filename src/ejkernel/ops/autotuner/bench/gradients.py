@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.bench.oracle import Oracle, result_names
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
-from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
@@ -130,11 +129,6 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
             return None
         return gradient_of(oracle, jax.eval_shape(oracle.inv.node.flat(choice), *oracle.arrays))
     return oracle.inv.node, oracle.arrays, result_names(oracle.inv.node)
-
-
-def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[object]) -> Sequence[Any]:
-    """Return the gradients of the baseline by the kernel's rule."""
-    return run_once(node, oracle.choice, inputs, oracle.inv.platform)
 
 
 def run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:

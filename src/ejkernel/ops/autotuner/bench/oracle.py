@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs and reference results of a call, or of several calls that share a search."""
+"""The inputs and reference results of a call, or of several calls that share a search; its time limits and settings."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -13,20 +16,18 @@ import jax
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.bench.limits import Limits
-from ejkernel.ops.autotuner.bench.settings import KeptSettings
-from ejkernel.ops.autotuner.compile.threads import result_within
-from ejkernel.ops.autotuner.measure.cases import Case
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, result_within
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
-from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
-from ejkernel.ops.autotuner.trials.naming import result_names
-from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
+from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, may_be_scaled, saver, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
+from ejkernel.ops.core.transformations.autodiff import innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
@@ -36,6 +37,73 @@ from ejkernel.ops.utils.messages.warn import warn
 _SHARE: Final = 1 / 3  # of the time left, for compiling a reference
 _LEAST: Final = 1.0  # seconds for that, at least
 REFERENCE: Final = "running the reference"  # the step without candidates
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Limits:
+    """Time limits for the steps of a search; without a budget, only compiling can be abandoned in this process.
+
+    Attributes:
+        compile: For lowering and compiling one candidate.
+        run: For the first call of one candidate.
+        idle: Seconds of silence while measuring.
+    """
+
+    compile: AdaptiveTimeout = dataclasses.field(default_factory=lambda: AdaptiveTimeout(first=300.0, least=30.0))
+    run: AdaptiveTimeout = dataclasses.field(
+        default_factory=lambda: AdaptiveTimeout(first=120.0, least=20.0, factor=50.0)
+    )
+    idle: float = 60.0
+
+
+class KeptSettings:
+    """Undoes changes of `jax.config` by candidates, and reports them.
+
+    An option changed by one candidate applies to the whole process: to the other candidates, and to the user's program
+    after the search. Candidates compile side by side, so the warning names all candidates under way at the change.
+
+    Args:
+        op_id: The kernel's name in warnings.
+    """
+
+    def __init__(self, op_id: str) -> None:
+        self._op_id = op_id
+        self._before = compat.process_settings()
+        self._under_way: list[str] = []
+        self._changes: dict[tuple[str, str, str], list[str]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def during(self, *candidates: str) -> Iterator[None]:
+        """Undo changes by the given candidates at the end of the `with` block; `tell` reports them."""
+        with self._lock:
+            self._under_way += candidates
+        try:
+            yield
+        finally:
+            with self._lock:
+                changed = compat.put_back(self._before)
+                suspects = list(dict.fromkeys(self._under_way))
+                for name, (before, after) in changed.items():
+                    known = self._changes.setdefault((name, repr(before), repr(after)), list(suspects))
+                    # A candidate under way at every change is the likely cause.
+                    known[:] = [each for each in known if each in suspects] or suspects
+                for each in candidates:
+                    self._under_way.remove(each)
+
+    def tell(self) -> None:
+        """Warn of each option changed and put back."""
+        with self._lock:
+            changes, self._changes = self._changes, {}
+        for (name, before, after), suspects in changes.items():
+            change = f"changed jax.config.{name} from {before} to {after}; the change is undone"
+            hint = "inside a kernel, use a context, such as `with jax.default_matmul_precision(...)`"
+            text = f"{self._op_id}: {_any_of(suspects)} {change}; {hint}."
+            warn(text, TuningWarning)
+
+
+def _any_of(suspects: list[str]) -> str:
+    return suspects[0] if len(suspects) == 1 else f"one of {', '.join(suspects)}" if suspects else "the kernel"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,19 +269,14 @@ class Oracle:
 
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""
-        empty = [index for index, result in self._results() if is_nowhere_finite(result)]
+        results = itertools.chain.from_iterable(map(enumerate, self._expected.values()))
+        empty = [index for index, result in results if is_nowhere_finite(result)]
         if empty and not self._has_warned:
             self._has_warned = True
             kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
             name = names[empty[0]] if names else f"result {empty[0]}"
-            text = (
-                f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so the search cannot detect wrong candidates"
-            )
+            text = f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so no wrong candidate can be detected"
             warn(f"{text}; {why_not_finite(kernel, self.inputs)}.", TuningWarning)
-
-    def _results(self) -> Iterator[tuple[int, Any]]:
-        for expected in self._expected.values():
-            yield from enumerate(expected)
 
     def renew(self) -> None:
         """Replace the inputs used so far by new ones, and recompute the reference results."""
@@ -293,3 +356,14 @@ class Oracle:
     def begin(self, what: str, *configs: object) -> None:
         """Report the current step to the watch; it may take as long as the first compilation."""
         self.watch.begin(what, configs, self.limits.compile.first)
+
+
+def result_names(node: Node) -> list[str]:
+    """Return the names of a backward call's results; empty for other calls, whose results have numbers."""
+    root = innermost(node)
+    names = [f"the gradient of {name}" for name in array_names(node.spec)]
+    wrt: tuple[bool, ...] = getattr(root, "wrt", ())
+    # The arguments of a second derivative have no names.
+    if not root.suffix.endswith(".bwd") or len(wrt) != len(names):
+        return []
+    return [name for name, has in zip(names, wrt, strict=True) if has]

@@ -17,8 +17,7 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done, GivenUpError
 from ejkernel.ops.autotuner.measure.memory import check_room, num_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, exchange
-from ejkernel.ops.autotuner.trials.programs import Program, program_digest
+from ejkernel.ops.autotuner.trials.candidates import Candidate, Program, config_id, exchange, program_digest
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation

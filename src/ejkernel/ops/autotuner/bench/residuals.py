@@ -20,9 +20,11 @@ from ejkernel.ops.autotuner.bench.gradients import differentiable, run_once
 from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
 from ejkernel.ops.autotuner.measure.correctness import check_results
 from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, heuristic_of
+from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.examples import forward_with_residuals
 from ejkernel.ops.core.hooks import has_residual_form, overrides
 from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiate, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError, KernelError
@@ -31,6 +33,7 @@ from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
+
 
 CONTRACT: Final = (
     "residuals must have the same structure, shapes, dtypes and values (up to rounding) under every configuration, "
@@ -272,3 +275,24 @@ def _why_not(check: Callable[[], None]) -> str:
 
 def _type_text(array: HasType) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def partners_in_force(
+    chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], kernel: Kernel[Any, Any] | None
+) -> tuple[Any, ...]:
+    """Return the chain's configurations for the backward of a forward call, or for the forward of a backward call.
+
+    The result is empty if no residuals pass between the two. Nothing is tuned or remembered.
+    """
+    if kernel is None:
+        return ()
+    inv = dataclasses.replace(inv, kernel=kernel, override_cfg=None)
+    try:
+        partner = partner_call(inv)
+    except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
+        logger.info("%s: the call of the other direction is not known: %s", inv.op_id, error_text(error))
+        return ()
+    if partner is None:
+        return ()
+    found = [consulted.resolution for consulted in chain.consult(partner, kernel)]
+    return tuple(resolution.config for resolution in found if resolution is not None)

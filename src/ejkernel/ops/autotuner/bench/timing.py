@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.bench.checking import check_device
 from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved, sets_for_cold
 from ejkernel.ops.autotuner.measure.memory import device_bytes, num_bytes
-from ejkernel.ops.autotuner.measure.race import Race
+from ejkernel.ops.autotuner.measure.sampling import Sampling
 from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
@@ -38,8 +38,8 @@ class Timing:
     cold_cache: bool = False
     stop: Callable[[], bool] = lambda: False
 
-    def race(
-        self, runners: Sequence[Candidate], race: Race, *, stop: Callable[[], bool] | None = None
+    def measure(
+        self, runners: Sequence[Candidate], sampling: Sampling, *, stop: Callable[[], bool] | None = None
     ) -> list[Candidate]:
         """Measure compiled candidates in interleaved rounds; return those with samples, the best first.
 
@@ -47,7 +47,7 @@ class Timing:
 
         Args:
             runners: The candidates.
-            race: Decides which candidates are sampled in each round.
+            sampling: Decides which candidates are sampled in each round.
             stop: Replaces the attribute `stop`.
 
         Raises:
@@ -68,14 +68,16 @@ class Timing:
             check_device(oracle, runners[index])
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
-            measurements = interleaved(functions, race=race, warmup=self.warmup, stop=stop or self.stop, on_error=left)
+            measurements = interleaved(
+                functions, sampling=sampling, warmup=self.warmup, stop=stop or self.stop, on_error=left
+            )
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # The measurement does not know the compilation time.
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
                 runners[index].status, runners[index].is_recalled = Status.MEASURED, False
-        return [runners[index] for index in race.ranking()]
+        return [runners[index] for index in sampling.ranking()]
 
     def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:
         assert runner.compiled is not None  # candidates without a program are not measured

@@ -21,15 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.processes import compile_processes
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import worker_session
-from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import LISTED, CodeFile, Program, config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
 from ejkernel.ops.config._writing import write_file

@@ -7,7 +7,6 @@ holds the lock. A compile process needs a description of the device (`targets.py
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,24 +15,18 @@ import queue
 import re
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 
 from ejkernel import compat, settings
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError, default_width
 from ejkernel.ops.autotuner.process.outputs import flush
-from ejkernel.ops.autotuner.process.serve import reports, write_to
+from ejkernel.ops.autotuner.process.serve import reports
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.worker import (
-    Worker,
-    WorkerDiedError,
-    WorkerSilentError,
-    WorkerStatus,
-    at_session_end,
-)
-from ejkernel.ops.autotuner.trials.programs import Program, is_first
+from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end, of_session
+from ejkernel.ops.autotuner.trials.candidates import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -51,21 +44,74 @@ _SPILLED = re.compile(r"(\d+) bytes spill stores")
 _CHATTER = re.compile(r"[IW]\d{4} |ptxas (\S+, line \d+; )?(info|warning)\b|\s*\d+ bytes stack frame")
 
 
+class CompileWorker(Worker):
+    """A worker process that compiles one program at a time; a crash therefore identifies its candidate."""
+
+    def __init__(self) -> None:
+        # The GPU compilers report register spills (Mosaic GPU's if `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log
+        # message) and the reason of a crash only in their output. One program per process at a time makes the output
+        # attributable. A file and not a pipe: a compiler that dumps a module while it holds the interpreter lock would
+        # wait forever for the reading thread.
+        self._output, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
+        weakref.finalize(self, os.close, self._output)
+        try:
+            super().__init__(is_leaf=True, output=path)
+            self.call(_prepare)
+        except WorkerDiedError as death:
+            raise TuningError(f"a compile process does not start: {death}") from None
+        finally:
+            os.unlink(path)
+            if self.is_busy:
+                self.kill(wait=False)
+
+    def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
+        """Run `work` in the process; return its program with the register spills."""
+        try:
+            doing = WorkerStatus(what="compiling", allowed=allowed)
+            program: Program = self.call(_carry_out, work, current_scope(), doing=doing)
+        except WorkerDiedError as death:
+            said = _pass_on(self._written())
+            kind = GivenUpError if isinstance(death, WorkerSilentError) else CandidateError
+            raise kind(": ".join([str(death), *said[:1]])) from None
+        except BaseException:
+            _pass_on(self._written())
+            raise
+        written = self._written()
+        _pass_on(written)
+        return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
+
+    def _written(self) -> str:
+        """Return the output of the process since the last call."""
+        data = os.pread(self._output, os.fstat(self._output).st_size, 0)
+        os.ftruncate(self._output, 0)
+        return data.decode(errors="replace")
+
+
+def _pass_on(written: str) -> list[str]:
+    """Log the compilers' remarks; write all other lines to this process's standard error and return them."""
+    lines = []
+    for line in filter(str.strip, written.splitlines()):
+        if _CHATTER.match(line):
+            logger.debug("a compiler wrote: %s", printable(line))
+        else:
+            lines.append(line)
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    return lines
+
+
 class CompileProcesses:
     """A pool of compile processes. A process that dies or exceeds its deadline is replaced.
 
-    Each process compiles one program at a time, so a crash identifies its candidate and a hanging one is killed alone.
-
     Args:
         count: Maximum number of processes; each starts on demand.
+        make: Starts a process.
     """
 
-    def __init__(self, count: int) -> None:
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # last in, first out: prefers warm processes
-        for _ in range(count):
-            self._idle.put(None)
-        self._lock = threading.Lock()
-        self._started: set[_Process] = set()
+    def __init__(self, count: int, make: Callable[[], CompileWorker] = CompileWorker) -> None:
+        self._slots = [WorkerSlot(make) for _ in range(count)]
+        self._idle: queue.LifoQueue[WorkerSlot[CompileWorker]] = queue.LifoQueue()  # prefers warm processes
+        for slot in self._slots:
+            self._idle.put(slot)
         self._is_closed = False
 
     def compile(
@@ -76,7 +122,7 @@ class CompileProcesses:
         *,
         only_once: bool = False,
         allowed: float | Callable[[], float] = 600.0,
-        busy: set[_Process] | None = None,
+        busy: set[CompileWorker] | None = None,
     ) -> Program:
         """Return the program of `compile_for` with its register spills. Thread-safe.
 
@@ -89,137 +135,30 @@ class CompileProcesses:
             CandidateError: The candidate crashed its process, or exceeded its deadline (`GivenUpError`).
             TuningError: The call cannot be pickled, or the pool is closed.
         """
-        process = self._idle.get()
+        work = functools.partial(compile_for, inv, choice, target, only_once=only_once)
+        busy = set() if busy is None else busy
+        slot = self._idle.get()
         try:
-            if process is not None and process.is_lost:  # it died while idle
-                self._drop(process)
-                process = None
-            if process is None:
-                process = self._new()
-            work = functools.partial(compile_for, inv, choice, target, only_once=only_once)
-            with process.noted_in(set() if busy is None else busy):
-                return process.compile(work, allowed)
+            if self._is_closed:
+                raise TuningError("the compile processes were closed.")
+            with slot.lent() as process:
+                busy.add(process)
+                try:
+                    return process.compile(work, allowed)
+                finally:
+                    busy.discard(process)
         finally:
-            if process is not None and process.is_lost:
-                self._drop(process)
-                process = None
-            self._idle.put(process)
-
-    def _new(self) -> _Process:
-        process = _Process()
-        with self._lock:
-            is_closed = self._is_closed
-            self._started.add(process)
-        if is_closed:
-            self._drop(process)
-            raise TuningError("the compile processes were closed.")
-        return process
-
-    def _drop(self, process: _Process) -> None:
-        with self._lock:
-            is_mine = process in self._started  # false if another thread was faster
-            self._started.discard(process)
-        if is_mine:
-            process.close()
+            self._idle.put(slot)
 
     def close(self) -> None:
         """Close the pool and its processes."""
-        with self._lock:
-            self._is_closed = True
-            started = list(self._started)
-        for process in started:
-            process.end()
-        for process in started:
-            self._drop(process)
+        self._is_closed = True
+        for slot in self._slots:
+            slot.abandon()
 
 
-class _Process:
-    """One compile process.
-
-    Its output goes to a file: compilers report spills and the reasons of crashes only there.
-    """
-
-    def __init__(self) -> None:
-        self._worker = Worker(is_leaf=True)
-        try:
-            self._worker.call(os.getpid)  # wait for the start (seconds), so that the file below exists only briefly
-            # The GPU compilers report register spills (Mosaic GPU's if `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log
-            # message) and the reason of a crash only in their output. One program per process at a time makes the
-            # output attributable. A file and not a pipe: a compiler that dumps a module while it holds the interpreter
-            # lock would wait forever for the reading thread.
-            descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
-            self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
-            try:
-                self._worker.call(_prepare, path)
-            finally:
-                os.unlink(path)
-        except WorkerDiedError as death:
-            raise TuningError(f"a compile process does not start: {death}") from None
-        except BaseException:
-            self.end()
-            raise
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the process accepts no more requests."""
-        return self._worker.is_busy or not self._worker.is_alive
-
-    @contextlib.contextmanager
-    def noted_in(self, busy: set[_Process]) -> Iterator[None]:
-        """Add this process to `busy` inside the `with` block."""
-        busy.add(self)
-        try:
-            yield
-        finally:
-            busy.discard(self)
-
-    def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
-        """Run `work` in the process; return its program with the register spills."""
-        try:
-            doing = WorkerStatus(what="compiling", allowed=allowed)
-            program: Program = self._worker.call(_carry_out, work, current_scope(), doing=doing)
-        except WorkerDiedError as death:
-            said = self._pass_on(self._written())
-            kind = GivenUpError if isinstance(death, WorkerSilentError) else CandidateError
-            raise kind(": ".join([str(death), *said[:1]])) from None
-        except BaseException:
-            self._pass_on(self._written())
-            raise
-        written = self._written()
-        self._pass_on(written)
-        return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
-
-    def _written(self) -> str:
-        """Return the output of the process since the last call."""
-        self._output.seek(0)
-        text = self._output.read()
-        self._output.truncate(0)
-        return text
-
-    def _pass_on(self, written: str) -> list[str]:
-        """Log the compilers' remarks; write all other lines to this process's standard error and return them."""
-        lines = []
-        for line in filter(str.strip, written.splitlines()):
-            if _CHATTER.match(line):
-                logger.debug("a compiler wrote: %s", printable(line))
-            else:
-                lines.append(line)
-        sys.stderr.writelines(f"{line}\n" for line in lines)
-        return lines
-
-    def end(self) -> None:
-        """Kill the process without waiting."""
-        self._worker.kill(wait=False)
-
-    def close(self) -> None:
-        """Kill the process and close its output file."""
-        self._worker.kill()
-        self._output.close()
-
-
-def _prepare(output: str) -> None:
-    """Redirect this process's output to the file `output`, and keep it from opening devices."""
-    write_to(output)
+def _prepare() -> None:
+    """Log register spills, and keep this process from opening devices."""
     settings.log_register_spills()
     # Some accelerators admit one process only; on others the first process takes most of the memory.
     compat.leave_devices_alone()
@@ -241,24 +180,12 @@ def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
         mine.outputs.mend(is_idle=True)
 
 
-_pools: dict[int, CompileProcesses] = {}
-_guard = threading.Lock()
-
-
 def compile_processes(count: int) -> CompileProcesses:
     """Return the session's pool of `count` compile processes (see `worker_session`)."""
-    with _guard:
-        # A process takes seconds to start, so pools last for a session.
-        if count not in _pools:
-            _pools[count] = CompileProcesses(count)
-            at_session_end(functools.partial(_close, count))
-        return _pools[count]
-
-
-def _close(count: int) -> None:
-    with _guard:
-        processes = _pools.pop(count)
-    processes.close()
+    # A process takes seconds to start, so pools last for a session.
+    pool = of_session(f"compile-{count}", functools.partial(CompileProcesses, count))
+    at_session_end(pool.close)
+    return pool
 
 
 def usual_processes(target: Target | None) -> int:
@@ -281,7 +208,7 @@ class Compiler:
         self._processes = compile_processes(count)
         self._timeout = timeout
         self._left = left
-        self._busy: set[_Process] = set()
+        self._busy: set[CompileWorker] = set()
 
     def __call__(self, inv: Invocation[Cfg, Out], choice: Choice) -> Program | None:
         """Return the program; `None` if the measuring process must compile it."""
@@ -297,7 +224,7 @@ class Compiler:
     def close(self) -> None:
         """Kill the processes that still work for this search."""
         for process in list(self._busy):
-            process.end()
+            process.kill(wait=False)
 
 
 def compiler_for(device: str, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> Compiler | None:

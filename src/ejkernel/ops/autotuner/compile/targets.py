@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target devices for compilation on machines without such a device."""
+"""Target devices, and compilation for them on machines without such a device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from typing import Any
 import jax
 
 from ejkernel import compat, settings
+from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
+from ejkernel.ops.core.examples import example_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 _FOLDER = resources.files("ejkernel") / "data" / "targets"
 _SUFFIX = ".txtpb"
+# XLA chooses algorithms for these by timing on the device, and chooses badly without one. A bundle with such programs
+# would compare kernels with a handicapped XLA.
+_TUNED_BY_XLA = re.compile(r"stablehlo\.(dot|convolution)|__cudnn|__cublas")
+_MOSAIC = re.compile(r"mosaic_gpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,3 +115,31 @@ def _sharding(description: str) -> Any:
             "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, only_once: bool = False) -> Program:
+    """Compile a call for a target. Works in any process.
+
+    Args:
+        inv: The call, for the target.
+        choice: The implementation and configuration.
+        target: The device.
+        only_once: The program runs once, so compile it even if XLA would tune it on the device.
+    """
+    types = [target.placed(like) for like in example_types(inv)]
+    with target.entered(), compat.numerics(inv.numerics):
+        try:
+            lowered = jax.jit(inv.node.flat(choice)).lower(*types)
+        except RuntimeError as error:
+            if target.description and "Unknown backend" in str(error):  # e.g. a host callback
+                return Program(why_left="lowering it needs the device")
+            raise
+        text = lowered.as_text()
+        digest = program_digest(text)
+        if digest is None:
+            return Program(why_left="it calls back into the process that compiles it")
+        if target.description and _TUNED_BY_XLA.search(text) and not only_once:
+            return Program(digest=digest, why_left="XLA tunes some of its operations on the device")
+        code = compat.serialized(lowered.compile())
+    outputs = len(jax.tree.leaves(lowered.out_info))
+    return Program(digest=digest, code=code, inputs=len(types), outputs=outputs, mosaic=bool(_MOSAIC.search(text)))

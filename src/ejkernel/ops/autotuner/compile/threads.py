@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ejkernel.ops.autotuner.process.signals import raise_in
+from ejkernel.ops.autotuner.process.threads import raise_in
 from ejkernel.ops.errors import CandidateError
 
 T = TypeVar("T")

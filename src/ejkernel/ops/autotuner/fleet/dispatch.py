@@ -7,34 +7,29 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ejkernel.ops.autotuner.bench.oracle import REFERENCE
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
 from ejkernel.ops.autotuner.fleet.place import (
-    Answer,
-    Arrived,
     Assignment,
     Location,
-    Refused,
+    RefusedError,
     carry_out,
     tune_at_place,
     versions,
 )
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Request, Returned, Warned
-from ejkernel.ops.autotuner.process.serve import pickled, unpickled
-from ejkernel.ops.autotuner.process.signals import interrupts_held_back
+from ejkernel.ops.autotuner.process.supervisor import Supervisor, WorkerDiedError, WorkerStatus, interrupts_held_back
+from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import this_slot
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
-from ejkernel.ops.autotuner.trials.candidates import config_id
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.trials.events import WorkerRestarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
-from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.config.policy import PolicyChange
 from ejkernel.ops.core.context import Scope, current_scope
 from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
@@ -44,17 +39,72 @@ from ejkernel.ops.utils.messages.warn import warn
 _LOOK = 0.2  # seconds between polls of a line
 _BACK_OFF = 1.0  # seconds before a refused task is sent again; grows with each refusal
 _MOST_REFUSALS = 5
-_MOST_LOSSES = 20  # lost workers before a task fails; preemptible machines lose many
-_OUT_AFTER = 2  # lost workers before a candidate is ruled out
-_OUT_AFTER_RUNNING = 3  # the same for a candidate that already ran, an unlikely cause
+
+Submit = Callable[[bytes], "concurrent.futures.Future[tuple[bytes, ...]]"]
 
 
-class WorkerLostError(TuningError):
-    """An executor lost a task."""
+class ExecutorWorker(Supervisor):
+    """A worker that an executor chooses, over the executor's task and a line.
 
+    Args:
+        line: The line to the worker.
+        submit: Gives a pickled request to the executor.
+    """
 
-class _RefusedError(TuningError):
-    """A worker refused a task."""
+    def __init__(self, line: Line, submit: Submit) -> None:
+        super().__init__()
+        self.line = line
+        self._submit = submit
+        self._task: concurrent.futures.Future[tuple[bytes, ...]] | None = None
+        self._received: collections.deque[bytes] = collections.deque()
+        self._is_over = False
+
+    @property
+    def accused(self) -> list[Any]:
+        """See `Supervisor`."""
+        return list(self.doing.configs)
+
+    def post(self, request: bytes) -> None:
+        """See `Supervisor`."""
+        self._task = self._submit(request)
+
+    def receive(self) -> bytes | None:
+        """See `Supervisor`."""
+        assert self._task is not None  # a request comes first
+        if not self._received and not self._is_over:
+            # Poll `done()`: `wait` does not report a future that was cancelled before it started.
+            is_done = self._task.done() or bool(concurrent.futures.wait([self._task], timeout=_LOOK).done)
+            self._received.extend(self.line.heard())
+            if is_done and not self._received:
+                self._received.extend(self._task_answer(self._task))
+                self._is_over = True
+        if self._is_over and not self._received:
+            raise WorkerDiedError("its task ended without an answer")
+        return self._received.popleft() if self._received else None
+
+    def _task_answer(self, task: concurrent.futures.Future[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        try:
+            return tuple(task.result())
+        except concurrent.futures.CancelledError:
+            raise WorkerDiedError("its task was cancelled") from None
+        except BaseException as error:
+            # A worker returns its exceptions as `Raised`, so this is an error of the executor.
+            raise WorkerDiedError(error_text(error)) from error
+
+    def tell(self, instruction: Instruction) -> None:
+        """See `Supervisor`. A worker that has not started, or has no line, cannot end its search early."""
+        if instruction == Instruction.GO_ON:
+            return
+        self.line.tell(instruction)
+        self._received.extend(self.line.heard())
+        is_heard = self.where is not None or bool(self._received)
+        if instruction == Instruction.END and self._task is not None and not is_heard and not self._task.done():
+            self._task.cancel()
+            self._is_over = True
+
+    def close(self) -> None:
+        """Close the line; a worker that is still connected ends at once."""
+        self.line.close()
 
 
 def tune_elsewhere(task: TuningTask) -> AutotuneData:
@@ -70,63 +120,57 @@ def tune_elsewhere(task: TuningTask) -> AutotuneData:
 
 
 class _Dispatch:
-    """One task, over all attempts."""
+    """One task, over its successive workers."""
 
     def __init__(self, task: TuningTask, executor: concurrent.futures.Executor) -> None:
         self._task = task
         self._executor = executor
         self._here: concurrent.futures.Executor | None = None  # replaces an executor that accepts no more tasks
-        self._journal = Journal(task)
-        self._losses_alone: collections.Counter[Any] = collections.Counter()
-        self._losses = 0
+        self._journal = Journal(task, is_remote=True)
         self._refusals: list[str] = []
         self._spent = task.spent
-        self._slot = this_slot()
-        self._cancellation = Cancellation(within=self._slot.cancellation)
+        self._cancellation = Cancellation(within=this_slot().cancellation)
 
     def run(self) -> AutotuneData:
         """See `tune_elsewhere`."""
         try:
             while True:
-                attempt = _Attempt(self._new_line(), self._note)
-                try:
-                    with contextlib.closing(attempt.line):
-                        return self._carried_out(attempt)
-                except _RefusedError as refusal:
-                    self._send_elsewhere(str(refusal))
-                except WorkerLostError as loss:
-                    self._record_loss(str(loss), attempt)
+                with contextlib.closing(ExecutorWorker(self._new_line(), self._submit)) as worker:
+                    try:
+                        data = self._carried_out(worker)
+                    except RefusedError as refusal:
+                        self._refusals.append(str(refusal))
+                    except WorkerDiedError as death:
+                        self._record_loss(death.reason, worker)
+                        continue
+                    else:
+                        task = self._task
+                        return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
+                self._back_off()
         finally:
             if self._here is not None:
                 self._here.shutdown(wait=False)
 
-    def _carried_out(self, attempt: _Attempt) -> AutotuneData:
-        outcome = self._outcome(attempt)
-        if isinstance(outcome, Refused):
-            raise _RefusedError(outcome.reason)
-        if isinstance(outcome, Raised):
-            if self._cancellation.is_requested:  # the cancellation caused the error
-                raise KeyboardInterrupt
-            raise outcome.error
-        assert isinstance(outcome, Returned)  # the only other outcome
-        data: AutotuneData = outcome.value
-        task = self._task
-        return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
-
-    def _outcome(self, attempt: _Attempt) -> Message:
+    def _carried_out(self, worker: ExecutorWorker) -> AutotuneData:
         task = dataclasses.replace(self._journal.task(), spent=self._spent)
         assignment = Assignment(
-            task=task, scope=_scope(), versions=versions(), caller=Location.here(), end=attempt.line.end
+            task=task, scope=_scope(), versions=versions(), caller=Location.here(), line=worker.line
         )
-        sent = pickled(Request(tune_at_place, (assignment,)))
-        with interrupts_held_back() as interrupts:
-            future = self._submit(sent)
-            answer = self._wait_for(future, attempt, interrupts)
-        for message in answer.said:
-            attempt.take_note(message)
-        return answer.outcome
+        try:
+            data: AutotuneData = worker.call(
+                tune_at_place,
+                assignment,
+                on_event=self._journal.note,
+                cancellation=self._cancellation,
+                doing=WorkerStatus(what="waiting for a worker", allowed=math.inf),
+            )
+        except BaseException:
+            if self._cancellation.is_requested:  # the cancellation caused the error
+                raise KeyboardInterrupt from None
+            raise
+        return data
 
-    def _submit(self, sent: bytes) -> concurrent.futures.Future[bytes]:
+    def _submit(self, sent: bytes) -> concurrent.futures.Future[tuple[bytes, ...]]:
         if self._here is None:
             try:
                 return self._executor.submit(carry_out, sent)
@@ -136,71 +180,12 @@ class _Dispatch:
                 self._here = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ejkernel-here")
         return self._here.submit(carry_out, sent)
 
-    def _wait_for(
-        self,
-        future: concurrent.futures.Future[bytes],
-        attempt: _Attempt,
-        interrupts: list[Callable[[], object]],
-    ) -> Answer:
-        # Poll `done()`: `wait` does not report a future that was cancelled before it started.
-        while not future.done():
-            concurrent.futures.wait([future], timeout=_LOOK)
-            attempt.listen()
-            self._pass_on_cancellation(future, attempt, interrupts)
-        attempt.listen()
-        try:
-            answer: Answer = unpickled(future.result())
-        except concurrent.futures.CancelledError:
-            if self._cancellation.is_requested:
-                raise KeyboardInterrupt from None
-            raise WorkerLostError("its task was cancelled") from None
-        except BaseException as error:
-            # A worker returns its exceptions as `Raised`, so this is an error of the executor.
-            if self._cancellation.is_requested:
-                raise KeyboardInterrupt from None
-            raise WorkerLostError(error_text(error)) from error
-        return answer
-
-    def _pass_on_cancellation(
-        self, future: concurrent.futures.Future[bytes], attempt: _Attempt, interrupts: list[Callable[[], object]]
-    ) -> None:
-        """Forward Ctrl-C to the worker: the first ends the search with the best so far, the second at once.
-
-        Raises:
-            KeyboardInterrupt: The caller need not wait for an answer.
-        """
-        try:
-            while interrupts:
-                interrupts.pop()()
-        except KeyboardInterrupt:
-            if self._cancellation.is_requested:
-                attempt.line.tell(Instruction.END_AT_ONCE)
-                raise
-            self._cancellation.request()
-        if self._slot.is_closed:
-            attempt.line.tell(Instruction.END_AT_ONCE)
-            raise KeyboardInterrupt
-        if self._cancellation.is_requested:
-            attempt.line.tell(Instruction.END)
-            if attempt.where is None:  # no worker has started, or the worker has no line
-                future.cancel()
-                raise KeyboardInterrupt
-
-    def _note(self, message: Message) -> None:
-        if isinstance(message, Happened):
-            self._journal.note(message.event)
-        elif isinstance(message, Warned):
-            warn(message.warning)
-
-    # --- retries ---
-
-    def _send_elsewhere(self, reason: str) -> None:
+    def _back_off(self) -> None:
         """Wait before the next attempt, so that a busy worker can finish and accept the task.
 
         Raises:
             TuningError: Too many workers refused the task.
         """
-        self._refusals.append(reason)
         if len(self._refusals) > _MOST_REFUSALS:
             listed = "; ".join(dict.fromkeys(self._refusals))
             raise TuningError(
@@ -214,72 +199,15 @@ class _Dispatch:
         if self._cancellation.is_requested:
             raise KeyboardInterrupt
 
-    def _record_loss(self, reason: str, attempt: _Attempt) -> None:
-        """Record the loss of a worker, and rule out a candidate that caused several losses.
-
-        Most losses have other causes, so a candidate is ruled out only after it ran alone in several lost workers.
-
-        Raises:
-            TuningError: Too many workers were lost.
-        """
-        self._losses += 1
-        self._spent += attempt.seconds
-        where = f" ({attempt.where})" if attempt.where else ""
-        text = f"a worker was lost{where}: {reason}{named(attempt.accused)}"
-        if self._losses >= _MOST_LOSSES:
-            raise TuningError(f"{self._task.inv.op_id}: gave up after the loss of {self._losses} workers: {text}")
-        emit(WorkerRestarted(self._task.inv.key, text))
-        self._journal.suspect(attempt.accused)
-        if len(attempt.accused) != 1 or attempt.what.startswith(REFERENCE):
-            return
-        (culprit,) = attempt.accused
-        self._losses_alone[config_id(culprit)] += 1
-        most = _OUT_AFTER_RUNNING if self._journal.was_measured(culprit) else _OUT_AFTER
-        if self._losses_alone[config_id(culprit)] >= most:
-            self._journal.rule_out(culprit, f"{most} workers were lost while it ran alone; the last loss: {reason}")
+    def _record_loss(self, reason: str, worker: ExecutorWorker) -> None:
+        self._spent += worker.seconds
+        self._journal.attribute_crash(reason, worker.doing.what, worker.accused)
+        where = f" ({worker.where})" if worker.where else ""
+        emit(WorkerRestarted(self._task.inv.key, f"a worker was lost{where}: {reason}{named(worker.accused)}"))
 
     def _new_line(self) -> Line:
-        make: Callable[[], Line] = FolderLine if self._here else getattr(self._executor, "line", FolderLine)
+        make: Callable[[], Line] = FolderLine.new if self._here else getattr(self._executor, "line", FolderLine.new)
         return make()
-
-
-class _Attempt:
-    """One attempt of a task on one worker.
-
-    Attributes:
-        line: The line to the worker.
-        where: The location of the worker, once it has started.
-        what: The last reported step.
-        accused: The candidates of that step.
-    """
-
-    def __init__(self, line: Line, note: Callable[[Message], None]) -> None:
-        self.line = line
-        self.where: Location | None = None
-        self.what = ""
-        self.accused: list[Any] = []
-        self._note = note
-        self._times: list[float] = []
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between the first and the last message."""
-        return self._times[-1] - self._times[0] if self._times else 0.0
-
-    def listen(self) -> None:
-        """Process new messages."""
-        for said in self.line.heard():
-            self.take_note(unpickled(said))
-
-    def take_note(self, message: Message) -> None:
-        """Process one message."""
-        self._times = [*self._times[:1], time.monotonic()]
-        if isinstance(message, Arrived):
-            self.where = message.where
-        elif isinstance(message, Began):
-            self.what, self.accused = message.what, list(message.configs)
-        else:
-            self._note(message)
 
 
 def _scope() -> Scope:

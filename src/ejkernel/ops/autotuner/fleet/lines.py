@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import enum
 import fcntl
 import functools
 import os
@@ -23,21 +22,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from ejkernel.ops.autotuner.process.watch import Instruction
+
 _LENGTH = struct.Struct("<Q")
 _PREFIX = "ejkernel-lines-"
 _NEW = 60.0  # seconds before other processes may remove an unlocked folder
 
 
-class Instruction(enum.IntEnum):
-    """The caller's instruction for a search."""
+class Line(Protocol):
+    """A line between a caller and a worker. It travels with the task, so it can be pickled."""
 
-    GO_ON = 0
-    END = 1  # with the best so far
-    END_AT_ONCE = 2
+    # --- for the caller ---
 
+    def heard(self) -> Iterator[bytes]:
+        """Yield the messages since the last call."""
 
-class LineEnd(Protocol):
-    """The worker's end of a line. It travels with the task, so it can be pickled."""
+    def tell(self, instruction: Instruction) -> None:
+        """Set the instruction for the worker."""
+
+    def close(self) -> None:
+        """Close the line; a worker that is still connected ends at once."""
+
+    # --- for the worker ---
 
     def connect(self) -> bool:
         """Return whether this process can reach the caller."""
@@ -49,71 +55,31 @@ class LineEnd(Protocol):
         """Return the caller's instruction; `END_AT_ONCE` if the caller is gone."""
 
 
-class Line(Protocol):
-    """The caller's end of a line."""
-
-    @property
-    def end(self) -> LineEnd:
-        """The worker's end, sent with the task."""
-
-    def heard(self) -> Iterator[bytes]:
-        """Yield the messages since the last call."""
-
-    def tell(self, instruction: Instruction) -> None:
-        """Set the instruction for the worker."""
-
-    def close(self) -> None:
-        """Close the line; a worker that is still connected ends at once."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FolderEnd:
-    """The worker's end of a `FolderLine`.
+@dataclasses.dataclass(slots=True)
+class FolderLine:
+    """A line through a temporary folder, for a caller and a worker on one machine.
 
     Attributes:
         folder: The folder.
         secret: Content of a file in the parent folder; tells it from a folder of the same name on another machine.
+        read: Number of bytes that the caller has read.
     """
 
     folder: Path
     secret: str
+    read: int = 0
 
-    def connect(self) -> bool:
-        """See `LineEnd`."""
-        try:
-            return (self.folder.parent / "secret").read_text() == self.secret
-        except OSError:
-            return False
-
-    def say(self, message: bytes) -> None:
-        """See `LineEnd`."""
-        try:
-            with open(self.folder / "said", "ab", buffering=0) as file:
-                file.write(_LENGTH.pack(len(message)) + message)
-        except FileNotFoundError:  # the caller is gone; `instruction` reports it
-            return
-
-    def instruction(self) -> Instruction:
-        """See `LineEnd`."""
-        if not self.folder.exists() or (self.folder / Instruction.END_AT_ONCE.name).exists():
-            return Instruction.END_AT_ONCE
-        return Instruction.END if (self.folder / Instruction.END.name).exists() else Instruction.GO_ON
-
-
-class FolderLine:
-    """A line through a temporary folder, for a caller and a worker on one machine."""
-
-    def __init__(self) -> None:
+    @classmethod
+    def new(cls) -> FolderLine:
+        """Return a line of this process."""
         around, secret = _folder_of_this_process(os.getpid())
-        self._folder = Path(tempfile.mkdtemp(dir=around))
-        self._read = 0
-        self.end = FolderEnd(self._folder, secret)
+        return cls(Path(tempfile.mkdtemp(dir=around)), secret)
 
     def heard(self) -> Iterator[bytes]:
         """See `Line`."""
         try:
-            with open(self._folder / "said", "rb") as file:
-                file.seek(self._read)
+            with open(self.folder / "said", "rb") as file:
+                file.seek(self.read)
                 new = file.read()
         except FileNotFoundError:
             return
@@ -122,16 +88,37 @@ class FolderLine:
             if len(new) < whole:  # the worker is still writing it, or was lost
                 return
             yield new[_LENGTH.size : whole]
-            self._read += whole
+            self.read += whole
             new = new[whole:]
 
     def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        (self._folder / instruction.name).touch()
+        (self.folder / instruction.name).touch()
 
     def close(self) -> None:
         """See `Line`."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def connect(self) -> bool:
+        """See `Line`."""
+        try:
+            return (self.folder.parent / "secret").read_text() == self.secret
+        except OSError:
+            return False
+
+    def say(self, message: bytes) -> None:
+        """See `Line`."""
+        try:
+            with open(self.folder / "said", "ab", buffering=0) as file:
+                file.write(_LENGTH.pack(len(message)) + message)
+        except FileNotFoundError:  # the caller is gone; `instruction` reports it
+            return
+
+    def instruction(self) -> Instruction:
+        """See `Line`."""
+        if not self.folder.exists() or (self.folder / Instruction.END_AT_ONCE.name).exists():
+            return Instruction.END_AT_ONCE
+        return Instruction.END if (self.folder / Instruction.END.name).exists() else Instruction.GO_ON
 
 
 @functools.cache

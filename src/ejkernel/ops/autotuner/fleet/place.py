@@ -10,35 +10,66 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import functools
+import math
 import os
 import platform
 import signal
+import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import parent_process, util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import Instruction, LineEnd
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import reset_in_forks
-from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Returned, Warned
-from ejkernel.ops.autotuner.process.serve import carried_out, pickled, sendable
-from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot, shared_worker, worker_session
+from ejkernel import settings
+from ejkernel.ops.autotuner.fleet.lines import Line
+from ejkernel.ops.autotuner.process.messages import (
+    Arrived,
+    Began,
+    Happened,
+    Message,
+    Raised,
+    Returned,
+    Warned,
+    carried_out,
+    pickled,
+    pickled_answer,
+    sendable,
+)
+from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
+from ejkernel.ops.autotuner.process.worker import (
+    Worker,
+    WorkerSlot,
+    in_slot,
+    of_session,
+    shared_worker,
+    this_slot,
+    worker_session,
+)
 from ejkernel.ops.autotuner.tasks.isolated import tune_isolated
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import Event, on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config._files import version
 from ejkernel.ops.core.context import Scope, entered
-from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.fingerprint import device_called, device_fingerprint
+from ejkernel.ops.utils.messages.warn import warn
 
 _LOOK = 0.5  # seconds between polls of the caller's instruction
 _STAY = 30.0  # seconds for which an idle worker process stays
+_FREE = 0.2  # seconds between checks for a free device
+_PATIENCE = 60.0  # seconds of waiting for a device before a warning
+
+
+class RefusedError(TuningError):
+    """This machine cannot run the task."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,41 +97,14 @@ class Assignment:
         scope: The caller's settings in force.
         versions: The caller's versions of JAX and jaxlib.
         caller: The location of the caller.
-        end: The worker's end of the line to the caller.
+        line: The line to the caller.
     """
 
     task: TuningTask
     scope: Scope
     versions: tuple[str, str]
     caller: Location
-    end: LineEnd
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refused(Message):
-    """The worker cannot run the task."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrived(Message):
-    """The task has reached a worker."""
-
-    where: Location
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """The result of a task.
-
-    Attributes:
-        outcome: `Returned` with an `AutotuneData`, `Raised` or `Refused`.
-        said: Messages that could not be sent over the line.
-    """
-
-    outcome: Message
-    said: tuple[Message, ...] = ()
+    line: Line
 
 
 def versions() -> tuple[str, str]:
@@ -108,100 +112,108 @@ def versions() -> tuple[str, str]:
     return jax.__version__, str(version("jaxlib"))
 
 
-def carry_out(sent: bytes) -> bytes:
-    """Run a pickled assignment; return its pickled `Answer`. Errors go into the answer."""
+def carry_out(sent: bytes) -> tuple[bytes, ...]:
+    """Run a pickled assignment; return the pickled messages that the line did not carry, and then the answer."""
     came_out = carried_out(sent)
-    answer = Answer(came_out) if isinstance(came_out, Raised) else came_out.value
-    try:
-        return pickled(answer)
-    except TuningError as error:
-        return pickled(Answer(Raised(error)))
+    return tuple(map(pickled_answer, came_out.value if isinstance(came_out, Returned) else [came_out]))
 
 
-def tune_at_place(assignment: Assignment) -> Answer:
-    """Run an assignment in this thread."""
+def tune_at_place(assignment: Assignment) -> list[Message]:
+    """Run an assignment in this thread; return the messages that the line did not carry, and then the answer."""
     reporter = _Reporter(assignment)
     is_local = assignment.caller == Location.here()
     if not is_local:
         _leave_interrupts_to(assignment.caller)
     if reporter.instruction() != Instruction.GO_ON:
-        return Answer(Raised(sendable(KeyboardInterrupt())))
-    outcome: Message
+        return [Raised(sendable(KeyboardInterrupt()))]
+    answer: Message
     with contextlib.nullcontext() if is_local else reporter.forwarding_events():
         try:
-            with worker_session() if is_local else _stay():
-                outcome = _outcome(assignment, reporter)
+            with worker_session(stay=0.0 if is_local else _STAY):
+                answer = Returned(_found(assignment, reporter))
         except BaseException as error:  # noqa: BLE001 - the caller raises it
-            outcome = Raised(sendable(error))
-    return Answer(outcome, tuple(reporter.kept))
+            answer = Raised(sendable(error))
+    return [*reporter.kept, answer]
 
 
-def _outcome(assignment: Assignment, reporter: _Reporter) -> Message:
-    task = assignment.task
+def _found(assignment: Assignment, reporter: _Reporter) -> AutotuneData:
+    """Run the task on a free device.
+
+    Raises:
+        RefusedError: This machine lacks the device or the versions of the call.
+    """
+    here = Location.here()
     if versions() != assignment.versions:
-        here, there = (f"JAX {jax_version} and jaxlib {lib}" for jax_version, lib in (versions(), assignment.versions))
-        return Refused(f"{Location.here()} has {here}, the caller {there}")
-    wanted = task.inv.device_fingerprint
+        mine, theirs = (f"JAX {jax_version} and jaxlib {lib}" for jax_version, lib in (versions(), assignment.versions))
+        raise RefusedError(f"{here} has {mine}, the caller {theirs}")
+    wanted = assignment.task.inv.device_fingerprint
     devices = devices_of(wanted.partition(":")[0])
     if not devices:
-        return Refused(f"{Location.here()} sees no GPU, but the call is for {wanted}")
+        raise RefusedError(f"{here} sees no GPU, but the call is for {wanted}")
     # Prefer devices with a running worker process.
     devices.sort(key=lambda device: _slot_of(device).worker is None)
     with leased(devices, lambda: reporter.instruction() != Instruction.GO_ON) as device, in_slot(_slot_of(device)):
-        worker = _slot_of(device).worker
-        if worker is not None and not worker.is_alive:  # it ended while idle
-            _slot_of(device).clear()
+        this_slot().cancellation = reporter.cancellation  # until the next task
         with shared_worker() as worker:
             has_it, there = worker.call(_device_here, wanted)
         if not has_it:
-            return Refused(f"{Location.here()} has {there}, but the call is for {wanted}")
-        with _following_instructions(reporter, _slot_of(device)), entered(assignment.scope):
-            return Returned(tune_isolated(task, watch=reporter.note_under_way))
+            raise RefusedError(f"{here} has {there}, but the call is for {wanted}")
+        with entered(assignment.scope):
+            return tune_isolated(assignment.task, watch=reporter.look)
 
 
 def _device_here(wanted: str) -> tuple[bool, str]:
     return device_called(wanted) is not None, device_fingerprint()
 
 
-_slots: dict[str, WorkerSlot] = {}  # by device name; the lease of the device also covers its slot
-
-
-def _slot_of(device: Device) -> WorkerSlot:
-    return _slots.setdefault(device.name, WorkerSlot(device.environ))
+def _slot_of(device: Device) -> WorkerSlot[Worker]:
+    # The lease of the device also covers its slot.
+    return of_session(device.name, lambda: WorkerSlot(functools.partial(Worker, device.environ)))
 
 
 class _Reporter:
-    """Sends messages to the caller, at once if connected.
+    """Sends messages to the caller, at once if connected, and follows the caller's instructions.
 
     Attributes:
         kept: Messages that could not be sent and go with the answer.
+        cancellation: Receives the caller's instructions.
     """
 
     def __init__(self, assignment: Assignment) -> None:
-        self._end = assignment.end
-        self._is_connected = self._end.connect()
+        self._line = assignment.line
+        self._is_connected = self._line.connect()
         self._under_way: tuple[str, list[Any]] | None = None
         self._thread = threading.get_ident()
+        self._next_look = 0.0
         self.kept: list[Message] = []
+        self.cancellation = Cancellation()
         if self._is_connected:
             self.say(Arrived(Location.here()))
 
     def say(self, message: Message) -> None:
         """Send a message, or keep it for the answer."""
         if self._is_connected:
-            self._end.say(pickled(message))
+            self._line.say(pickled(message))
         else:
             self.kept.append(message)
 
     def instruction(self) -> Instruction:
         """Return the caller's instruction."""
-        return self._end.instruction() if self._is_connected else Instruction.GO_ON
+        return self._line.instruction() if self._is_connected else Instruction.GO_ON
 
-    def note_under_way(self, what: str, configs: Sequence[Any]) -> None:
-        """Report the current step if it is new. If the worker is lost, the last report names the possible cause."""
+    def look(self, what: str, configs: Sequence[Any]) -> None:
+        """Report the current step if it is new, and pass on the caller's instruction.
+
+        If this process is lost, the last report names the possible cause.
+        """
         if self._is_connected and (what, list(configs)) != self._under_way:
             self._under_way = (what, list(configs))
-            self.say(Began(what, list(configs), 0.0))
+            self.say(Began(what, list(configs), math.inf))
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            instruction = self.instruction()
+            if instruction != Instruction.GO_ON:
+                self.cancellation.request(at_once=instruction == Instruction.END_AT_ONCE)
 
     @contextlib.contextmanager
     def forwarding_events(self) -> Iterator[None]:
@@ -211,50 +223,17 @@ class _Reporter:
             if threading.get_ident() == self._thread:
                 self.say(Happened(event))
 
-        def warn(message: Warning | str, *rest: object, **more: object) -> None:
+        def warned(message: Warning | str, *rest: object, **more: object) -> None:
             if threading.get_ident() == self._thread:
-                self.say(_warned(message))
+                self.say(Warned.of(message))
             else:
                 shown(message, *rest, **more)
 
         with warnings.catch_warnings(), on_event(happened):
             warnings.simplefilter("always")  # the caller filters
             shown: Callable[..., Any] = warnings.showwarning
-            warnings.showwarning = warn
+            warnings.showwarning = warned
             yield
-
-
-def _warned(message: Warning | str) -> Warned:
-    """Return the message for a warning; a user's warning that cannot be pickled becomes its text."""
-    try:
-        pickled(message)
-    except TuningError:
-        return Warned(error_text(message) if isinstance(message, Warning) else message)
-    return Warned(message)
-
-
-@contextlib.contextmanager
-def _following_instructions(reporter: _Reporter, slot: WorkerSlot) -> Iterator[None]:
-    """Apply the caller's instructions to the slot's worker inside the `with` block."""
-    slot.cancellation, slot.is_closed = Cancellation(), False
-    is_done = threading.Event()
-
-    def follow() -> None:
-        while not is_done.wait(_LOOK):
-            instruction = reporter.instruction()
-            if instruction != Instruction.GO_ON:
-                slot.cancellation.request()
-            if instruction == Instruction.END_AT_ONCE:
-                slot.abandon()
-
-    thread = threading.Thread(target=follow, name="ejkernel-follow", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-        slot.is_closed = False
 
 
 def _leave_interrupts_to(caller: Location) -> None:
@@ -268,52 +247,74 @@ def _leave_interrupts_to(caller: Location) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class _Stay:
-    """A session of workers that outlives its task for a while, for the next task."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._session: contextlib.ExitStack | None = None
-        self._users = 0
-        self._timer: threading.Timer | None = None
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Keep the workers inside the `with` block."""
-        with self._lock:
-            self._users += 1
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._session is None:
-                self._session = contextlib.ExitStack()
-                self._session.enter_context(worker_session())
-                util.Finalize(None, self.end, exitpriority=100)  # or the exit of this process waits for its workers
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._timer = threading.Timer(_STAY, self.end)
-                    self._timer.daemon = True
-                    self._timer.start()
-
-    def end(self) -> None:
-        """Close the workers if they are idle."""
-        with self._lock:
-            session, self._session = (self._session, None) if self._users == 0 else (None, self._session)
-            if session is not None:
-                session.close()
+# --- exclusive leases of devices: two searches on one device would distort each other's times ---
 
 
-_stay = _Stay()
+class Device:
+    """A device of this machine, or the processor.
+
+    Args:
+        name: Its name.
+        parts: Names of the resources locked while the device is leased.
+        environ: Environment variables that make it the only visible device.
+    """
+
+    def __init__(self, name: str, parts: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.parts = parts
+        self.environ = environ
 
 
-def _begin_anew() -> object:
-    left = (vars(_stay).copy(), *_slots.values())
-    vars(_stay).update(vars(_Stay()))
-    _slots.clear()
-    return left
+def devices_of(platform: str) -> list[Device]:
+    """Return the devices of a platform visible to this process; for `cpu`, one device with all cores."""
+    if platform == "cpu":
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return [Device("cpu", [f"core-{core}" for core in cores], {})]
+    if platform != "gpu":
+        return [Device(platform, [platform], {})]
+    return [Device(f"gpu-{name}", [f"gpu-{name}"], settings.gpu_named(name)) for name in settings.visible_gpus()]
 
 
-reset_in_forks(_begin_anew)  # e.g. in a process pool that forks
+@contextlib.contextmanager
+def leased(devices: Sequence[Device], is_asked_to_end: Callable[[], bool]) -> Iterator[Device]:
+    """Lease the first free device for the `with` block; wait if all are leased.
+
+    A lease excludes other processes and threads of the same user on this machine that use `leased`. It ends with its
+    process.
+
+    Raises:
+        KeyboardInterrupt: `is_asked_to_end` returned true during the wait.
+    """
+    waited = 0.0
+    while True:
+        for device in devices:
+            with contextlib.ExitStack() as held:
+                if all(_is_locked(part, held) for part in device.parts):
+                    yield device
+                    return
+        if is_asked_to_end():
+            raise KeyboardInterrupt
+        threading.Event().wait(_FREE)
+        waited += _FREE
+        if waited - _FREE < _PATIENCE <= waited:
+            names = ", ".join(device.name for device in devices)
+            warn(f"waiting for {names}, leased by other searches", TuningWarning)
+
+
+def _is_locked(part: str, held: contextlib.ExitStack) -> bool:
+    # Each `open` gets a separate lock, so threads of one process exclude each other, too.
+    lock = os.open(_folder() / f"{part.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"ejkernel-devices-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise TuningError(f"{folder} belongs to another user; remove it, or set TMPDIR to a private folder.")
+    return folder

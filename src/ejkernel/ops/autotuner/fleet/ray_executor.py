@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
+from ejkernel.ops.autotuner.process.watch import Instruction
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text
 
@@ -115,7 +116,7 @@ class RayExecutor(concurrent.futures.Executor):
         A Ray client (`ray://`) cannot pickle actor handles itself, so its messages come with the answer.
         """
         if self._is_client:
-            return FolderLine()
+            return FolderLine.new()
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = self._ray.remote(_Mailbox).options(num_cpus=0, max_restarts=-1).remote()
@@ -192,54 +193,41 @@ class _Mailbox:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RayEnd:
-    """The worker's end of a `RayLine`.
+class RayLine:
+    """A line through a Ray actor, reachable for caller and worker.
 
     Attributes:
-        mailbox: The actor that stores the messages.
+        mailbox: The actor, which stores the messages.
         name: The name of the line in the mailbox.
     """
 
     mailbox: Any
-    name: str
-
-    def connect(self) -> bool:
-        """See `LineEnd`."""
-        return True
-
-    def say(self, message: bytes) -> None:
-        """See `LineEnd`."""
-        self.mailbox.say.remote(self.name, message)
-
-    def instruction(self) -> Instruction:
-        """See `LineEnd`."""
-        said = _asked(self.mailbox.instruction.remote(self.name))
-        return Instruction.GO_ON if said is None else Instruction(said)
-
-
-class RayLine:
-    """A line through a Ray actor, reachable for caller and worker.
-
-    Args:
-        mailbox: The actor.
-    """
-
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
-        self._name = secrets.token_hex()
-        self.end = RayEnd(mailbox, self._name)
+    name: str = dataclasses.field(default_factory=secrets.token_hex)
 
     def heard(self) -> Iterator[bytes]:
         """See `Line`."""
-        yield from _asked(self._mailbox.fetch.remote(self._name)) or ()
+        yield from _asked(self.mailbox.fetch.remote(self.name)) or ()
 
     def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        self._mailbox.tell.remote(self._name, instruction.value)
+        self.mailbox.tell.remote(self.name, instruction.value)
 
     def close(self) -> None:
         """See `Line`."""
-        self._mailbox.close.remote(self._name)
+        self.mailbox.close.remote(self.name)
+
+    def connect(self) -> bool:
+        """See `Line`."""
+        return True
+
+    def say(self, message: bytes) -> None:
+        """See `Line`."""
+        self.mailbox.say.remote(self.name, message)
+
+    def instruction(self) -> Instruction:
+        """See `Line`."""
+        said = _asked(self.mailbox.instruction.remote(self.name))
+        return Instruction.GO_ON if said is None else Instruction(said)
 
 
 def _asked(answer: Any) -> Any:

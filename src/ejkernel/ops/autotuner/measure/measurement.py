@@ -12,9 +12,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.measure.cases import Case, in_each, mean_sample
 from ejkernel.ops.autotuner.measure.memory import num_bytes, output_bytes, peak_bytes
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Race, RacePlan, Sample
+from ejkernel.ops.autotuner.measure.sampling import (
+    PROCESSOR,
+    Case,
+    Sample,
+    Sampling,
+    SamplingPlan,
+    in_each,
+    mean_sample,
+)
 from ejkernel.ops.autotuner.measure.timers import (
     WALL,
     Timer,
@@ -194,7 +201,7 @@ def interleaved(
     functions: Sequence[Measured],
     *,
     rounds: int | None = None,
-    race: Race | None = None,
+    sampling: Sampling | None = None,
     warmup: int = 2,
     stop: Callable[[], bool] = lambda: False,
     on_error: Callable[[int, BaseException], None] | None = None,
@@ -208,25 +215,25 @@ def interleaved(
     Args:
         functions: The functions; a `Runner` adds memory figures. Either all or none are `OnEach`, with the same cases.
         rounds: The number of samples of each function; or
-        race: The rules that decide which functions to sample, and which is the best.
+        sampling: The rules that decide which functions to sample, and which is the best.
         warmup: Calls of each function before its first sample.
         stop: Called between samples; returns whether to stop. Functions not sampled by then have no samples.
-        on_error: Called with the index of a function that raised and the error. The function leaves the race and keeps
-            its samples. Without it, the error is raised.
+        on_error: Called with the index of a function that raised and the error. The function is no longer sampled
+            and keeps its samples. Without it, the error is raised.
 
     Raises:
-        ConfigError: Not exactly one of `rounds` and `race` is given, or the race has another number of functions.
+        ConfigError: Not exactly one of `rounds` and `sampling` is given, or `sampling` is of another number.
     """
-    if (rounds is None) == (race is None):
-        raise ConfigError(f"give exactly one of rounds and race, got rounds={rounds!r} and race={race!r}.")
-    if race is None:
-        race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
-    if race.count != len(functions):
-        raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    sampler = _Sampler([_parts(function) for function in functions], race, stop, on_error)
+    if (rounds is None) == (sampling is None):
+        raise ConfigError(f"give exactly one of rounds and sampling, got rounds={rounds!r} and sampling={sampling!r}.")
+    if sampling is None:
+        sampling = Sampling(len(functions), plan=SamplingPlan.fixed(rounds or 0), incumbents=())
+    if sampling.count != len(functions):
+        raise ConfigError(f"sampling must be of {len(functions)} functions, got one of {sampling.count}.")
+    sampler = _Sampler([_parts(function) for function in functions], sampling, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # one timer for all: times of different timers do not compare
-    timer = choose_timer([part for index in race.running for part in _parts(functions[index])])
+    timer = choose_timer([part for index in sampling.running for part in _parts(functions[index])])
     try:
         try:
             sampler.run(timer, calls)
@@ -235,11 +242,11 @@ def interleaved(
     except TimerError as error:
         logger.warning("measuring anew, all by the wall clock: %s", error)
         timer = WALL
-        race.restart()
+        sampling.restart()
         sampler.run(timer, calls)
-    witness, samples = race.judged
+    witness, samples = sampling.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
-    found = zip(functions, race.noted, samples, strict=True)
+    found = zip(functions, sampling.noted, samples, strict=True)
     return [_measurement(function, noted, values, method) for function, noted, values in found]
 
 
@@ -249,35 +256,35 @@ def _parts(function: Measured) -> tuple[Callable[[], Any], ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
-    """Samples functions by the rules of a race, case by case."""
+    """Samples functions as a `Sampling` decides, case by case."""
 
     functions: Sequence[tuple[Callable[[], Any], ...]]
-    race: Race
+    sampling: Sampling
     stop: Callable[[], bool]
     on_error: Callable[[int, BaseException], None] | None
 
     def warmed_up(self, warmup: int) -> dict[int, list[int]]:
-        """Return the number of calls per sample of each function; after `stop`, all but the first leave the race."""
+        """Return the number of calls per sample of each function; after `stop`, only that of the first."""
         calls: dict[int, list[int]] = {}
         # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
         count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
-        for index in list(self.race.running):
+        for index in list(self.sampling.running):
             if calls and self.stop():
-                self.race.drop(index)
+                self.sampling.drop(index)
                 continue
             counts = [self.tried(index, case, count_calls, warmup) for case in self._cases(index)]
-            if index in self.race.running:
+            if index in self.sampling.running:
                 calls[index] = [count for count in counts if count is not None]
         return calls
 
     def run(self, timer: Timer, calls: Mapping[int, Sequence[int]]) -> None:
-        """Sample the functions that the race asks for, until it is decided or `stop` ends it."""
-        while indices := self.race.next_round():
+        """Sample the functions that the sampling asks for, until it is decided or `stop` ends it."""
+        while indices := self.sampling.next_round():
             taken: dict[int, list[Sample]] = {index: [] for index in indices}
             for case in range(max(len(self.functions[index]) for index in indices)):
-                for index in self.race.next_round():  # without those that have failed in this round
+                for index in self.sampling.next_round():  # without those that have failed in this round
                     # by now some function has a sample, so an interrupted search has an answer
-                    if any(self.race.samples) and self.stop():
+                    if any(self.sampling.samples) and self.stop():
                         return
                     self._sample(index, case, timer, calls[index], taken[index])
 
@@ -291,16 +298,16 @@ class _Sampler:
         parts = self.functions[index]
         if len(taken) == len(parts):
             mean = mean_sample(taken, [_weight(part) for part in parts])
-            self.race.note(index, mean.seconds, mean.work, mean.cases)
+            self.sampling.note(index, mean.seconds, mean.work, mean.cases)
 
     def _cases(self, index: int) -> Iterator[int]:
         """Yield the cases of a function until it fails."""
         for case in range(len(self.functions[index])):
-            if index in self.race.running:
+            if index in self.sampling.running:
                 yield case
 
     def tried(self, index: int, case: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
-        """Time a function; return `None` if it raised and left the race."""
+        """Time a function; return `None` if it raised; it is then no longer sampled."""
         function = self.functions[index][case]
         try:
             return time(function, count)
@@ -309,7 +316,7 @@ class _Sampler:
         except BaseException as error:  # the measuring thread receives no Ctrl-C, so the function raised this
             if self.on_error is None:
                 raise
-            self.race.fail(index)
+            self.sampling.fail(index)
             self.on_error(index, _on_its_case(function, error))
             return None
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR, Race, RacePlan, Sample, is_disturbed
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sample, Sampling, SamplingPlan, is_disturbed
 
 # A configuration beats itself in at most one of 10,000 comparisons of fifteen rounds; by medians alone, in a third to
 # half of them.
@@ -18,7 +18,7 @@ _MARGIN_OF_WORK = 0.1  # MARGIN for processor time, which varies more: preempted
 _SURE = 0.999  # confidence for unsteady times and repeated looks at the samples (multiple comparisons)
 _NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not to win
 _UNSTEADY = 1.25  # ratio of the quartiles of the shares above which nine rounds of ten prove little
-_MOST = 8  # maximum length of a paired race, as a multiple of its first rounds
+_MOST = 8  # maximum length of a paired sampling, as a multiple of its first rounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def compare(
     The confidence is that of the exact one-sided sign test, which counts rounds with a strictly faster challenger. The
     test assumes no distribution. Times have spikes, steps and drift, which break tests of means and tests of ranks
     (those need symmetry). Fewer than five pairs never reach 0.95. The samples must not be those that selected the
-    challenger: the winner among many candidates needs another race against the incumbent alone.
+    challenger: the winner among many candidates needs another sampling against the incumbent alone.
 
     The reported medians must agree with the test, or the comparison is not settled.
 
@@ -108,7 +108,7 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
     clock = [sample.seconds for sample in mine], [sample.seconds for sample in theirs]
-    # On systems without processor times, a disturbed clock only prolongs the race.
+    # On systems without processor times, a disturbed clock only prolongs the sampling.
     disturbed = is_disturbed((mine, theirs))
     sure = _SURE if again or disturbed or _is_unsteady(_shares(list(zip(*clock, strict=True)))) else CONFIDENCE
     by_clock = compare(*clock, confidence=sure)
@@ -131,34 +131,34 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     return dataclasses.replace(by_work, wins=False, settled=False)
 
 
-class PairedRace(Race):
-    """A race of the incumbent (index 0) and a challenger (index 1) that runs until the comparison is settled.
+class PairedSampling(Sampling):
+    """A sampling of the incumbent (index 0) and a challenger (index 1) that runs until the comparison is settled.
 
     They alternate in starting a round, because the first may change the state of the machine for the second.
 
     Args:
-        rounds: Rounds between two looks at the samples; the race ends after eight times as many.
-        may_go_on: Called before each round after the first `rounds`; false ends the race.
+        rounds: Rounds between two looks at the samples; the sampling ends after eight times as many.
+        may_go_on: Called before each round after the first `rounds`; false ends the sampling.
     """
 
     def __init__(self, rounds: int, *, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(2, plan=RacePlan.fixed(rounds), incumbents=(0, 1))
+        super().__init__(2, plan=SamplingPlan.fixed(rounds), incumbents=(0, 1))
         self._may_go_on = may_go_on
 
     def next_round(self) -> list[int]:
-        """See `Race.next_round`; every second round is in reverse order."""
+        """See `Sampling.next_round`; every second round is in reverse order."""
         return super().next_round()[:: -1 if self._round % 2 else 1]
 
     @property
-    def verdict(self) -> PairedComparison:
+    def comparison(self) -> PairedComparison:
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
         return judge(challenger, incumbent, again=len(challenger) > self.plan.rounds)
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:
-        """The clock of the comparison, and the seconds of both candidates by it; see `Race.judged`."""
-        return self.seconds_by(self.verdict.judged_by)
+        """The clock of the comparison, and the seconds of both candidates by it; see `Sampling.judged`."""
+        return self.seconds_by(self.comparison.judged_by)
 
     def _is_decided(self) -> bool:
         counted = self._round - self.plan.discard
@@ -166,7 +166,7 @@ class PairedRace(Race):
             return True
         if counted < self.plan.rounds:
             return False
-        if counted % self.plan.rounds == 0 and self.verdict.settled:
+        if counted % self.plan.rounds == 0 and self.comparison.settled:
             return True
         return counted >= _MOST * self.plan.rounds or not self._may_go_on()
 

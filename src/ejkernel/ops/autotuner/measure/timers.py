@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.race import MOSTLY_WAITS, Work
+from ejkernel.ops.autotuner.measure.sampling import MOSTLY_WAITS, Work
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ejkernel import settings
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.worker import WorkerSlot, close_first, in_slot, shared_worker, worker_session
+from ejkernel.ops.autotuner.process.worker import (
+    Worker,
+    WorkerSlot,
+    close_first,
+    in_slot,
+    shared_worker,
+    worker_session,
+)
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
@@ -37,126 +45,89 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
         TuningError: No device matches.
         KeyboardInterrupt: Ctrl-C.
     """
-    team = _Team(work, items, fingerprint)
-    slots = [WorkerSlot(settings.only_gpu(number)) for number in range(min(devices, len(items)))]
+    absent: list[str] = []
+
+    def has_device() -> bool:
+        try:
+            with shared_worker() as worker:
+                there = worker.call(device_fingerprint)
+        except (TuningError, KeyboardInterrupt) as error:
+            absent.append(str(error))
+            return False
+        if there != fingerprint:
+            absent.append(f"found {there}, not {fingerprint}")
+        return bool(there == fingerprint)
+
+    environs = [settings.only_gpu(number) for number in range(min(devices, len(items)))]
+    slots = [WorkerSlot(functools.partial(Worker, environ)) for environ in environs]
     with worker_session():
         close_first()  # the worker that traced the calls holds one device or all
-        _have_done(team, [_DeviceMember(team, slot) for slot in slots], slots)
-    if team.waiting:
-        raise TuningError(f"no device {fingerprint} to measure on: {'; '.join(team.absent)}")
-    if team.absent:
-        text = f"{len(team.absent)} of {len(slots)} devices are not usable: {'; '.join(team.absent)}"
-        warn(text, TuningWarning)
-    return [team.results[index] for index in range(len(items))]
+        results = _shared_out(work, items, slots, has_device)
+    if len(results) < len(items):
+        raise TuningError(f"no device {fingerprint} to measure on: {'; '.join(absent)}")
+    if absent:
+        warn(f"{len(absent)} of {len(slots)} devices are not usable: {'; '.join(absent)}", TuningWarning)
+    return [results[index] for index in range(len(items))]
 
 
 def in_parallel(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
     """Return the result or exception of `work` for each item, from threads that only wait, e.g. for an executor.
 
     Ctrl-C requests `this_slot().cancellation` of each thread, starts no other item, and is raised afterwards. A second
-    Ctrl-C closes the slots.
+    Ctrl-C abandons the slots.
 
     Args:
         work: Processes one item.
         items: The items.
         most: Maximum number of threads.
     """
-    team = _Team(work, items, "")
-    slots = [WorkerSlot() for _ in range(min(most, len(items)))]
-    _have_done(team, [_Member(team, slot) for slot in slots], slots)
-    return [team.results[index] for index in range(len(items))]
+    slots = [WorkerSlot(Worker) for _ in range(min(most, len(items)))]
+    results = _shared_out(work, items, slots, lambda: True)
+    return [results[index] for index in range(len(items))]
 
 
-def _have_done(team: _Team[T, R], members: Sequence[_Member[T, R]], slots: Sequence[WorkerSlot]) -> None:
-    pool = concurrent.futures.ThreadPoolExecutor(len(members), thread_name_prefix="ejkernel-device")
-    at_work = [pool.submit(in_callers_context(member)) for member in members]
+def _shared_out(
+    work: Callable[[T], R], items: Sequence[T], slots: Sequence[WorkerSlot[Worker]], may_work: Callable[[], bool]
+) -> dict[int, R | BaseException]:
+    """Return the results and exceptions by position; items that no thread may work on are missing."""
+    waiting = collections.deque(enumerate(items))
+    results: dict[int, R | BaseException] = {}
+
+    def take(slot: WorkerSlot[Worker]) -> None:
+        with in_slot(slot):
+            is_member = may_work()
+            while is_member:
+                try:
+                    # One device measures the whole item: times of two devices are not comparable.
+                    index, item = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    results[index] = work(item)
+                except BaseException as error:  # noqa: BLE001 - the caller decides
+                    results[index] = error
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(slots), thread_name_prefix="ejkernel-device")
+    threads = [pool.submit(in_callers_context(functools.partial(take, slot))) for slot in slots]
     pool.shutdown(wait=False)  # accepts no more work
-    _wait_for(at_work, team, slots)
-
-
-class _Team(Generic[T, R]):
-    """Work shared by several threads.
-
-    Attributes:
-        work: Processes one item.
-        fingerprint: The required device fingerprint.
-        waiting: Items not yet taken, with their positions.
-        results: Results and exceptions by position.
-        absent: Reasons why members do not take part.
-    """
-
-    def __init__(self, work: Callable[[T], R], items: Sequence[T], fingerprint: str) -> None:
-        self.work = work
-        self.fingerprint = fingerprint
-        self.waiting = collections.deque(enumerate(items))
-        self.results: dict[int, R | BaseException] = {}
-        self.absent: list[str] = []
-
-
-class _Member(Generic[T, R]):
-    """Processes items one after the other in a thread with its own slot."""
-
-    def __init__(self, team: _Team[T, R], slot: WorkerSlot) -> None:
-        self._team = team
-        self._slot = slot
-
-    def __call__(self) -> None:
-        with in_slot(self._slot):
-            self._begin()
-
-    def _begin(self) -> None:
-        self._take()
-
-    def _take(self) -> None:
-        team = self._team
-        while True:
-            try:
-                # One device measures the whole item: times of two devices are not comparable.
-                index, item = team.waiting.popleft()
-            except IndexError:
-                return
-            try:
-                team.results[index] = team.work(item)
-            except BaseException as error:  # noqa: BLE001 - the caller decides
-                team.results[index] = error
-
-
-class _DeviceMember(_Member[T, R]):
-    """Processes items on the worker of its slot, if the worker has the required device."""
-
-    def _begin(self) -> None:
-        try:
-            with shared_worker() as worker:
-                there = worker.call(device_fingerprint)
-        except (TuningError, KeyboardInterrupt) as error:
-            self._team.absent.append(str(error))
-            return
-        if there == self._team.fingerprint:
-            self._take()
-        else:
-            self._team.absent.append(f"found {there}, not {self._team.fingerprint}")
-
-
-def _wait_for(
-    members: Sequence[concurrent.futures.Future[None]], team: _Team[T, R], slots: Sequence[WorkerSlot]
-) -> None:
     try:
-        _look_at(members)
+        _wait_for(threads)
     except KeyboardInterrupt:
-        team.waiting.clear()
+        waiting.clear()
         for slot in slots:
             slot.cancellation.request()
         try:
-            _look_at(members)
+            _wait_for(threads)
         except KeyboardInterrupt:
             for slot in slots:
                 slot.abandon()
             raise
         raise
+    return results
 
 
-def _look_at(members: Sequence[concurrent.futures.Future[None]]) -> None:
-    while concurrent.futures.wait(members, timeout=_LOOK).not_done:
+def _wait_for(threads: Sequence[concurrent.futures.Future[None]]) -> None:
+    while concurrent.futures.wait(threads, timeout=_LOOK).not_done:
         pass
-    for member in members:
-        member.result()
+    for thread in threads:
+        thread.result()

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for measuring and compiling, free of the caller's open traces, meshes and transformations."""
+"""Threads for measuring and compiling, free of the caller's open traces, meshes and transformations.
+
+At exit the interpreter stops each thread that requests its lock. If that thread is in a callback of XLA, it unwinds
+through C++ and aborts the process with "terminate called". Such threads must therefore end earlier.
+"""
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.process.signals import of_callbacks, raise_in
 from ejkernel.ops.core.context import at_search_depth, current_scope, entered, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
@@ -92,6 +97,19 @@ def _abandon(thread: _MeasuringThread) -> None:
             del _threads[place]
 
 
+def raise_in(threads: Iterable[int | None]) -> None:
+    """Raise `SystemExit` in the threads with these identifiers as soon as they run Python."""
+    for ident in threads:
+        if ident is not None and ident != threading.get_ident():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+
+
+def _of_callbacks() -> list[int]:
+    """Return the threads that run Python but were started by XLA, for callbacks."""
+    ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    return [ident for ident in sys._current_frames() if ident not in ours]
+
+
 def _wait_at_exit() -> None:
     """Wait for running measurements: the interpreter must not exit while they are in C++."""
     end = time.monotonic() + _AT_EXIT
@@ -99,7 +117,7 @@ def _wait_at_exit() -> None:
         thread.wait(max(0.0, end - time.monotonic()))
     if _abandoned:
         compat.silence_failed_callbacks()
-        raise_in([*(thread.ident for thread in _abandoned), *of_callbacks()])
+        raise_in([*(thread.ident for thread in _abandoned), *_of_callbacks()])
     for thread in _abandoned:
         thread.wait(_AT_EXIT_LEFT)
 

@@ -5,8 +5,6 @@ The worker holds the device, runs tuning tasks and reports each step before it s
 far, kills a worker without a sign of life, and continues with a new one without the guilty candidate. A process pool
 does not report the current step of a lost worker. One worker serves a whole session, because JAX and a device take
 seconds to start.
-
-Tasks and answers are pickled. They pass only between a process and its own child (and in `fleet`).
 """
 
 from __future__ import annotations
@@ -14,58 +12,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import (
     module_path,
     reset_in_forks,
     start_process,
     use_module_path,
 )
-from ejkernel.ops.autotuner.process.messages import (
-    Began,
-    Compiling,
-    Happened,
-    Message,
-    Raised,
-    Request,
-    Returned,
-    Warned,
-)
-from ejkernel.ops.autotuner.process.pipes import Exchange
-from ejkernel.ops.autotuner.process.serve import (
-    BEATS,
-    RUNNING,
-    SHARED,
-    STOP,
-    WAKE_UP,
-    WAKES,
-    begin_serving,
-    serve,
-    unpickled,
-)
-from ejkernel.ops.autotuner.process.serve import pickled as pickled
-from ejkernel.ops.autotuner.process.serve import reports as reports
-from ejkernel.ops.autotuner.process.signals import interrupts_held_back
+from ejkernel.ops.autotuner.process.messages import Exchange
+from ejkernel.ops.autotuner.process.serve import BEATS, RUNNING, SHARED, STOP, WAKES, begin_serving, reports, serve
+from ejkernel.ops.autotuner.process.supervisor import Signs, Supervisor, WorkerDiedError
+from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.errors import DeviceLostError, TuningError
-from ejkernel.ops.utils.messages.warn import warn
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    pass
 
 _LOOK = 0.2  # seconds between checks whether a worker is alive
-_START = 120.0  # seconds allowed for the start of a worker
-_STUCK = 5 * WAKE_UP  # seconds without a wake-up after which other code holds the worker's interpreter lock
 _GOODBYE = 5.0  # seconds allowed for a worker to exit
 
 
@@ -75,78 +47,27 @@ GUARD = (
 )
 
 
-class WorkerDiedError(TuningError):
-    """A worker process ended or was killed before it answered."""
-
-
-class WorkerSilentError(WorkerDiedError):
-    """A worker process was killed because it showed no sign of life or exceeded its deadline."""
-
-
-class Deadline(Protocol):
-    """Limits on the wait for a worker, beside those that it reports."""
-
-    def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
-        """Return the seconds without a sign of life after which the worker is killed.
-
-        Args:
-            doing: Its current step.
-            is_stuck: Whether its interpreter lock is blocked.
-        """
-
-    def left(self) -> float:
-        """Return the seconds after which the worker is killed in any case."""
-
-
-@dataclasses.dataclass(slots=True)
-class WorkerStatus:
-    """The current step of a worker.
-
-    Attributes:
-        what: The step in words, e.g. "compiling".
-        configs: The candidates running on the device, interleaved.
-        compiling: The candidates being compiled at the same time.
-        allowed: Seconds without a sign of life after which the worker is killed; a function if they change.
-    """
-
-    what: str = "starting"
-    configs: Sequence[Any] = ()
-    compiling: Sequence[Any] = ()
-    allowed: float | Callable[[], float] = _START
-
-    @property
-    def limit(self) -> float:
-        """The currently allowed seconds."""
-        return self.allowed() if callable(self.allowed) else self.allowed
-
-
-class Worker:
-    """One worker process; it ends with `close`, or with this process.
+class Worker(Supervisor):
+    """One worker process, over a pipe and shared memory; it ends with `close`, or with this process.
 
     Args:
         environ: Variables to set in the worker's environment, e.g. `CUDA_VISIBLE_DEVICES`.
         is_leaf: Whether the worker itself starts no workers.
+        output: A file for all output of the worker; standard error if empty.
     """
 
-    def __init__(
-        self,
-        environ: Mapping[str, str] | None = None,
-        *,
-        is_leaf: bool = False,
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, is_leaf: bool = False, output: str = "") -> None:
+        super().__init__()
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path())
-        self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), output)
+        self._process = context.Process(target=_serve, args=(module_path(), *arguments), name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
         self._pipe = Exchange(pipe)
-        self._cancellation: Cancellation | None = None
         self._is_leaf = is_leaf
-        self.is_busy = False  # stays true if the worker dies at work or its caller stops waiting
-        self.doing = WorkerStatus()
         atexit.register(self.kill)  # not a daemon, because it may start processes
 
     @property
@@ -159,142 +80,49 @@ class Worker:
         """Whether its process is running."""
         return self._process.is_alive()
 
-    @property
-    def culprit(self) -> Any:
-        """The last candidate that ran on the device, or `None`."""
-        configs = self.doing.configs
-        return configs[min(self._pulse[RUNNING], len(configs) - 1)] if configs else None
+    def post(self, request: bytes) -> None:
+        """See `Supervisor`."""
+        self._pipe.post(request)
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        *args: object,
-        on_event: Callable[[Any], None] | None = None,
-        cancellation: Cancellation | None = None,
-        doing: WorkerStatus | None = None,
-        deadline: Deadline | None = None,
-    ) -> Any:
-        """Return `function(*args)`, computed in the worker; its exceptions are raised here.
-
-        Args:
-            function: A function at the top level of a module.
-            *args: Its arguments.
-            on_event: Called with each event that the worker reports.
-            cancellation: Asks the worker to end its search. The first Ctrl-C requests it; the second is raised. Without
-                it, the first Ctrl-C is raised.
-            doing: The step until the worker's first report.
-            deadline: Limits on the wait; by default those that the worker reports.
+    def receive(self) -> bytes | None:
+        """See `Supervisor`.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, as above; the worker is killed.
-            WorkerDiedError: The worker ended, or was killed after showing no sign of life for too long.
-            TuningError: The function or its arguments cannot be pickled.
+            WorkerDiedError: The worker ended or closed the connection.
+            TuningError: The worker would have run the user's program again.
         """
-        request = pickled(Request(function, args))
-        self.doing = doing or WorkerStatus(what="receiving its task")
-        self._cancellation = cancellation
-        self._pass_on_cancellation()
-        self.is_busy = True
-        with interrupts_held_back() as interrupts:
-            self._pipe.post(request)
-            return self._answer(on_event, interrupts, deadline or _OwnDeadline())
-
-    def _answer(
-        self, on_event: Callable[[Any], None] | None, interrupts: list[Callable[[], object]], deadline: Deadline
-    ) -> Any:
-        alive = awake = time.monotonic()
-        beats, wakes, is_dead = self._pulse[BEATS], self._pulse[WAKES], False
-        while True:
-            self._pass_on_cancellation()
-            sent = self._next_message(interrupts)
-            now = time.monotonic()
-            if self._pulse[WAKES] != wakes:
-                awake, wakes = now, self._pulse[WAKES]
-            if sent is not None:
-                alive = now
-                message: Message = unpickled(sent)
-                self.is_busy = not isinstance(message, Returned | Raised)
-                if isinstance(message, Returned):
-                    return message.value
-                if isinstance(message, Raised):
-                    raise message.error
-                self._take_note(message, on_event)
-            elif self._pulse[BEATS] != beats:
-                alive, beats = now, self._pulse[BEATS]
-            elif is_dead:
-                raise WorkerDiedError(self._last_words())
-            else:
-                is_dead = not self._process.is_alive()  # check once more for its last message
-            self._check_time(now - alive, deadline, is_stuck=now - awake > _STUCK)
-
-    def _pass_on_cancellation(self) -> None:
-        self._pulse[STOP] = self._cancellation is not None and self._cancellation.is_requested
-
-    def _next_message(self, interrupts: list[Callable[[], object]]) -> bytes | None:
-        """Return the next message; `None` if none comes soon.
-
-        The first Ctrl-C requests the cancellation, if the caller passed one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C without a cancellation, or a second Ctrl-C.
-            WorkerDiedError: The worker closed the connection.
-        """
-        try:
-            while interrupts:
-                interrupts.pop()()
-        except KeyboardInterrupt:
-            if self._cancellation is None or self._cancellation.is_requested:
-                self.kill()
-                raise
-            self._cancellation.request()
-            self._pass_on_cancellation()
         try:
             message = self._pipe.take()
             if message is None:
+                has_ended = not self._process.is_alive()
                 self._pipe.wait(self._process.sentinel, _LOOK)
                 message = self._pipe.take()
+                if message is None and has_ended:  # its last messages were read after its end
+                    raise EOFError
         except EOFError:
             self._process.join(_GOODBYE)
-            raise WorkerDiedError(self._last_words()) from None
+            raise self._end_of_process() from None
         return message
 
-    def _check_time(self, silent: float, deadline: Deadline, *, is_stuck: bool) -> None:
-        """Kill the worker if it was silent for too long or exceeded its deadline.
+    def signs(self) -> Signs:
+        """See `Supervisor`."""
+        return Signs(self._pulse[BEATS], self._pulse[WAKES], self._pulse[RUNNING])
 
-        Raises:
-            WorkerSilentError: The worker was killed.
-        """
-        allowed = deadline.silence(self.doing, is_stuck=is_stuck)
-        if silent > allowed:
-            text = f"no sign of life for {silent:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
-        elif deadline.left() <= 0:
-            text = f"deadline exceeded while {self.doing.what}"
-        else:
-            return
-        self.kill()
-        raise WorkerSilentError(text)
+    def tell(self, instruction: Instruction) -> None:
+        """See `Supervisor`."""
+        self._pulse[STOP] = instruction != Instruction.GO_ON
+        if instruction == Instruction.END_AT_ONCE:
+            self.kill()
 
-    def _take_note(self, message: Message, on_event: Callable[[Any], None] | None) -> None:
-        match message:
-            case Began():
-                self.doing.what, self.doing.configs = message.what, message.configs
-                self.doing.allowed = message.allowed
-            case Compiling():
-                self.doing.compiling = message.configs
-            case Warned():
-                warn(message.warning)
-            case Happened() if on_event is not None:
-                on_event(message.event)
-
-    def _last_words(self) -> str:
+    def _end_of_process(self) -> TuningError:
         code = self._process.exitcode
         if code == _UNGUARDED:
-            return f"the worker exited: {GUARD}"
+            return TuningError(f"the worker exited: {GUARD}")
         if code is None:
-            return f"the worker closed its connection while {self.doing.what}"
+            return WorkerDiedError("the worker closed its connection")
         if code < 0:
-            return f"the worker was killed by {signal.Signals(-code).name} while {self.doing.what}"
-        return f"the worker exited with status {code} while {self.doing.what}"
+            return WorkerDiedError(f"the worker was killed by {signal.Signals(-code).name}")
+        return WorkerDiedError(f"the worker exited with status {code}")
 
     def kill(self, *, wait: bool = True) -> None:
         """Kill the worker and its children; without `wait`, return before they have ended."""
@@ -338,30 +166,10 @@ def _session_of(leader: int) -> list[int]:
     return found
 
 
-class _OwnDeadline:
-    """Applies only the limits that the worker reports."""
-
-    def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
-        """See `Deadline`."""
-        del is_stuck
-        return doing.limit
-
-    def left(self) -> float:
-        """See `Deadline`."""
-        return math.inf
-
-
-def _serve(
-    pipe: Connection,
-    pulse: MutableSequence[int],
-    environ: dict[str, str],
-    leads: bool,
-    parent: int,
-    modules: tuple[list[str], list[str]],
-) -> None:
+def _serve(modules: tuple[list[str], list[str]], *arguments: Any) -> None:
     """Run as a worker."""
     use_module_path(modules)
-    begin_serving(pipe, pulse, environ, leads, parent)
+    begin_serving(*arguments)
     with worker_session():
         serve()
     os._exit(0)  # skip the interpreter's shutdown, which would abort threads that still compile in C++
@@ -369,24 +177,50 @@ def _serve(
 
 # --- shared workers ---
 
+T = TypeVar("T")
+W = TypeVar("W", bound=Worker)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
-class WorkerSlot:
+class WorkerSlot(Generic[W]):
     """A place for one worker at a time.
 
     Attributes:
-        environ: Variables to set in the worker's environment.
+        make: Starts a worker.
         cancellation: Asks the worker to end its current search.
-        is_closed: Whether the slot accepts no more workers.
         worker: The current worker.
         lock: Held by the thread that uses the worker.
     """
 
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    make: Callable[[], W]
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
-    is_closed: bool = False
-    worker: Worker | None = None
+    worker: W | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[W]:
+        """Lend the worker, to one thread at a time. A dead worker is replaced.
+
+        Raises:
+            KeyboardInterrupt: The slot is abandoned.
+        """
+        with self.lock:
+            if self.worker is not None and not self.worker.is_alive:  # it died while idle
+                self._drop(self.worker)
+            if self.cancellation.instruction == Instruction.END_AT_ONCE:
+                raise KeyboardInterrupt
+            worker = self.worker = self.worker or self.make()
+            try:
+                yield worker
+            except BaseException as error:
+                # Kill a busy worker: its pending answer would go to the next caller.
+                if worker.is_busy or isinstance(error, DeviceLostError):
+                    self._drop(worker)
+                raise
+
+    def _drop(self, worker: W) -> None:
+        worker.kill()
+        self.worker = None
 
     def clear(self) -> None:
         """Close the worker."""
@@ -396,26 +230,73 @@ class WorkerSlot:
             self.worker = None
 
     def abandon(self) -> None:
-        """Kill the worker, even if a thread waits for it; later requests for a worker raise `KeyboardInterrupt`."""
-        self.is_closed = True
+        """Kill the worker, even if a thread waits for it, and start no other."""
+        self.cancellation.request(at_once=True)
         worker = self.worker
         if worker is not None:
             worker.kill()
 
 
-_first = WorkerSlot()
-_taken = [_first]  # the slots of this session
-_here = threading.local()  # the slot of a thread other than the default one
-_closing: list[Callable[[], object]] = []  # other functions to call at the end of the session
-_users = [0]
-_guard = threading.Lock()
+class _Session:
+    """The workers of this process.
+
+    Attributes:
+        first: The default slot.
+        named: Other objects by name.
+        here: Has the slot of a thread other than the default one.
+        users: Number of `worker_session` blocks in progress.
+        timer: Closes the workers later.
+        closing: Functions to call at the end of the last block.
+    """
+
+    def __init__(self) -> None:
+        self.first = WorkerSlot(Worker)
+        self.named: dict[str, Any] = {}
+        self.here = threading.local()
+        self.users = 0
+        self.timer: threading.Timer | None = None
+        self.closing: list[Callable[[], object]] = []
+        self.guard = threading.Lock()
+
+    def enter(self) -> None:
+        with self.guard:
+            self.users += 1
+
+    def leave(self, stay: float) -> None:
+        with self.guard:
+            self.users -= 1
+            if stay and not self.users:
+                self._close_in(stay)
+            is_last = not self.users and self.timer is None
+        if is_last:
+            self.close()
+
+    def _close_in(self, seconds: float) -> None:
+        if self.timer is None:
+            util.Finalize(None, self.close, exitpriority=100)  # or the exit of this process waits for its workers
+        else:
+            self.timer.cancel()
+        self.timer = threading.Timer(seconds, self.close)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def close(self) -> None:
+        """Close the workers if no block is in progress."""
+        with self.guard:
+            self.timer = None
+            left: list[Callable[[], object]] = []
+            if not self.users:
+                left, self.closing, self.named = [*self.closing, self.first.clear], [], {}
+        for close in left:
+            close()
+
+
+_session = _Session()
 
 
 def _begin_anew() -> object:
-    global _first, _guard, _here
-    left = (_first, _guard, _here, *_taken, *_closing)
-    _first, _guard, _here = WorkerSlot(), threading.Lock(), threading.local()
-    _taken[:], _closing[:], _users[:] = [_first], [], [0]
+    global _session
+    left, _session = _session, _Session()
     return left
 
 
@@ -423,68 +304,57 @@ reset_in_forks(_begin_anew)
 
 
 @contextlib.contextmanager
-def worker_session() -> Iterator[None]:
-    """Reuse the workers inside the `with` block; the outermost block closes them."""
-    with _guard:
-        _users[0] += 1
+def worker_session(stay: float = 0.0) -> Iterator[None]:
+    """Reuse the workers inside the `with` block; the outermost block closes them, `stay` seconds later."""
+    session = _session
+    session.enter()
     try:
         yield
     finally:
-        with _guard:
-            _users[0] -= 1
-            left: list[Callable[[], object]] = []
-            if _users[0] == 0:
-                left = [*_closing, *(slot.clear for slot in _taken)]
-                _taken[:], _closing[:] = [_first], []
-        for close in left:
-            close()
+        session.leave(stay)
 
 
 def at_session_end(close: Callable[[], object]) -> None:
-    """Call `close` at the end of the current session. A worker process is one session."""
-    with _guard:
-        _closing.append(close)
+    """Call `close` once at the end of the current session. A worker process is one session."""
+    with _session.guard:
+        if close not in _session.closing:
+            _session.closing.append(close)
+
+
+def of_session(name: str, make: Callable[[], T]) -> T:
+    """Return the current session's object of that name."""
+    with _session.guard:
+        if name not in _session.named:
+            _session.named[name] = make()
+        found: T = _session.named[name]
+        return found
 
 
 @contextlib.contextmanager
-def in_slot(slot: WorkerSlot) -> Iterator[None]:
+def in_slot(slot: WorkerSlot[Worker]) -> Iterator[None]:
     """Use `slot` for this thread's worker inside the `with` block; the session closes it."""
-    with _guard:
-        if slot not in _taken:
-            _taken.append(slot)
-    before, _here.slot = this_slot(), slot
+    at_session_end(slot.clear)
+    before, here = this_slot(), _session.here
+    here.slot = slot
     try:
         yield
     finally:
-        _here.slot = before
+        here.slot = before
 
 
-def this_slot() -> WorkerSlot:
+def this_slot() -> WorkerSlot[Worker]:
     """Return this thread's slot."""
-    slot: WorkerSlot = getattr(_here, "slot", _first)
+    slot: WorkerSlot[Worker] = getattr(_session.here, "slot", _session.first)
     return slot
 
 
 @contextlib.contextmanager
 def shared_worker() -> Iterator[Worker]:
-    """Lend the worker of this thread's slot, to one thread at a time. A dead worker is replaced on the next use."""
-    slot = this_slot()
-    with worker_session(), slot.lock:
-        if slot.is_closed:
-            raise KeyboardInterrupt
-        if slot.worker is None:
-            slot.worker = Worker(slot.environ)
-        worker = slot.worker
-        try:
-            yield worker
-        except BaseException as error:
-            # Kill a busy worker: its pending answer would go to the next caller.
-            if worker.is_busy or isinstance(error, DeviceLostError):
-                worker.kill()
-                slot.worker = None
-            raise
+    """Lend the worker of this thread's slot."""
+    with worker_session(), this_slot().lent() as worker:
+        yield worker
 
 
 def close_first() -> None:
     """Close the session's default worker, so that its devices are free for several workers."""
-    _first.clear()
+    _session.first.clear()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper
-from ejkernel.ops.autotuner.search.model import LEAST, Candidates, Model, Prior, Scatter, is_time
+from ejkernel.ops.autotuner.search.model import LEAST, Model, Prior, RankedPoints, Scatter, is_time
 from ejkernel.ops.autotuner.search.model import Record as Record
 from ejkernel.ops.autotuner.search.model import SearchOptions as SearchOptions
 from ejkernel.ops.config.spaces.space import ConfigSpace, Point
@@ -169,7 +169,7 @@ class ModelSearch(_Recorder):
         self._priors = tuple(prior for prior in priors if len(prior) >= LEAST)
         self._measured = self._failures = 0
         self._scatter: Scatter | None = None
-        self._candidates: Candidates | None = None
+        self._candidates: RankedPoints | None = None
         self._model: Model | None = None
         self._hypers: tuple[Hyper, ...] = ()
         self._failing: Hyper | None = None
@@ -211,7 +211,7 @@ class ModelSearch(_Recorder):
     def _refit(self) -> None:
         """Fit the hyperparameters again; this is slow and happens only now and then."""
         if self._candidates is None or self.space.points() is None:
-            self._candidates = Candidates(self.space, self._ranked(), self._priors, self.options)
+            self._candidates = RankedPoints(self.space, self._ranked(), self._priors, self.options)
             for point, seconds in self.times.items():
                 if point in self._candidates.rows:
                     self._candidates.note(self._candidates.rows[point], failed=seconds is None)

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
+from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Findings, Outcome, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 SCHEMA: Final = 2  # increase when the layout changes; logs with another schema are skipped with a warning
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
+# Fields of `Findings` that a header holds as they are.
+_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed")
+_TEXTS: Final = ("why", "rule_fault", "not_saved")
 _TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
@@ -60,7 +63,7 @@ class StoredSearch(Findings):
         call: The abstract call as plain data.
         config_type: `module.Qualname` of the configurations' class, or `json` for plain data. The outcomes hold plain
             data in both cases.
-        winner: The index of the winner in the outcomes.
+        winner_index: The index of the winner in the outcomes.
         provenance: Device, versions and time of writing.
         path: The file; `None` for a search held in memory because it could not be written.
     """
@@ -68,9 +71,22 @@ class StoredSearch(Findings):
     key: ConfigKey
     call: Any
     config_type: str
-    winner: int
+    winner_index: int
     provenance: Mapping[str, Any]
     path: Path | None = None
+
+    @property
+    def winner(self) -> Outcome:
+        """The winner's outcome."""
+        return self.outcomes[self.winner_index]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The weight of each call in the mean, by call key."""
+        shares: dict[str, float] = {} if self.cases else {self.key.call: 1.0}
+        for case in self.cases:
+            shares[case.call] = shares.get(case.call, 0.0) + case.weight
+        return shares
 
     def record(self, label: str = "", cfg_type: object = None) -> Record:
         """Return the times of the call as the starting point of a new search.
@@ -82,50 +98,43 @@ class StoredSearch(Findings):
             label: The source of the times; device and key by default.
             cfg_type: The configurations' type; `None` for the type named in the file, if files may name it.
         """
-        times: list[tuple[Any, float | None]] = []
-        refused: list[ConfigError] = []
-        for outcome in self.outcomes:
-            if outcome.measurement is None and outcome.status in _UNKNOWN:
-                continue
-            try:
-                config = self._decoded(outcome.config, cfg_type)
-            except ConfigError as error:
-                refused.append(error)
-            else:
-                times.append((config, outcome.seconds_on(self.key.call)))
-        if refused:
-            text = "%d of %d configurations in the log of %s cannot be decoded, e.g.: %s"
-            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
-        return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
+        known = [o for o in self.outcomes if o.measurement is not None or o.status not in _UNKNOWN]
+        times = tuple((o.config, o.seconds_on(self.key.call)) for o in self._decoded(known, cfg_type))
+        return Record(label or f"{self.key.device} {self.key.call}", times)
 
     def measured(self, cfg_type: object = None) -> tuple[Outcome, ...]:
         """Return the measured outcomes except the heuristic's, with decoded configurations.
 
         Configurations that cannot be decoded are left out and logged.
         """
-        found = []
-        for outcome in self.outcomes[1:]:
-            if outcome.status != Status.MEASURED or outcome.measurement is None:
-                continue
-            try:
-                found.append(dataclasses.replace(outcome, config=self._decoded(outcome.config, cfg_type)))
-            except ConfigError as error:
-                logger.info("a configuration in the log of %s cannot be decoded: %s", printable(self.key), error)
-        return tuple(found)
+        measured = [o for o in self.outcomes[1:] if o.status == Status.MEASURED and o.measurement is not None]
+        return tuple(self._decoded(measured, cfg_type))
 
-    def _decoded(self, config: object, cfg_type: object) -> Any:
-        return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
+    def _decoded(self, outcomes: Sequence[Outcome], cfg_type: object) -> list[Outcome]:
+        """Return the outcomes with decoded configurations, without those that cannot be decoded."""
+        found, refused = [], []
+        for outcome in outcomes:
+            data = outcome.config
+            try:
+                config = decode_config(data, self.config_type) if cfg_type is None else from_data(data, cfg_type)
+                found.append(dataclasses.replace(outcome, config=config))
+            except ConfigError as error:
+                refused.append(error)
+        if refused:
+            text = "%d of %d configurations in the log of %s cannot be decoded, e.g.: %s"
+            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
+        return found
 
     def summary(self, *, width: int | None = None) -> str:
         """Return a table of all candidates, the fastest first, at most `width` characters wide."""
         time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
         title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
-        return summary_of(title, self, self.outcomes[self.winner], width=width)
+        return summary_of(title, self, width=width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Standing:
-    """The fields of `Standing.data`."""
+class _StoredChallenge:
+    """The fields of `Challenge.data`."""
 
     rival: Any
     verdict: str
@@ -139,8 +148,8 @@ class _Standing:
     judged_by: str
     alone: bool
 
-    def restored(self) -> Standing:
-        """Return the `Standing`.
+    def restored(self) -> Challenge:
+        """Return the `Challenge`.
 
         Raises:
             UnusableError: The figures are invalid or inconsistent.
@@ -150,8 +159,8 @@ class _Standing:
         # The figures are shown and compared, so reject inconsistent ones.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
-            raise UnusableError(f"line 1: the figures of its standing are inconsistent: {self}")
-        verdict = PairedComparison(
+            raise UnusableError(f"line 1: the figures of its comparison are inconsistent: {self}")
+        comparison = PairedComparison(
             wins=self.verdict == CameOut.WINS,
             settled=self.verdict != CameOut.UNDECIDED,
             speedup=math.inf if self.speedup is None else self.speedup,
@@ -163,17 +172,7 @@ class _Standing:
             incumbent=self.heuristic_us / 1e6,
             judged_by=self.judged_by,
         )
-        return Standing(self.rival, verdict, alone=self.alone)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """One case of a search; see `Case`."""
-
-    call: str
-    arguments: str
-    draw: str
-    weight: float
+        return Challenge(self.rival, comparison, is_confirmation=self.alone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +189,10 @@ class _Header:
         outcomes: Number of outcome lines.
         columns: Columns of these lines.
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
-        why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
+        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
             `AutotuneData`.
-        cases: The cases of the search; `None` if it has a single case.
+        standing: `AutotuneData.challenge`.
+        cases: The cases of the search, without samples; `None` if it has a single case.
     """
 
     schema: int
@@ -207,7 +207,7 @@ class _Header:
     provenance: dict[str, Any]
     twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     why: str = ""
-    standing: _Standing | None = None
+    standing: _StoredChallenge | None = None
     undecided: bool = False
     interrupted: bool = False
     rule_fault: str = ""
@@ -215,7 +215,7 @@ class _Header:
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
-    cases: list[_Case] | None = None
+    cases: list[Case] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,20 +261,17 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         fields=fields,
         winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
         seconds=round(data.seconds, 3),
+        planned=data.planned,
         outcomes=len(configs),
         columns=columns,
         provenance=dict(provenance),
         twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
+        standing=None if data.challenge is None else _StoredChallenge(**data.challenge.data()),
+        cases=[dataclasses.replace(case, samples=()) for case in data.cases] or None,
         why=shortened(data.why),
-        standing=None if data.standing is None else _Standing(**data.standing.data()),
-        undecided=data.undecided,
-        interrupted=data.interrupted,
         rule_fault=shortened(data.rule_fault),
-        input_sets=data.input_sets,
-        planned=data.planned,
-        unconfirmed=data.unconfirmed,
         not_saved=shortened(data.not_saved),
-        cases=[_Case(call=c.call, arguments=c.arguments, draw=c.draw, weight=c.weight) for c in data.cases] or None,
+        **{name: getattr(data, name) for name in _FLAGS},
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -349,19 +346,13 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         call=header.call,
         config_type=header.config_type,
         outcomes=tuple(outcomes),
-        winner=header.winner,
-        seconds=header.seconds,
+        winner_index=header.winner,
         provenance=header.provenance,
         path=path,
-        why=header.why,
-        standing=None if header.standing is None else header.standing.restored(),
-        undecided=header.undecided,
-        interrupted=header.interrupted,
-        rule_fault=header.rule_fault,
-        input_sets=header.input_sets,
+        seconds=header.seconds,
         planned=min(header.planned, _MOST),
-        unconfirmed=header.unconfirmed,
-        not_saved=header.not_saved,
+        challenge=None if header.standing is None else header.standing.restored(),
+        **{name: getattr(header, name) for name in (*_FLAGS, *_TEXTS)},
     )
 
 
@@ -418,8 +409,6 @@ def _cases(row: _Row, number: int, header: _Header) -> tuple[Case, ...]:
     if times and len(times) != len(cases):
         raise UnusableError(f"line {number}: it has times of {len(times)} cases instead of {len(cases)}")
     return tuple(
-        Case(
-            call=case.call, arguments=case.arguments, draw=case.draw, weight=case.weight, samples=(microseconds / 1e6,)
-        )
+        dataclasses.replace(case, samples=(microseconds / 1e6,))
         for case, microseconds in zip(cases, times, strict=False)
     )

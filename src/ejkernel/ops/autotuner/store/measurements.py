@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MeasurementStore`: the measurements of every search, stored beside the cache entries; and their replay."""
+"""`MeasurementStore`: the measurements of every search, stored beside the cache entries."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.search.strategies import Strategy
 from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
-from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
@@ -35,23 +33,25 @@ from ejkernel.ops.config._files import (
 )
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.errors import CacheWarning
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
+
 LOG: Final = ".jsonl"  # suffix of a search's file, other than that of entries
 KEPT: Final = 8  # newest searches stored for one call: older ones describe outdated drivers
 _LARGEST: Final = 64 << 20  # bytes of a search; an outcome takes hundreds
 _STAMP: Final = "%Y%m%dT%H%M%SZ"
 _NAME: Final = re.compile(rf"(.+)\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
+_EQUAL: Final = 1e-4  # tolerance for weights
 RECORDS: Final = 4  # calls used as starting points; each costs one measurement and time to fit
+_NO_PART = ("wiring",)  # the origin of a call, not part of its identity; see `Invocation.call_key`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,17 +147,24 @@ class MeasurementStore:
                 newest[search.key] = search
         return list(newest.values())
 
-    def unfinished(self, inv: Invocation[Cfg, Out]) -> tuple[Outcome, ...]:
+    def unfinished(self, inv: Invocation[Cfg, Out], shares: Mapping[str, float] | None = None) -> tuple[Outcome, ...]:
         """Return the measured candidates of a call's newest search, if it ended early, without the heuristic.
 
-        Failed searches are ignored. Searches with other versions, or of several calls together, give no candidates.
+        Failed searches are ignored. Searches with other versions, or of other calls together, give no candidates.
+
+        Args:
+            inv: The call, or the first of several that share a configuration.
+            shares: The weight of each call's time in the mean, by call key; the weights add up to 1. By default the
+                call is alone.
         """
+        wanted = {inv.key.call: 1.0} if shares is None else shares
         for search in self.searches(inv.key.op):
             if search.key != inv.key or search.progress.state == SearchState.FAILED:
                 continue
             here = provenance(inv.key, self.cache.clock())
             is_same = all(search.provenance.get(name) == here.get(name) for name in here if name != "time")
-            is_open = search.progress.state == SearchState.PARTIAL and not search.cases
+            is_same = is_same and are_alike(search.shares, wanted)
+            is_open = search.progress.state == SearchState.PARTIAL
             return search.measured(self._config_type(inv)) if is_open and is_same else ()
         return ()
 
@@ -235,6 +242,11 @@ class MeasurementStore:
                 yield name, place, functools.partial(read_file, place, _LARGEST)
 
 
+def are_alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Return whether two searches are of the same calls with the same weights, which entries store rounded."""
+    return shares.keys() == others.keys() and all(abs(shares[key] - others[key]) < _EQUAL for key in shares)
+
+
 def read_search(file: Path) -> StoredSearch | None:
     """Return the search of a file in a cache folder; `None` if the file is gone.
 
@@ -252,44 +264,6 @@ def _log(name: str, raw: bytes, path: Path | None) -> _Log:
     if not _is_of(key, name):
         raise UnusableError(f"it holds another key: {describe(key)}")
     return _Log(key, call, name, lines, path)
-
-
-def replay(
-    search: StoredSearch, strategy_of: Callable[[ConfigSpace[Any]], Strategy], evaluations: int | None = None
-) -> Record:
-    """Run a strategy on a stored search without a device, with the logged times as measurements.
-
-    >>> replay(search, lambda space: default_strategy(space, seed=1)).best(1)  # doctest: +SKIP
-
-    Args:
-        search: The search. Its tried configurations, as plain data, form the space. Configurations other than
-            dictionaries become `{"config": configuration}`.
-        strategy_of: Creates the strategy for that space.
-        evaluations: Largest number of configurations to evaluate; all by default.
-
-    Returns:
-        The evaluated configurations with their times, in order.
-
-    Raises:
-        ConfigError: The log has no usable outcome.
-    """
-    times = {stable_json(config): (config, seconds) for config, seconds in search.record(cfg_type=Any).times}
-    if not times:
-        raise ConfigError(f"search must have outcomes that a strategy can use, got none for {search.key}.")
-    wrapped = not all(isinstance(config, dict) for config, _ in times.values())
-    space: ConfigSpace[Any] = ConfigSpace.listed(
-        [{"config": config} if wrapped else config for config, _ in times.values()]
-    )
-    strategy = strategy_of(space)
-    asked: list[tuple[Any, float | None]] = []
-    while evaluations is None or len(asked) < evaluations:
-        configs = strategy.ask(1)
-        if not configs:
-            break
-        answer = times[stable_json(configs[0]["config"] if wrapped else configs[0])]
-        strategy.tell(configs[0], answer[1])
-        asked.append(answer)
-    return Record(f"replay of {search.key.device} {search.key.call}", tuple(asked))
 
 
 def _merged(label: str, records: Sequence[Record]) -> Record:
@@ -368,3 +342,44 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)  # another process may remove it too
         except OSError as error:
             logger.info("an old search could not be removed: %s", printable(error))
+
+
+def dimensions_of(call: object) -> tuple[str, tuple[int, ...]]:
+    """Return the part of a call that must be equal in comparable calls, and the dimensions that may differ.
+
+    The common part has the structure of the arguments, the arrays' dtypes and ranks, all static arguments and the
+    transformations. The dimensions are those of the arrays and the sizes of enclosing `vmap`s.
+
+    Args:
+        call: An invocation's `description`.
+    """
+    dimensions: list[int] = []
+    parts = {name: part for name, part in call.items() if name not in _NO_PART} if isinstance(call, dict) else call
+    common = _without_dimensions(parts, dimensions)
+    return stable_json(common), tuple(dimensions)
+
+
+def distance(mine: tuple[int, ...], theirs: tuple[int, ...]) -> float:
+    """Return the sum of the absolute log2 ratios of the dimensions; e.g. 1 if one dimension doubles."""
+    return sum(abs(_log2(one) - _log2(other)) for one, other in zip(mine, theirs, strict=True))
+
+
+def _log2(dimension: int) -> float:
+    return math.log2(max(dimension, 0.5))  # an empty dimension is as far from 1 as 2 is
+
+
+def _without_dimensions(data: object, dimensions: list[int]) -> Any:
+    """Return a copy without the arrays' dimensions, and append these to `dimensions`."""
+    if isinstance(data, list):
+        if len(data) == 3 and data[0] == "vmap" and type(data[1]) is int:
+            dimensions.append(data[1])
+            return [data[0], 0, data[2]]
+        return [_without_dimensions(item, dimensions) for item in data]
+    if not isinstance(data, dict):
+        return data
+    array = data.get("array")
+    if isinstance(array, list) and len(array) == 2 and isinstance(array[1], list):
+        kept = [dim if type(dim) is not int else 0 for dim in array[1]]  # a symbolic dimension is a name
+        dimensions.extend(dim for dim in array[1] if type(dim) is int)
+        return data | {"array": [array[0], kept]}
+    return {name: _without_dimensions(item, dimensions) for name, item in sorted(data.items())}

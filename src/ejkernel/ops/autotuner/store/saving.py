@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves the results of a search: always its log, and the configuration if it is confirmed."""
+"""Saves the results of a search: always its log, and the configuration if it is measured, correct and confirmed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
-from ejkernel.ops.autotuner.trials.candidates import heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.status import FAULTY, SearchState, Status
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import saved_in, space_digest, standing
@@ -118,3 +117,60 @@ def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, I
     yield inv.key, inv, tuned
     for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
         yield other.key, other.inv, other
+
+
+class AdmissionError(TuningError):
+    """The search named a winner without measuring, checking or confirming it: a defect of the search."""
+
+
+def why_not_saved(data: AutotuneData, *, validated: bool, earlier: object = None) -> str:
+    """Return why the configuration of a search is not saved; empty if it is saved.
+
+    A partial search has a result only if a candidate beat the heuristic. Its winner replaces a saved configuration
+    only if the search measured that configuration too.
+
+    Args:
+        data: The search.
+        validated: Whether candidates were compared with the reference.
+        earlier: The configuration saved so far; `None` without one.
+
+    Raises:
+        AdmissionError: The winner is not measured, not correct, or not confirmed.
+    """
+    progress, winner = data.progress, _winner(data)
+    if progress.state == SearchState.FAILED:
+        return "nothing was measured"
+    if progress.state == SearchState.PARTIAL and winner is data.heuristic:
+        return progress.not_finished
+    _check(data, winner, validated=validated)
+    if progress.state == SearchState.PARTIAL and earlier is not None and not _has_tried(data, earlier):
+        return f"{progress.not_finished}, and the saved configuration was not measured again"
+    return ""
+
+
+def _winner(data: AutotuneData) -> Outcome:
+    token = config_id(data.config)
+    found = [outcome for outcome in data.outcomes if config_id(outcome.config) == token]
+    if not found:
+        raise AdmissionError(f"the winner {data.config!r} is not among the candidates")
+    return found[0]
+
+
+def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
+    if winner.status != Status.MEASURED or winner.measurement is None or not winner.measurement.samples:
+        raise AdmissionError(f"the winner {winner.config!r} has no samples; its status is {winner.status}")
+    if validated and "outputs" not in data.checked:
+        raise AdmissionError(f"the winner {winner.config!r} was not compared with the reference")
+    if winner is data.heuristic or data.heuristic.status in FAULTY:
+        return
+    challenge = data.challenge
+    if challenge is None or config_id(challenge.challenger) != config_id(winner.config):
+        raise AdmissionError(f"the winner {winner.config!r} was not compared with the heuristic")
+    if not (challenge.is_confirmation and challenge.comparison.wins and challenge.comparison.settled):
+        raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {challenge.line()}")
+
+
+def _has_tried(data: AutotuneData, config: object) -> bool:
+    token = config_id(config)
+    tried = FAULTY | {Status.MEASURED, Status.SAME}
+    return any(outcome.status in tried and config_id(outcome.config) == token for outcome in data.outcomes)

@@ -1,124 +1,251 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of a search: which candidates to measure again, and whether the best beats the heuristic."""
+"""The decision of a run: whether its best candidate replaces the heuristic."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, compare
-from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
+from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
+from ejkernel.ops.autotuner.bench.gradients import rule_fault
+from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
+from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool, fastest_first
+from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
-from ejkernel.ops.autotuner.trials.outcome import Standing
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.autotuner.trials.outcome import Challenge
+from ejkernel.ops.autotuner.trials.status import FAULTY, Status
+from ejkernel.ops.core.examples import why_not_finite
+from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.formatting import compact, counted
 
-_FINALISTS = 7  # candidates measured again beside the heuristic
+_CONFIRMATION_ROUNDS = 8  # least rounds of a confirmation run; fewer prove nothing
+_CONFIRMATION_SECONDS = 20.0  # longest extension of a confirmation run that is not settled after its rounds
+_LAST_SECONDS = 2.0  # extra time for the confirmation run after the end was requested: a winner needs one
+_DOUBTS = 2  # times that candidates with shorter times than the winner are measured again beside it
 _HOPELESS = 1.25  # a candidate slower than this multiple of the heuristic is not measured again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision of a search.
+class Conclusion:
+    """The winner of a run, and the evidence.
 
     Attributes:
         winner: The winning candidate.
         checked: The checks that it passed.
-        standing: The best challenger compared with the heuristic.
+        challenge: The best challenger compared with the heuristic.
         doubtful: Whether another candidate has shorter times than the winner.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
     """
 
     winner: Candidate
     checked: tuple[str, ...]
-    standing: Standing | None = None
+    challenge: Challenge | None = None
     doubtful: bool = False
     unconfirmed: bool = False
 
     @property
     def undecided(self) -> bool:
         """Whether the evidence was insufficient."""
-        return self.doubtful or (self.standing is not None and not self.standing.verdict.settled)
+        return self.doubtful or (self.challenge is not None and not self.challenge.comparison.settled)
 
 
-def are_measured(*candidates: Candidate) -> bool:
+class Decider:
+    """Confirms the best candidate of a run against the heuristic, on new inputs.
+
+    Args:
+        task: The task.
+        pool: The candidates, measured.
+        budget: The time left.
+    """
+
+    def __init__(self, task: TuningTask, pool: Pool, budget: Budget) -> None:
+        self._task, self._pool, self._budget = task, pool, budget
+        self._oracle = pool.timing.oracle
+        self._rounds = max(_CONFIRMATION_ROUNDS, task.rounds)
+        self._rule_fault = ""
+
+    def decide(self) -> Conclusion:
+        """Return the decision, after candidates with shorter times than the winner were measured again beside it.
+
+        A candidate dropped early, or measured in other rounds, may look fast because of its few samples.
+
+        Raises:
+            TuningError: No candidate could be measured.
+        """
+        self._rule_fault, pool = self._found_rule_fault(), self._pool
+        decision = self._best()
+        for _ in range(_DOUBTS):
+            doubtful = self._faster_than(decision)
+            if not doubtful or pool.must_end():
+                break
+            pool.prepare_again(doubtful)
+            again = {id(candidate): candidate for candidate in (pool.heuristic, decision.winner, *doubtful)}
+            pool.measure(again.values(), SamplingPlan.fixed(self._rounds))
+            decision = self._best()
+        return dataclasses.replace(decision, doubtful=bool(self._faster_than(decision)))
+
+    def fault(self, decision: Conclusion) -> str:
+        """Return the fault of the gradients: of the heuristic's, or how forward and backward disagree on residuals."""
+        if self._rule_fault or self._task.policy.validate is not True:
+            return self._rule_fault or self._oracle.contract_fault
+        heuristic = self._pool.heuristic
+        return pair_fault(
+            self._oracle, heuristic if decision.winner is heuristic and not self._pool.must_end() else None
+        )
+
+    def _found_rule_fault(self) -> str:
+        """Return the fault of the heuristic's gradients, if the time suffices for the check; empty without a fault."""
+        if self._task.policy.validate is not True or self._pool.must_end():
+            return ""
+        first = self._pool.heuristic
+        if first.status == Status.WRONG and self._task.inv.direction == "bwd":  # the call itself computes gradients
+            return f"its gradients are wrong: {first.reason}"
+        return rule_fault(self._oracle) if first.compiled is not None else ""
+
+    def _faster_than(self, decision: Conclusion) -> list[Candidate]:
+        """Return candidates with shorter times than the winner, the fastest first; empty if undecided."""
+        limit = None if decision.undecided else decision.winner.seconds
+        if limit is None:
+            return []
+        fastest = fastest_first(self._pool.tried)[:FINALISTS]
+        return [candidate for candidate in fastest if (candidate.seconds or math.inf) < limit * (1 - MARGIN)]
+
+    def _best(self) -> Conclusion:
+        """Return the fastest candidate that is correct on new inputs and beats the heuristic in a confirmation run.
+
+        The confirmation run is paired and takes new samples: the fastest of many candidates is often the one that
+        noise favoured most.
+        """
+        pool, heuristic = self._pool, self._pool.heuristic
+        while pool.ranking:
+            challenger = next((candidate for candidate in pool.ranking if candidate is not heuristic), None)
+            # Without samples of the heuristic, and without its failure, nothing can be compared with it.
+            if challenger is None or not (heuristic.status in FAULTY or _are_measured(heuristic)):
+                return self._stays(None)
+            challenge = self._first_look(challenger)
+            if challenge is not None and not challenge.comparison.wins:
+                return self._stays(challenge)
+            checked = self._confirmed(challenger)
+            challenge = self._confirmation_run(challenger)
+            if _are_measured(challenger):
+                return self._after_confirmation_run(challenger, checked, challenge)
+            # The failed challenger caused slower candidates to be dropped.
+            pool.measure(pool.tried, SamplingPlan(rounds=self._task.rounds))
+        self._oracle.settings.tell()
+        raise TuningError(self._why_no_winner())
+
+    def _first_look(self, challenger: Candidate) -> Challenge | None:
+        """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive."""
+        if not _are_measured(challenger, self._pool.heuristic):
+            return None
+        comparison = _at_first_look(challenger, self._pool.heuristic)
+        if comparison.wins or comparison.settled or self._pool.must_end():
+            return Challenge(challenger.config, comparison)
+        return self._confirmation_run(challenger)
+
+    def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
+        """Return the checks that a challenger passed on new inputs; empty if it failed."""
+        try:
+            gradients = self._task.policy.validate is True
+            return confirm(self._oracle, challenger, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
+        except CandidateError as error:
+            challenger.fail(Status.WRONG, error)
+            self._pool.report(challenger)
+            return ()
+
+    def _confirmation_run(self, challenger: Candidate) -> Challenge | None:
+        """Run the confirmation until the comparison is settled; `None` if a candidate cannot be measured.
+
+        It may continue for a moment after the end was requested: without a confirmation run, no candidate wins.
+        """
+        heuristic = self._pool.heuristic
+        if not _are_measured(challenger, heuristic):
+            return None
+        paired = PairedSampling(self._rounds, may_go_on=self._budget.lasts(_CONFIRMATION_SECONDS))
+        # The log stores these samples.
+        self._pool.timing.measure([heuristic, challenger], paired, stop=self._must_end_now())
+        if not _are_measured(challenger, heuristic):
+            return None
+        return Challenge(challenger.config, paired.comparison, is_confirmation=True)
+
+    def _must_end_now(self) -> Callable[[], bool]:
+        """Return a function that is true a moment after the end of the search was requested."""
+        has_time = self._budget.lasts(_LAST_SECONDS)
+        return lambda: self._budget.is_abandoned() or (self._pool.must_end() and not has_time())
+
+    def _after_confirmation_run(
+        self, challenger: Candidate, checked: tuple[str, ...], challenge: Challenge | None
+    ) -> Conclusion:
+        """Return the challenger if it won the confirmation run, or if the heuristic has failed."""
+        if challenge is None:
+            if challenger.is_recalled:  # a search must measure its winner itself
+                sampling = Sampling(1, plan=SamplingPlan.fixed(self._rounds))
+                self._pool.timing.measure([challenger], sampling, stop=self._must_end_now())
+            has_failed = self._pool.heuristic.status in FAULTY
+            return Conclusion(challenger, checked) if has_failed and not challenger.is_recalled else self._stays(None)
+        is_confirmed = challenge.comparison.wins and challenge.comparison.settled
+        return Conclusion(challenger, checked, challenge) if is_confirmed else self._stays(challenge)
+
+    def _stays(self, challenge: Challenge | None) -> Conclusion:
+        checked = ("outputs",) if self._task.policy.validate else ()
+        is_open = challenge is None or not challenge.comparison.settled
+        unconfirmed = is_open and self._pool.others_are_measured and self._pool.must_end()
+        return Conclusion(self._pool.heuristic, checked, challenge, unconfirmed=unconfirmed)
+
+    def _why_no_winner(self) -> str:
+        """Return why a search has no winner: the reasons of all candidates, the most frequent first."""
+        reasons = collections.Counter(candidate.reason for candidate in self._pool.tried)
+        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        tried = counted(len(self._pool.tried), "candidate")
+        text = f"{self._task.inv.op_id}: none of {tried} could be measured: {listed}"
+        if any(NOT_FINITE in reason for reason in reasons):
+            text = f"{text}; {why_not_finite(self._task.kernel, self._task.inputs)}"
+        return text
+
+
+def _are_measured(*candidates: Candidate) -> bool:
     """Return whether all candidates have programs and times."""
     return all(candidate.compiled is not None and candidate.measurement is not None for candidate in candidates)
 
 
-def at_first_look(rival: Candidate, heuristic: Candidate) -> PairedComparison:
-    """Compare two candidates by the run of all candidates; the rival needs a lead in the median beyond a tie.
+def _at_first_look(challenger: Candidate, heuristic: Candidate) -> PairedComparison:
+    """Compare two candidates by the rounds of all candidates; the challenger needs a lead in the median beyond a tie.
 
-    A hopelessly slow rival was dropped early. It has few samples, but its verdict is settled.
+    A hopelessly slow challenger was dropped early. It has few samples, but its comparison is settled.
     """
-    mine, theirs = rival.measurement, heuristic.measurement
+    mine, theirs = challenger.measurement, heuristic.measurement
     assert mine is not None  # callers check
     assert theirs is not None
     sure = compare(mine.samples, theirs.samples)
     wins = compare(mine.samples, theirs.samples, margin=MARGIN, confidence=0.0).wins
     witness = PROCESSOR if mine.method == PROCESSOR else CLOCK
-    verdict = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
-    hopeless = not verdict.wins and verdict.speedup * _HOPELESS <= 1
-    return dataclasses.replace(verdict, settled=verdict.settled or hopeless)
+    comparison = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
+    hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1
+    return dataclasses.replace(comparison, settled=comparison.settled or hopeless)
 
 
-def why_it_stays(standing: Standing | None, *, unconfirmed: bool = False) -> str:
-    """Return why the heuristic stays."""
-    if unconfirmed:
-        return "the search ended before the best candidate was compared with it"
-    if standing is None or (standing.verdict.settled and not standing.alone):
-        return "no candidate was measurably faster"
-    verdict = standing.verdict
-    what = "did not beat it" if verdict.settled else "was neither certainly faster nor certainly slower"
-    where = " in the confirmation run" if standing.alone else ""
-    rounds = f"{verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds"
-    return f"{compact(standing.rival)} {what}{where} ({rounds})"
+def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: bool) -> str:
+    """Return why the heuristic stays.
 
-
-def faster_than(decision: Decision, tried: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates with shorter times than the winner, the fastest first; empty if the search is undecided."""
-    limit = None if decision.undecided else decision.winner.seconds
-    if limit is None:
-        return []
-    return [c for c in fastest_first(tried)[:_FINALISTS] if (c.seconds or math.inf) < limit * (1 - MARGIN)]
-
-
-def finalists(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Return the heuristic (the first candidate) and the fastest of the others."""
-    return [tried[0], *fastest_first(tried[1:])[:_FINALISTS]]
-
-
-def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the measured candidates, the fastest first."""
-    measured = [candidate for candidate in candidates if candidate.measurement is not None]
-    return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
-
-
-def why_no_winner(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
-    """Return why a search has no winner: the reasons of all candidates, the most frequent first."""
-    reasons = collections.Counter(candidate.reason for candidate in tried)
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"
-
-
-def release_losers(tried: Sequence[Candidate]) -> None:
-    """Release the programs of all candidates except the finalists."""
-    kept = {id(candidate) for candidate in finalists(tried)}
-    for candidate in tried:
-        if id(candidate) not in kept:
-            candidate.compiled = None
-
-
-def for_so_long(seconds: float, clock: Callable[[], float]) -> Callable[[], bool]:
-    """Return a function that is true until `seconds` have passed since its first call."""
-    start: list[float] = []
-
-    def not_yet() -> bool:
-        now = clock()
-        start[:] = start or [now]
-        return now - start[0] < seconds
-
-    return not_yet
+    Args:
+        decision: The decision.
+        finished: Whether no candidate is left to measure.
+        others_are_measured: Whether a candidate beside the heuristic has times.
+    """
+    challenge = decision.challenge
+    if decision.unconfirmed:
+        return "the search ended before the best candidate was compared with the heuristic"
+    if not finished and not others_are_measured:
+        return "the search ended before another candidate was measured"
+    so_far = "" if finished else " so far"
+    if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
+        return f"no candidate was measurably faster{so_far}"
+    comparison = challenge.comparison
+    what = "did not beat the heuristic" if comparison.settled else "was neither certainly faster nor certainly slower"
+    where = " in the confirmation run" if challenge.is_confirmation else ""
+    rounds = f"{comparison.speedup:.2f}x, ahead in {comparison.ahead} of {comparison.pairs} rounds"
+    return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"

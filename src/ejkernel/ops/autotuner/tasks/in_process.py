@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.threads import AbandonedError, on_measuring_thread
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask

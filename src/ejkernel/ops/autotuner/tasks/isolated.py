@@ -9,19 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.process.serve import reports
+from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import on_device_of, on_measuring_thread
-from ejkernel.ops.autotuner.process.worker import (
-    Worker,
-    WorkerDiedError,
-    WorkerSilentError,
-    WorkerStatus,
-    shared_worker,
-    this_slot,
-    worker_session,
-)
+from ejkernel.ops.autotuner.process.watch import Cancellation
+from ejkernel.ops.autotuner.process.worker import Worker, shared_worker, this_slot, worker_session
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -51,16 +44,16 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
     # A candidate that tunes other calls does so in the same worker.
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
     scope = dataclasses.replace(here, policies=policies, recording=())
-    attempt = _Attempt(journal, watch, cancellation)
+    workers = _Workers(journal, watch, cancellation)
     with worker_session():
         while True:
             try:
-                data = attempt.carry_out(scope)
+                data = workers.carry_out(scope)
             except (WorkerDiedError, DeviceLostError) as death:
                 if journal.is_over:
-                    return journal.conclude(f"{death}{named(attempt.accused)}")
+                    return journal.conclude(f"{death}{named(workers.accused)}")
                 is_silence = isinstance(death, WorkerSilentError)
-                journal.attribute_crash(str(death), attempt.what, attempt.accused, is_silence=is_silence)
+                journal.attribute_crash(str(death), workers.what, workers.accused, is_silence=is_silence)
                 emit(WorkerRestarted(task.inv.key, str(death)))
             except TuningError as error:
                 if cancellation.is_requested:  # the reason why nothing was measured
@@ -87,8 +80,8 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
         return on_measuring_thread(run.run)
 
 
-class _Attempt:
-    """The attempts of successive workers at a task, and the `Deadline` for these workers."""
+class _Workers(Deadline):
+    """The successive workers of a task, and their limits."""
 
     def __init__(
         self, journal: Journal, watch: Callable[[str, Sequence[Any]], object], cancellation: Cancellation
@@ -120,10 +113,7 @@ class _Attempt:
     @property
     def accused(self) -> list[Any]:
         """The candidates that run or compile in the worker, or last did."""
-        if self._worker is None:
-            return []
-        culprit = self._worker.culprit
-        return [*([] if culprit is None else [culprit]), *self._worker.doing.compiling]
+        return [] if self._worker is None else self._worker.accused
 
     def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
         """See `Deadline`."""

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
-from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
@@ -25,6 +26,7 @@ _TURN = 10.0  # least seconds after the budget for measuring the heuristic, if i
 _START = 30.0  # least seconds for the start of a worker, if the search has a budget
 _STOPPING = 4.0  # seconds after Ctrl-C for confirming the winner
 _LEAST = 1.0  # least seconds that a candidate may be silent, even with little budget left
+_MOST_LOST = 20  # lost machines before a search fails; preemptible machines are lost often
 _RUNS = ("compiling", "loading", "running", "measuring")  # steps that are short for each candidate
 
 
@@ -40,6 +42,7 @@ class Journal:
         task: The task.
         clock: Source of seconds.
         cancellation: Requested by Ctrl-C.
+        is_remote: Whether the attempts run on other machines, which can be lost for many reasons.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Journal:
         clock: Callable[[], float] = time.monotonic,
         *,
         cancellation: Cancellation | None = None,
+        is_remote: bool = False,
     ) -> None:
         self._task = task
+        self._is_remote = is_remote
         self._clock = clock
         self._cancellation = cancellation or Cancellation()
         self._stopping_since: float | None = None
@@ -62,7 +67,8 @@ class Journal:
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._reported: dict[Any, Outcome] = {}
         self._suspects = {config_id(config): config for config in task.suspects}
-        self._unexplained = 0
+        self._lost_alone: collections.Counter[object] = collections.Counter()
+        self._lost = 0  # attempts without a candidate; all, if remote
 
     def task(self) -> TuningTask:
         """Return the rest of the task for a new attempt."""
@@ -210,9 +216,10 @@ class Journal:
     def attribute_crash(self, reason: str, what: str, accused: Iterable[object], *, is_silence: bool = False) -> None:
         """Attribute the end of an attempt to a candidate.
 
-        A candidate that was alone is the cause; the heuristic only on the second time. With several candidates, any
-        of them may be the cause: e.g. an earlier candidate may hold the interpreter's lock and stop the others. The
-        next attempt runs each of them alone.
+        A candidate that was alone is the cause; the heuristic only on the second time. On other machines, an attempt
+        mostly ends for another reason, so only the second time counts, or the third for a measured candidate. With
+        several candidates, any of them may be the cause: e.g. an earlier candidate may hold the interpreter's lock and
+        stop the others. The next attempt runs each of them alone.
 
         Args:
             reason: How the attempt ended.
@@ -222,26 +229,42 @@ class Journal:
                 than requested, its status is `skipped`, not `crashed`.
 
         Raises:
-            TuningError: Two attempts ended without any candidate.
+            TuningError: Two attempts ended without any candidate, or twenty attempts on other machines.
         """
         accused = {config_id(config): config for config in accused}
-        if len(accused) == 1 and not what.startswith(REFERENCE):
-            (culprit,) = accused.values()
-            is_first = config_id(culprit) == config_id(self._first)
-            if is_first and config_id(culprit) not in self._suspects:
-                # Workers may die for unrelated reasons, and no winner can be confirmed without the heuristic.
-                self.suspect([culprit])
-            elif is_silence and self._is_short_of_time:
-                self.rule_out(culprit, f"the budget left it too little time: {reason}", Status.SKIPPED)
-            else:
-                self.rule_out(culprit, reason)
-        elif accused:
+        self._check_number_of_losses(reason, accused)
+        culprit = next(iter(accused.values())) if len(accused) == 1 and not what.startswith(REFERENCE) else None
+        if culprit is None:
             # Abandoned threads still run until they end, and a running reference competes with every candidate.
             self.suspect(accused.values())
+            return
+        self._lost_alone[config_id(culprit)] += 1
+        count = self._lost_alone[config_id(culprit)]
+        if count < self._least_losses(culprit):
+            self.suspect([culprit])
+        elif self._is_remote:
+            self.rule_out(culprit, f"{count} workers were lost while it ran alone; the last loss: {reason}")
+        elif is_silence and self._is_short_of_time:
+            self.rule_out(culprit, f"the budget left it too little time: {reason}", Status.SKIPPED)
         else:
-            self._unexplained += 1
-            if self._unexplained > 1:
-                raise TuningError(f"{self._task.inv.op_id}: the search was lost twice while no candidate ran: {reason}")
+            self.rule_out(culprit, reason)
+
+    def _check_number_of_losses(self, reason: str, accused: Mapping[object, object]) -> None:
+        self._lost += self._is_remote or not accused
+        op_id = self._task.inv.op_id
+        if self._is_remote and self._lost >= _MOST_LOST:
+            lost = f"a worker was lost: {reason}{named(accused.values())}"
+            raise TuningError(f"{op_id}: gave up after the loss of {self._lost} workers: {lost}")
+        if not self._is_remote and self._lost > 1:
+            raise TuningError(f"{op_id}: the search was lost twice while no candidate ran: {reason}")
+
+    def _least_losses(self, config: object) -> int:
+        """Return the number of attempts that must end with only this candidate before it is ruled out."""
+        if self._is_remote:
+            return 3 if self.was_measured(config) else 2
+        # Workers may die for unrelated reasons, and no winner can be confirmed without the heuristic.
+        is_first = config_id(config) == config_id(self._first)
+        return 2 if is_first and config_id(config) not in self._suspects else 1
 
 
 def named(accused: Iterable[object]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ejkernel.ops.autotuner.trials.candidates import config_id
@@ -108,10 +108,11 @@ class Counter:
     Args:
         tell: Called with the key, the number of candidates compiled and checked so far, and the total. It is called
             once for each new count.
+        keys: The calls whose searches count; other searches were started by candidates.
     """
 
-    def __init__(self, tell: Callable[[ConfigKey, int, int], object]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[ConfigKey, int, int], object], keys: Collection[ConfigKey]) -> None:
+        self._tell, self._keys = tell, keys
         self._totals: dict[ConfigKey, int] = {}
         self._done: dict[ConfigKey, set[Any]] = {}
         self._reported: dict[ConfigKey, int] = {}
@@ -124,7 +125,7 @@ class Counter:
             # A set: a second attempt reports candidates of the first again.
             self._done.setdefault(event.key, set()).add(config_id(event.outcome.config))
         total = self._totals.get(event.key)
-        if total is None:
+        if total is None or event.key not in self._keys:
             return
         is_over = isinstance(event, SearchFinished)  # also when the budget ended before all candidates ran
         done = total if is_over else min(total, len(self._done.get(event.key, ())))

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
-from ejkernel.ops.autotuner.measure.race import PROCESSOR
-from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
-from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, seconds_on
+from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, ratio, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
 _REASON = 100  # characters of a reason in a table
@@ -72,53 +71,53 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Standing:
+class Challenge:
     """The best challenger compared with the heuristic, by their last decisive measurement.
 
     Attributes:
-        rival: The challenger's configuration.
-        verdict: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
-        alone: Whether this was the confirmation run of the two, rather than a run with all candidates.
+        challenger: The challenger's configuration.
+        comparison: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
+        is_confirmation: Whether this was the confirmation run of the two, rather than a run with all candidates.
     """
 
-    rival: Any
-    verdict: PairedComparison
-    alone: bool = False
+    challenger: Any
+    comparison: PairedComparison
+    is_confirmation: bool = False
 
     @property
     def came_out(self) -> CameOut:
         """The result of the comparison."""
-        if not self.verdict.settled:
+        if not self.comparison.settled:
             return CameOut.UNDECIDED
-        return CameOut.WINS if self.verdict.wins else CameOut.STAYS
+        return CameOut.WINS if self.comparison.wins else CameOut.STAYS
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data, with times in microseconds and `came_out` as the verdict."""
-        verdict = self.verdict
+        """Return it as plain data, with times in microseconds and `came_out` as the figures."""
+        figures = self.comparison
         return {
-            "rival": to_data(self.rival),
+            "rival": to_data(self.challenger),
             "verdict": self.came_out.value,
-            "rival_us": round(verdict.challenger * 1e6, 4),
-            "heuristic_us": round(verdict.incumbent * 1e6, 4),
+            "rival_us": round(figures.challenger * 1e6, 4),
+            "heuristic_us": round(figures.incumbent * 1e6, 4),
             # JSON has no infinity.
-            "speedup": round(verdict.speedup, 4) if math.isfinite(verdict.speedup) else None,
-            "rounds": verdict.pairs,
-            "rival_faster": verdict.ahead,
-            "heuristic_faster": verdict.behind,
-            "confidence": round(verdict.confidence, 6),
-            "judged_by": verdict.judged_by,
-            "alone": self.alone,
+            "speedup": round(figures.speedup, 4) if math.isfinite(figures.speedup) else None,
+            "rounds": figures.pairs,
+            "rival_faster": figures.ahead,
+            "heuristic_faster": figures.behind,
+            "confidence": round(figures.confidence, 6),
+            "judged_by": figures.judged_by,
+            "alone": self.is_confirmation,
         }
 
     def line(self) -> str:
         """Return it as one line of text."""
-        verdict = self.verdict
-        where = "in the confirmation run" if self.alone else "in the run of all candidates"
-        by = " of processor time, since other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
+        figures = self.comparison
+        mine, theirs = durations((figures.challenger, figures.incumbent))
+        where = "in the confirmation run" if self.is_confirmation else "in the run of all candidates"
+        by = " of processor time, since other processes disturbed the clock" if figures.judged_by == PROCESSOR else ""
         return (
-            f"{compact(self.rival)} {where}: {duration(verdict.challenger)}, the heuristic "
-            f"{duration(verdict.incumbent)}{by}; faster in {verdict.ahead} of {verdict.pairs} rounds, slower in "
-            f"{verdict.behind}; {self.came_out.in_words}"
+            f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; faster in {figures.ahead} of "
+            f"{figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
         )
 
 
@@ -131,7 +130,7 @@ class Findings:
         seconds: Duration of the search.
         why: Why the heuristic stays, if it does.
         interrupted: Whether the search was stopped early, so that this is the best result so far.
-        standing: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
+        challenge: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
             could not be measured.
         undecided: Whether all rounds within the time left it open which candidate is the fastest. The heuristic then
             stays, unless the measured times put the challenger clearly ahead.
@@ -148,7 +147,7 @@ class Findings:
     seconds: float
     why: str = ""
     interrupted: bool = False
-    standing: Standing | None = None
+    challenge: Challenge | None = None
     undecided: bool = False
     rule_fault: str = ""
     input_sets: int = 0
@@ -157,10 +156,60 @@ class Findings:
     not_saved: str = ""
 
     @property
+    def key(self) -> ConfigKey:
+        """The key of the call."""
+        raise NotImplementedError
+
+    @property
+    def winner(self) -> Outcome:
+        """The winner's outcome."""
+        raise NotImplementedError
+
+    @property
+    def heuristic(self) -> Outcome:
+        """The heuristic's outcome."""
+        return self.outcomes[0]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the heuristic stays."""
+        return self.winner is self.heuristic
+
+    @property
+    def before(self) -> float | None:
+        """Seconds per call with the heuristic; `None` if not measured."""
+        return self.heuristic.seconds_on(self.key.call)
+
+    @property
+    def after(self) -> float | None:
+        """Seconds per call with the winner."""
+        return self.winner.seconds_on(self.key.call)
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed-up of the winner over the heuristic; `None` if the heuristic was not measured."""
+        return None if self.before is None or self.after is None else self.before / self.after
+
+    @property
     def progress(self) -> SearchProgress:
         """The progress of the search."""
         statuses = [outcome.status for outcome in self.outcomes]
-        return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
+        return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed, undecided=self.undecided)
+
+    @property
+    def in_a_word(self) -> str:
+        """The result in brief: the speed-up, `kept` (the heuristic), `undecided` or `not finished (n of m)`."""
+        return self.progress.in_brief(self.speedup, kept=self.is_kept)
+
+    @property
+    def in_words(self) -> str:
+        """The result with the reason why the heuristic stays, if it does."""
+        if not self.is_kept and self.speedup is None:
+            return "the heuristic could not be measured"
+        if not self.is_kept:
+            return f"{ratio(self.speedup)} the heuristic's speed"
+        found = "heuristic kept" if self.in_a_word == "kept" else self.in_a_word
+        return f"{found}: {self.why}" if self.why else found
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -190,7 +239,7 @@ class AutotuneData(Findings):
 
         `None` if the heuristic stays, or could not be measured.
         """
-        return None if self.standing is None or self.winner is self.heuristic else self.standing.verdict.confidence
+        return None if self.challenge is None or self.is_kept else self.challenge.comparison.confidence
 
     @property
     def key(self) -> ConfigKey:
@@ -202,43 +251,14 @@ class AutotuneData(Findings):
         """The winner's outcome."""
         return next(outcome for outcome in self.outcomes if outcome.config is self.config)
 
-    @property
-    def heuristic(self) -> Outcome:
-        """The heuristic's outcome."""
-        return self.outcomes[0]
-
-    @property
-    def before(self) -> float | None:
-        """Seconds per call with the heuristic; `None` if not measured."""
-        return self.heuristic.seconds_on(self.inv.call_key if self.calls else "")
-
-    @property
-    def after(self) -> float | None:
-        """Seconds per call with the winner."""
-        return self.winner.seconds_on(self.inv.call_key if self.calls else "")
-
-    @property
-    def speedup(self) -> float | None:
-        """Speed-up of the winner over the heuristic; `None` if the heuristic was not measured."""
-        return None if self.before is None or self.after is None else self.before / self.after
-
     def of_each_call(self) -> tuple[AutotuneData, ...]:
         """Return one copy per call of the search; `inv`, `before` and `after` differ."""
         return tuple(dataclasses.replace(self, inv=inv) for inv in self.calls) or (self,)
 
-    @property
-    def in_a_word(self) -> str:
-        """The result in brief: the speed-up, `kept` (the heuristic), `undecided` or `not finished (n of m)`."""
-        if self.winner is self.heuristic:
-            if self.progress.state != SearchState.COMPLETE:
-                return self.progress.not_finished
-            return "undecided" if self.undecided else "kept"
-        return ratio(self.speedup)
-
-    def summary(self, *, width: int | None = None) -> str:
-        """Return a table of all candidates, the fastest first, at most `width` characters wide."""
+    def summary(self, *, width: int | None = None, verbose: bool = False, more: Sequence[str] = ()) -> str:
+        """Return a table of all candidates, the fastest first; see `summary_of`."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
-        return summary_of(title, self, self.winner, width=width)
+        return summary_of((*title, *more), self, width=width, verbose=verbose)
 
     def summary_data(self) -> dict[str, Any]:
         """Return the part of the search stored in a cache entry, as plain data."""
@@ -259,7 +279,7 @@ class AutotuneData(Findings):
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "undecided": self.undecided,
-            "standing": None if self.standing is None else self.standing.data(),
+            "standing": None if self.challenge is None else self.challenge.data(),
             "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
@@ -292,40 +312,59 @@ def shortened(reason: str) -> str:
     return reason if len(reason) <= _STORED_REASON else reason[: _STORED_REASON - 3] + "..."
 
 
-def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width: int | None = None) -> str:
+def summary_of(title: Sequence[str], search: Findings, *, width: int | None = None, verbose: bool = False) -> str:
     """Return a search as text: `title`, the result, and a table of its programs, the fastest first.
+
+    In the table, `*` marks the winner and `h` the heuristic. Configurations with the same program share a row.
 
     Args:
         title: Lines that describe the call.
         search: The results.
-        winner: The winner's outcome.
         width: Largest width of the table in characters; `None` for no limit.
+        verbose: Whether to add the compilation times, and not to shorten the reasons.
     """
-    outcomes = search.outcomes
-    heuristic = outcomes[0].seconds
-    if winner is outcomes[0] and search.progress.state != SearchState.COMPLETE:
-        found = f"{search.progress.not_finished}{': ' if search.why else ''}{search.why}"
-    elif winner is outcomes[0]:
-        found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
-    elif heuristic is None or winner.seconds is None:
-        found = "the heuristic could not be measured"
-    else:
-        found = f"{ratio(heuristic / winner.seconds)} the heuristic's speed"
-    tried = f"{counted(len(outcomes), 'candidate')} in {search.seconds:.1f} s; {found}"
-    found_programs = ranked(outcomes)
-    rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in found_programs]
-    header = ["", "configuration", "status", "median", "spread", "of heuristic", "reason"]
-    if search.cases:
-        header[3:4] = ["mean", "of each"]
-        rows = [(*row[:4], in_cases(p[0]), *row[4:]) for row, p in zip(rows, found_programs, strict=True)]
-    table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
+    tried = f"{counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s; {search.in_words}"
+    found = ranked(search.outcomes)
+    firsts, heuristic = [program[0] for program in found], search.heuristic.seconds
+    columns = {
+        "": ["*" if one is search.winner else "h" if one is search.heuristic else "" for one in firsts],
+        "configuration": list(map(program_name, found)),
+        "status": [str(one.status) for one in firsts],
+        "mean" if search.cases else "median": durations(one.seconds for one in firsts),
+        **({"of each": _times_of_each(firsts)} if search.cases else {}),
+        "spread": [_spread(one.measurement) for one in firsts],
+        "of heuristic": [f"{one.seconds / heuristic:.0%}" if one.seconds and heuristic else "-" for one in firsts],
+        **({"compiled in": [_compiled_in(one.compile_seconds) for one in firsts]} if verbose else {}),
+        "reason": [_in_one_line(one.reason, None if verbose else _REASON) for one in firsts],
+    }
+    optional = ("compiled in", "of heuristic", "spread")
+    table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
     return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
+
+
+def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the time of each case of each outcome, all in one unit; `-` without cases."""
+    times = iter(durations(case.median for outcome in outcomes for case in outcome.cases))
+    return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
+
+
+def _spread(measurement: Measurement | None) -> str:
+    return "-" if measurement is None or len(measurement.samples) < 4 else f"{measurement.spread:.0%}"
+
+
+def _compiled_in(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"
+
+
+def _in_one_line(reason: str, most: int | None) -> str:
+    text = " ".join(reason.split())
+    return text if most is None or len(text) <= most else text[: most - 3] + "..."
 
 
 def remarks(search: Findings) -> list[str]:
     """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
-    lines += [] if search.standing is None else [search.standing.line()]
+    lines += [] if search.challenge is None else [search.challenge.line()]
     if search.input_sets:
         lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
@@ -344,11 +383,6 @@ def named_cases(cases: Sequence[Case]) -> str:
     names = [case.name + f" (weight {case.weight:.3g})" * weighted for case in cases]
     what = f"{counted(len(cases), 'case')} of {calls} calls" if calls > 1 else f"{len(cases)} draws of inputs"
     return f"{what}, by the geometric mean: {'; '.join(names)}"
-
-
-def in_cases(outcome: Outcome) -> str:
-    """Return the time of each case, in order; `-` without cases."""
-    return " | ".join(duration(case.median) for case in outcome.cases) or "-"
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
@@ -379,19 +413,6 @@ def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
     shown = ", ".join(compact(outcome.config) for outcome in others[:_TWINS])
     more = f" and {len(others) - _TWINS} more" if len(others) > _TWINS else ""
     return f"{compact(first.config)} (also {shown}{more})"
-
-
-def _cells(
-    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: float | None
-) -> tuple[str, ...]:
-    outcome, _ = program
-    measured, text = outcome.measurement, " ".join(outcome.reason.split())
-    reason = text if len(text) <= _REASON else text[: _REASON - 3] + "..."
-    times = ("-", "-", "-")
-    if measured is not None:
-        share = "-" if heuristic is None else f"{measured.median / heuristic:.0%}"
-        times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
-    return "*" if won else "h" if first else "", program_name(program), str(outcome.status), *times, reason
 
 
 def _times(outcome: Outcome, seconds: float | None) -> dict[str, Any] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -16,7 +18,7 @@ from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, text_table
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
 
@@ -83,9 +85,11 @@ class AutotuningResult:
     def __str__(self) -> str:
         """Return a table with the configuration of each call, and the speed-up of calls tuned here."""
         tuned = {(search.key.op, search.key.call): search for search in self.searches}
-        rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
+        searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
+        times = before_and_after(searches)
+        rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
-        header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
+        header = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
         return f"{title}\n{text_table(header, rows)}" if rows else title
 
     def __enter__(self) -> AutotuningResult:
@@ -155,12 +159,16 @@ class AutotuningResult:
         )
 
 
-def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
-    cells = (entry.op_id_v, entry.call_key, compact(entry.cfg))
-    if search is None:
-        return *cells, "-", "-", "-", "-"
-    times = duration(search.before), duration(search.after)
-    return *cells, arguments(search.inv.description), *times, search.in_a_word
+def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str, str]]:
+    """Return the times with the heuristic and with the winner of each search, for two columns of a table."""
+    columns = [[None if s is None else s.before for s in searches], [None if s is None else s.after for s in searches]]
+    times = durations(itertools.chain(*columns))
+    return list(zip(times[: len(searches)], times[len(searches) :], strict=True))
+
+
+def _cells(entry: Entry, search: AutotuneData | None, times: tuple[str, str]) -> tuple[str, ...]:
+    call, word = ("-", "-") if search is None else (arguments(search.inv.description), search.in_a_word)
+    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word
 
 
 @dataclasses.dataclass(frozen=True)

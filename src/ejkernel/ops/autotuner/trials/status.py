@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statuses of candidates, and the results of their comparison with the heuristic."""
+"""The statuses of candidates, of their comparison with the heuristic, and of whole searches: one word for each."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from typing import Final
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from ejkernel.ops.utils.formatting import ratio
 
 
 class Status(enum.StrEnum):
@@ -58,6 +62,128 @@ class CameOut(enum.StrEnum):
 
 _IN_WORDS: Final = {
     CameOut.WINS: "it wins",
-    CameOut.STAYS: "the heuristic stays",
-    CameOut.UNDECIDED: "too little to tell",
+    CameOut.STAYS: "heuristic kept",
+    CameOut.UNDECIDED: "undecided",
 }
+
+
+class SearchState(enum.StrEnum):
+    """State of a search; files and commands show these values.
+
+    Attributes:
+        COMPLETE: Every candidate was measured or rejected, and the best was compared with the heuristic.
+        UNDECIDED: As complete, but the machine was too noisy to tell which candidate is the fastest.
+        PARTIAL: The budget, Ctrl-C or a lost worker ended the search early. The next run continues it.
+        FAILED: No candidate was measured.
+    """
+
+    COMPLETE = "complete"
+    UNDECIDED = "undecided"
+    PARTIAL = "partial"
+    FAILED = "failed"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self in (SearchState.COMPLETE, SearchState.UNDECIDED)
+
+
+_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # neither measured nor rejected
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchProgress:
+    """Progress of a search.
+
+    Attributes:
+        state: Complete, undecided, partial or failed.
+        done: Number of candidates measured or rejected.
+        candidates: Number of candidates in the search.
+    """
+
+    state: SearchState
+    done: int
+    candidates: int
+
+    @classmethod
+    def of(
+        cls,
+        statuses: Collection[Status | str],
+        *,
+        planned: int = 0,
+        unconfirmed: bool = False,
+        undecided: bool = False,
+    ) -> SearchProgress:
+        """Return the progress of a search.
+
+        Args:
+            statuses: The status of each known candidate.
+            planned: Number of candidates in the search; at least the number of known candidates counts.
+            unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
+            undecided: Whether the machine was too noisy to tell which candidate is the fastest.
+        """
+        done, candidates = sum(status not in _OPEN for status in statuses), max(planned, len(statuses))
+        if Status.MEASURED not in statuses:
+            state = SearchState.FAILED
+        elif done < candidates or unconfirmed:
+            state = SearchState.PARTIAL
+        else:
+            state = SearchState.UNDECIDED if undecided else SearchState.COMPLETE
+        return cls(state, done, candidates)
+
+    @classmethod
+    def stored_in(cls, measured: Mapping[str, Any] | None) -> SearchProgress | None:
+        """Return the progress stored in a cache entry; `None` if the entry does not come from a search."""
+        if not measured or "candidates" not in measured:
+            return None
+        stored = measured.get("search")
+        if isinstance(stored, dict) and stored.get("state") in list(SearchState):
+            state, done = SearchState(stored["state"]), _count(stored.get("done"))
+            candidates = _count(stored.get("candidates"))
+        else:  # entries of earlier versions have no state
+            candidates, skipped = _count(measured.get("candidates")), _count(measured.get("skipped"))
+            is_whole = not skipped and measured.get("interrupted") is not True
+            state, done = SearchState.COMPLETE if is_whole else SearchState.PARTIAL, max(0, candidates - skipped)
+        if state == SearchState.COMPLETE and measured.get("undecided") is True:  # by an earlier version
+            state = SearchState.UNDECIDED
+        return cls(state, done, candidates)
+
+    @property
+    def in_words(self) -> str:
+        """The state as text: `complete`, `undecided`, `partial (3 of 12)` or `failed`."""
+        return f"{self.state} ({self._counted})" if self.state == SearchState.PARTIAL else str(self.state)
+
+    @property
+    def not_finished(self) -> str:
+        """The text shown while a result is missing: `not finished (3 of 12)`."""
+        return f"not finished ({self._counted})"
+
+    def in_brief(self, speedup: float | None, *, kept: bool) -> str:
+        """Return the speed-up; for a kept heuristic: `kept`, `undecided`, `not finished (3 of 12)` or `failed`."""
+        if not kept:
+            return ratio(speedup)
+        if self.state == SearchState.PARTIAL:
+            return self.not_finished
+        return "kept" if self.state == SearchState.COMPLETE else str(self.state)
+
+    @property
+    def _counted(self) -> str:
+        text = f"{self.done} of {self.candidates}"
+        return text if self.done < self.candidates else f"{text}, the best one is not confirmed"
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"state": self.state.value, "done": self.done, "candidates": self.candidates}
+
+
+def stored_in_brief(measured: Mapping[str, Any] | None, speedup: float | None) -> str:
+    """Return the result of the search in a cache entry, as `SearchProgress.in_brief`; `-` without a search."""
+    progress = SearchProgress.stored_in(measured)
+    if progress is None or measured is None:
+        return ratio(speedup)
+    return progress.in_brief(speedup, kept=speedup is not None and measured.get("winner") == measured.get("heuristic"))
+
+
+def _count(value: object) -> int:
+    """Return a stored count; 0 if the file contains anything but a count."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

@@ -137,6 +137,10 @@ class CallPart:
         """Return whether an axis is sharded."""
         return self.length(axis) < self.whole(axis)
 
+    def axes(self, axis: str) -> Axes:
+        """Return the mesh axes over which an axis is sharded, e.g. for collectives among its shards."""
+        return self._split.axes.get(axis, ())
+
     def start(self, axis: str) -> Any:
         """Return the index of the shard's first entry along an axis, as a traced number."""
         return self._split.index(axis) * self.length(axis)

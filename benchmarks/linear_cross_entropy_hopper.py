@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.linear_cross_entropy_hopper`: the language-model head's loss on a Hopper GPU.
+
+"trained" is the mean loss with the gradients of `x` and the weight, "forward" the mean loss alone, "per token" the
+gradients of a weighted sum of each token's loss. The contenders: our kernels with several chunks, our plain JAX, Optax
+on bfloat16 logits, Tokamax if it is installed, and the matrix products alone, which cuBLAS runs: three of them for
+"trained", one for "forward", four for "per token".
+
+Each shape has a process of its own. It compiles all contenders at once, then runs them in turn, so the host clock's
+times are those of a warm card. `kernel_us` is the sum of the kernels of one call after a pause. `peak_mib` is temporary
+memory and results, by XLA's `memory_analysis()`. `errors` are relative to our plain JAX in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from ejkernel import compat
+from ejkernel.modules import LinearCrossEntropyConfig, LinearCrossEntropyGradientsConfig, linear_cross_entropy
+
+OURS, PRODUCTS = "ejkernel", "products"
+SLICES, SLICE_S = 7, 0.1
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one head: tokens, length of a row, vocabulary; layout and soft cap of the logits."""
+
+    tokens: int
+    inner: int
+    columns: int
+    transpose_weight: bool = False
+    soft_cap: float | None = None
+
+
+SHAPES = {
+    "L": Shape(tokens=8192, inner=4096, columns=128256),
+    "Q": Shape(tokens=16384, inner=2048, columns=151936, transpose_weight=True),
+    "G": Shape(tokens=8192, inner=2304, columns=256000, transpose_weight=True, soft_cap=30.0),
+    "D": Shape(tokens=4096, inner=7168, columns=129280),
+    "tiny": Shape(tokens=256, inner=128, columns=1024),
+}
+DIRECTIONS = {"trained": 3, "forward": 1, "per token": 4}  # and how many products each takes
+
+
+def ours(shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", **params: Any) -> Function:
+    """Return the module's loss, by its heuristic unless there are parameters."""
+    cfg: Any = None
+    if params:
+        from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
+
+        chosen = MosaicGpuParams(**params)
+        if direction == "trained":
+            cfg = LinearCrossEntropyGradientsConfig(implementation=implementation, fwd=chosen)
+        else:
+            cfg = LinearCrossEntropyConfig(implementation=implementation, fwd=MosaicGpuParams(), bwd=chosen)
+
+    def loss(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
+        found = linear_cross_entropy(
+            x,
+            weight,
+            labels,
+            transpose_weight=shape.transpose_weight,
+            logits_soft_cap=shape.soft_cap,
+            reduction="none" if direction == "per token" else "mean",
+            implementation=implementation,
+            cfg=cfg,
+        )
+        return (found * factors).sum() if direction == "per token" else found
+
+    return with_gradients(loss, direction)
+
+
+def by_optax(shape: Shape, direction: str) -> Function:
+    """Return Optax's loss of bfloat16 logits."""
+    import optax
+
+    def loss(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
+        logits = logits_of(shape, x, weight).astype(jnp.float32)
+        if shape.soft_cap is not None:
+            logits = shape.soft_cap * jnp.tanh(logits / shape.soft_cap)
+        known = labels >= 0
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(known, labels, 0))
+        losses = jnp.where(known, losses, 0)
+        return (losses * factors).sum() if direction == "per token" else losses.sum() / known.sum()
+
+    return with_gradients(loss, direction)
+
+
+def by_tokamax(shape: Shape, direction: str) -> Function:
+    """Return Tokamax's loss by its default; it has no soft cap, no ignored labels, and takes `[d, V]`."""
+    import tokamax
+
+    if shape.soft_cap is not None or direction == "per token":
+        raise ValueError("it takes neither a soft cap nor factors of tokens")
+
+    def loss(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> Any:
+        matrix = weight.T if shape.transpose_weight else weight
+        return tokamax.linear_softmax_cross_entropy_loss(x, jnp.maximum(labels, 0), matrix, reduction="mean")
+
+    return with_gradients(loss, direction)
+
+
+def products_alone(shape: Shape, direction: str) -> Function:
+    """Return the products that a loss takes, on a random gradient of logits."""
+
+    def run(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array, d: jax.Array) -> Any:
+        logits = logits_of(shape, x, weight)
+        if direction == "forward":
+            return logits
+        # As if computed again: another operand keeps XLA from sharing the product.
+        again = (logits_of(shape, x + factors[:1].astype(x.dtype), weight),) if direction == "per token" else ()
+        dx = d @ (weight if shape.transpose_weight else weight.T)
+        return logits, *again, dx, d.T @ x if shape.transpose_weight else x.T @ d
+
+    return run
+
+
+def logits_of(shape: Shape, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return bfloat16 logits."""
+    return x @ (weight.T if shape.transpose_weight else weight)
+
+
+def with_gradients(loss: Function, direction: str) -> Function:
+    """Return a loss with the gradients of `x` and the weight, or alone."""
+    return loss if direction == "forward" else jax.value_and_grad(loss, (0, 1))
+
+
+CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
+    OURS: ours,
+    "rows 4096": functools.partial(ours, chunk=4096),
+    "rows 2048": functools.partial(ours, chunk=2048),
+    "rows 2048, bf16 sum": functools.partial(ours, chunk=2048, accumulation_dtype="bfloat16"),
+    "vocabulary 32768": functools.partial(ours, form="vocabulary", chunk=32768),
+    "vocabulary 16384": functools.partial(ours, form="vocabulary", chunk=16384),
+    "xla": functools.partial(ours, implementation="xla"),
+    "optax": by_optax,
+    "tokamax": by_tokamax,
+    PRODUCTS: products_alone,
+}
+RIVALS = ("optax", "tokamax")
+
+
+def arrays_of(shape: Shape) -> tuple[jax.Array, ...]:
+    """Return random rows, weight, labels with some ignored, and factors of tokens."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    spread = 2.5 * (4 if shape.soft_cap else 1) / shape.inner**0.5
+    sizes = (shape.columns, shape.inner) if shape.transpose_weight else (shape.inner, shape.columns)
+    x = jax.random.normal(keys[0], (shape.tokens, shape.inner), jnp.bfloat16)
+    weight = (spread * jax.random.normal(keys[1], sizes, jnp.bfloat16)).astype(jnp.bfloat16)
+    labels = jax.random.randint(keys[2], (shape.tokens,), 0, shape.columns).at[::20].set(-100)
+    factors = jax.random.uniform(keys[3], (shape.tokens,)) / shape.tokens
+    return x, weight, labels, factors
+
+
+def compiled(name: str, shape: Shape, direction: str, arrays: tuple[jax.Array, ...]) -> Any:
+    """Return a contender's compiled program."""
+    d = [jax.ShapeDtypeStruct((shape.tokens, shape.columns), jnp.bfloat16)] if name == PRODUCTS else []
+    return jax.jit(CONTENDERS[name](shape, direction)).lower(*arrays, *d).compile()
+
+
+def reference(shape: Shape, direction: str, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Return the results of our plain JAX in float32."""
+    x, weight, *others = arrays
+    run = jax.jit(ours(shape, direction, implementation="xla"))
+    with jax.default_matmul_precision("highest"):
+        return jax.tree.leaves(run(x.astype(jnp.float32), weight.astype(jnp.float32), *others))
+
+
+@jax.jit
+def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """Return the norm of the difference relative to that of what is expected."""
+    expected = expected.astype(jnp.float32).ravel()
+    difference = actual.astype(jnp.float32).ravel() - expected
+    found: jax.Array = jnp.linalg.norm(difference) / jnp.linalg.norm(expected)
+    return found
+
+
+def seconds_per_call(run: Function, number: int) -> float:
+    """Return the host clock's seconds per call of several calls in a row."""
+    start = time.perf_counter()
+    for _ in range(number):
+        out = run()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / number
+
+
+def measured(shape: Shape, direction: str, names: Sequence[str], *, check: bool) -> dict[str, Any]:
+    """Return what each contender takes, or why it does not run."""
+    arrays = arrays_of(shape)
+    found: dict[str, Any] = {}
+    runs: dict[str, Function] = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {name: pool.submit(compiled, name, shape, direction, arrays) for name in names}
+        expected = reference(shape, direction, arrays) if check else None
+        for name, job in jobs.items():
+            try:
+                program = job.result()
+                found[name] = first_call(name, program, shape, arrays, expected)
+            except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *arrays, *random_gradient(name, shape))
+    del expected
+    numbers = {name: max(1, min(5, int(SLICE_S / seconds_per_call(run, 1)))) for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = np.random.default_rng(0)
+    for _ in range(SLICES):
+        for name in order.permutation(list(runs)):
+            samples[str(name)].append(seconds_per_call(runs[str(name)], numbers[str(name)]))
+    for name, run in runs.items():
+        us = 1e6 * float(np.median(samples[name]))
+        flops = 2 * DIRECTIONS[direction] * shape.tokens * shape.inner * shape.columns
+        found[name] |= {"us": round(us, 1), "best_us": round(1e6 * min(samples[name]), 1)}
+        found[name] |= {"tflops": round(flops / us / 1e6, 1)}
+        time.sleep(0.5)  # the card cools down
+        kernels = compat.cupti_seconds(run) if jax.default_backend() == "gpu" else None
+        found[name]["kernel_us"] = None if kernels is None else round(1e6 * kernels, 1)
+    return found
+
+
+def random_gradient(name: str, shape: Shape) -> list[jax.Array]:
+    """Return the gradient of logits that the products alone take."""
+    size = (shape.tokens, shape.columns)
+    return [jax.random.normal(jax.random.key(1), size, jnp.bfloat16)] if name == PRODUCTS else []
+
+
+def first_call(
+    name: str, program: Any, shape: Shape, arrays: tuple[jax.Array, ...], expected: list[jax.Array] | None
+) -> dict[str, Any]:
+    """Return a program's memory, and the errors of its results."""
+    memory = program.memory_analysis()
+    sizes = {"temp": memory.temp_size_in_bytes, "peak": memory.temp_size_in_bytes + memory.output_size_in_bytes}
+    row: dict[str, Any] = {f"{key}_mib": round(value / 2**20) for key, value in sizes.items()}
+    out = jax.tree.leaves(jax.block_until_ready(program(*arrays, *random_gradient(name, shape))))
+    if expected is not None and name != PRODUCTS:
+        row["errors"] = [float(f"{relative_error(a, b):.2e}") for a, b in zip(out, expected, strict=True)]
+    return row
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return the products' and the best other library's time relative to ours."""
+    own = rows.get(OURS, {}).get("us")
+    others = [rows[name]["us"] for name in RIVALS if "us" in rows.get(name, {})]
+    pairs = {"products / ours": rows.get(PRODUCTS, {}).get("us"), "best other / ours": min(others, default=None)}
+    return {name: round(value / own, 3) for name, value in pairs.items() if own and value}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a Markdown table, a line per shape, direction and contender."""
+    lines = ["| | us | kernels us | TFLOP/s | peak MiB | errors |", "|---" * 6 + "|"]
+    for key, rows in found.items():
+        if key == "environment":
+            continue
+        call = key.replace(" | ", ", ")
+        for name, row in rows["contenders"].items():
+            cells = [f"{row[field]:,}" if row.get(field) else "" for field in ("us", "kernel_us", "tflops", "peak_mib")]
+            lines.append(f"| {call}, {name} | {' | '.join(cells)} | {row.get('errors', row.get('reason', ''))} |")
+        lines.append(f"| {call}, ratios | {rows['ratios']} | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def run_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
+    """Return what a process of its own measures, or why it did not."""
+    job = json.dumps({"shape": shape, "direction": direction, "names": list(names), "check": check})
+    command = [sys.executable, "-m", "benchmarks.linear_cross_entropy_hopper", "--one", job]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"it took more than {seconds:.0f} s", "contenders": {}, "ratios": {}}
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
+        return {"reason": reason, "contenders": {}, "ratios": {}}
+    rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"contenders": rows, "ratios": ratios(rows)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_cross_entropy_hopper", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write linear_cross_entropy_<device>.json and .md there"
+    )
+    parser.add_argument("--shapes", nargs="*", default=["L", "Q", "G", "D"], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--directions", nargs="*", default=list(DIRECTIONS), choices=list(DIRECTIONS), metavar="NAME")
+    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--no-check", dest="check", action="store_false", help="leave out the errors")
+    parser.add_argument("--seconds", type=float, default=240.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        job = json.loads(args.one)
+        print(json.dumps(measured(SHAPES[job["shape"]], job["direction"], job["names"], check=job["check"])))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for direction in args.directions:
+        for shape in args.shapes:
+            names = [name for name in args.contenders if direction != "forward" or " " not in name]
+            result = run_apart(shape, direction, names, args.seconds, check=args.check)
+            found[f"{shape} | {direction}"] = result
+            print(shape, direction, json.dumps(result), file=sys.stderr, flush=True)
+            if args.out is not None:  # written after each process, in case a later one fails
+                report.write(args.out, f"linear_cross_entropy_{report.platform_name()}", found, table(found))
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes that our matrix-product kernels share; importing them does not need Pallas Mosaic GPU."""
+
+from __future__ import annotations
+
+from .device import Registers
+
+STEP = 64  # of the summed axis, per step of the mainloop: one swizzle wide, so that copies can start at any row
+WARPGROUPS = 2  # consumers
+ROWS = 64  # of one WGMMA instruction
+ROW_BYTES = 128  # of a piece of the result in the epilogue: one swizzle
+TILE = (8, 64)  # rows and columns of a tile of shared memory
+ALIGNED = 64  # columns are padded to whole tiles of shared memory
+REGISTERS = Registers(producer=40, consumer=232)
+OVERHEAD = 2 * 1024  # bytes of shared memory for barriers and the alignment of buffers
+
+
+def padded(size: int, multiple: int) -> int:
+    """Return a size rounded up."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by splash attention, the kernels that JAX ships for TPUs.
+
+The kernels take one example, lengths that their blocks divide, and a scaled query. This module pads the lengths, hides
+the padding by segment ids, and gives rows without visible keys their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import compat
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.values.signature import is_known
+
+from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
+
+_DTYPES = ("bfloat16", "float32")
+_LANES = 128  # blocks are multiples of it
+_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
+_QUERIES, _KEYS, _COMPUTE = (128, 256, 512, 1024, 2048), (128, 256, 512, 1024, 2048), (128, 256, 512, 1024)
+# Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
+_HIDDEN_KEY = -(2**31)
+_HIDDEN_QUERY = _HIDDEN_KEY + 1
+
+Residuals = tuple[jax.Array, jax.Array]
+
+
+def _check(params: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(params, name)
+        if type(value) is not int or value < _LANES or value % _LANES:
+            raise ConfigError(f"{name} must be a multiple of {_LANES}, got {value!r}; try 512.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplashParams:
+    """The blocks of the forward, multiples of 128; shorter sequences have shorter blocks.
+
+    Attributes:
+        block_q: Queries per block.
+        block_kv: Keys copied to vector memory at once.
+        block_kv_compute: Keys per step of the computation.
+    """
+
+    block_q: int = 512
+    block_kv: int = 512
+    block_kv_compute: int = 512
+
+    def __post_init__(self) -> None:
+        _check(self, "block_q", "block_kv", "block_kv_compute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplashBwdParams:
+    """The blocks of the backward's kernels, multiples of 128.
+
+    Attributes:
+        block_q: Queries per block in the kernel for the gradients of key and value.
+        block_kv: Keys copied to vector memory at once there.
+        block_kv_compute: Keys per step of the computation there.
+        block_q_dq: Queries per block in the kernel for the gradient of the query; `None` fuses both kernels, which
+            computes the logits once, and writes one query gradient for each block of keys to be summed.
+        block_kv_dq: Keys per block there.
+    """
+
+    block_q: int = 512
+    block_kv: int = 512
+    block_kv_compute: int = 512
+    block_q_dq: int | None = 512
+    block_kv_dq: int | None = 512
+
+    def __post_init__(self) -> None:
+        _check(self, "block_q", "block_kv", "block_kv_compute")
+        if (self.block_q_dq is None) != (self.block_kv_dq is None):
+            raise ConfigError(
+                f"block_q_dq and block_kv_dq must both be None or both be given, got {self.block_q_dq!r} and "
+                f"{self.block_kv_dq!r}."
+            )
+        if self.block_q_dq is not None:
+            _check(self, "block_q_dq", "block_kv_dq")
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel computes all gradients."""
+        return self.block_q_dq is None
+
+
+class Splash(AttentionImplementation):
+    """JAX's splash attention, on TPUs."""
+
+    name = "splash"
+    params = SplashParams
+    bwd_params = SplashBwdParams
+    features = frozenset(("query_lengths", "key_lengths", "return_lse", "deterministic"))
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Return why the kernels do not support the call, with an alternative; `None` if they do."""
+        if call.platform not in (None, "tpu"):
+            device = call.device_fingerprint or call.platform
+            return f"implementation='splash' needs a TPU, and this call is for {device}; use 'xla'."
+        sizes = (*call.query, *call.key, *call.value)
+        if not is_known(*sizes) or 0 in sizes:
+            return "'splash' needs lengths and heads that are known and not 0; use 'xla'."
+        if call.dtype not in _DTYPES:
+            return f"query has dtype {call.dtype}, and splash takes bfloat16 and float32; cast it, or use 'xla'."
+        for name, given in (("bias", call.bias), ("attention_mask", call.attention_mask)):
+            if given is not None:
+                return f"{name} is not available with implementation='splash'; use 'xla'."
+        if call.partitioned:
+            return "'splash' in a program that XLA partitions would gather query, key and value; use 'xla'."
+        return scale_reason(call, "splash")
+
+    def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
+        """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
+        needed = vector_memory(call, params)
+        if needed > _MEMORY:
+            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
+        return None
+
+    def preference(self, call: AttentionCall) -> int:
+        """Rank behind `xla`: no TPU has measured these kernels for us."""
+        return -1
+
+    def space(self, call: AttentionCall) -> list[SplashParams] | list[SplashBwdParams]:
+        """Return the blocks that fit in memory and are at most as long as the sequences."""
+        blocks = _candidate_blocks(call)
+        if not call.backward:
+            found = [SplashParams(block_q=q, block_kv=k, block_kv_compute=c) for q, k, c in blocks]
+            return [params for params in found if self.params_fault(call, params) is None]
+        both = [
+            SplashBwdParams(block_q=q, block_kv=k, block_kv_compute=c, block_q_dq=own and q, block_kv_dq=own and k)
+            for (q, k, c), own in itertools.product(blocks, (1, None))
+        ]
+        return [params for params in both if self.params_fault(call, params) is None]
+
+    def attend(self, operands: Operands, rules: Rules, params: SplashParams) -> tuple[jax.Array, jax.Array]:
+        """Return the output and the log-sum-exp, without sinks."""
+        operands = unify_varying(operands)
+        sizes = _Sizes.of(operands, (params.block_q, params.block_kv, params.block_kv_compute))
+        segments = _segments(operands, rules, sizes)
+        query, key, value = sizes.arrays(operands, rules)
+        run = functools.partial(
+            compat.splash_forward, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
+        )
+        out, lse = jax.vmap(run)((query, key, value), segments)
+        out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
+        empty = lse <= compat.HIDDEN_LOGIT / 2  # false for NaN, which stays visible
+        out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
+        return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: Residuals,
+        dout: jax.Array,
+        rules: Rules,
+        params: SplashBwdParams,
+        dlse: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return the gradients of query, key and value."""
+        operands, (out, lse), dout, dlse = unify_varying((operands, residuals, dout, dlse))
+        delta = jnp.einsum("bqhd,bqhd->bhq", out, dout, preferred_element_type=jnp.float32)
+        rows = (lse, dout.astype(operands.query.dtype), delta if dlse is None else delta - dlse)
+        pull = functools.partial(_pull, operands, rows, rules)
+        blocks = (params.block_q, params.block_kv, params.block_kv_compute)
+        if params.block_q_dq is None or params.block_kv_dq is None:
+            dquery, dkey, dvalue = pull("all", blocks)
+        else:
+            _, dkey, dvalue = pull("key and value", blocks)
+            dquery, _, _ = pull("query", (params.block_q_dq, params.block_kv_dq, _LANES))
+        dquery = (dquery.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
+        return dquery, dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), None
+
+
+def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, blocks: tuple[int, int, int]) -> Any:
+    """Return the gradients of query, key and value from one kernel, `None` for those of the other."""
+    sizes = _Sizes.of(operands, blocks)
+    segments = _segments(operands, rules, sizes)
+    lse, dout, delta = rows
+    more = ((0, 0), (0, 0), (0, sizes.padded_queries - sizes.queries))
+    lse = jnp.pad(lse, more, constant_values=EMPTY_ROW_LSE)
+    arrays = (*sizes.arrays(operands, rules), lse, _heads_first(dout, sizes.padded_queries), jnp.pad(delta, more))
+    run = functools.partial(
+        compat.splash_backward, of=of, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
+    )
+    found = jax.vmap(run)(arrays, segments)
+    lengths = (sizes.queries, sizes.keys, sizes.keys)
+    return [None if x is None else _heads_last(x)[:, :length] for x, length in zip(found, lengths, strict=True)]
+
+
+class _Sizes(NamedTuple):
+    """Lengths with and without padding, heads, and blocks that divide the padded lengths."""
+
+    queries: int
+    keys: int
+    padded_queries: int
+    padded_keys: int
+    heads: int
+    blocks: compat.SplashBlocks
+
+    @classmethod
+    def of(cls, operands: Operands, blocks: tuple[int, int, int]) -> _Sizes:
+        queries, keys, heads = operands.query.shape[1], operands.key.shape[1], operands.query.shape[2]
+        clipped = clipped_blocks(queries, keys, blocks)
+        padded = (-(-queries // clipped.queries) * clipped.queries, -(-keys // clipped.keys) * clipped.keys)
+        return cls(queries, keys, *padded, heads, clipped)
+
+    def mask(self, rules: Rules) -> compat.SplashMask:
+        offset = self.keys - self.queries  # the last query is aligned with the last key
+        return compat.SplashMask(self.padded_queries, self.padded_keys, self.heads, offset, rules.left, rules.right)
+
+    def arrays(self, operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the scaled query, key and value in the kernels' layout, zero where they are hidden by a length."""
+        query = (operands.query.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
+        key, value = (_without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
+        return (
+            _heads_first(query, self.padded_queries),
+            _heads_first(key, self.padded_keys),
+            _heads_first(value, self.padded_keys),
+        )
+
+
+def clipped_blocks(queries: int, keys: int, blocks: tuple[int, int, int]) -> compat.SplashBlocks:
+    """Return blocks that are no longer than the sequences, rounded up to 128; the steps divide the blocks of keys."""
+    block_q, block_kv = (
+        min(size, -(-of // _LANES) * _LANES) for size, of in zip(blocks, (queries, keys), strict=False)
+    )
+    return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
+
+
+def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> int:
+    """Return an upper bound on the bytes of vector memory that a kernel of `params` takes.
+
+    It adds two of each window, the sums, and the intermediate values of one step. In 46 calls compiled for v5e and v6e,
+    no kernel took more; some took much less, because XLA keeps short arrays in vector memory anyway.
+    """
+    blocks = (params.block_q, params.block_kv, params.block_kv_compute)
+    if isinstance(params, SplashParams):
+        return _forward_memory(call, blocks)
+    needed = [_keys_memory(call, blocks, fused=params.fused)]
+    if params.block_q_dq is not None and params.block_kv_dq is not None:
+        needed.append(_query_memory(call, (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)))
+    return max(needed)
+
+
+def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
+    block = clipped_blocks(call.query[1], call.key[1], blocks)
+    arrays, value, per_row = _window(call, block)
+    lse, sums = 8 * block.queries * _LANES, 4 * block.queries * (2 * _LANES + value)
+    step = 4 * block.compute * value + 4 * 4 * block.queries * block.compute
+    return arrays + per_row * block.queries + lse + sums + step
+
+
+def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bool) -> int:
+    block = clipped_blocks(call.query[1], call.key[1], blocks)
+    arrays, value, per_row = _window(call, block)
+    size, head = jnp.dtype(call.dtype).itemsize, _lanes(call.query[3])
+    out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
+    return arrays + per_row * block.keys + out + 3 * 4 * block.queries * block.compute
+
+
+def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
+    block = clipped_blocks(call.query[1], call.key[1], blocks)
+    arrays, _, per_row = _window(call, block)
+    out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * _lanes(call.query[3])
+    return arrays + per_row * block.queries + out + 2 * 4 * block.queries * block.keys
+
+
+def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int, int]:
+    """Return the bytes of query, key, value and output windows, the value's lanes, and the bytes of ids by row."""
+    head, value = _lanes(call.query[3]), _lanes(call.value[3])
+    arrays = 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value)
+    has_ids = call.segments or call.query_lengths or call.key_lengths
+    has_mask = call.rules.left is not None or call.rules.right is not None
+    return arrays, value, 2 * 4 * _LANES * (has_ids + has_mask) + 64 * has_ids
+
+
+def _lanes(size: int) -> int:
+    return -(-size // _LANES) * _LANES
+
+
+def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:
+    """Return blocks of queries, keys and steps that are not longer than the sequences, each once."""
+    queries, keys = call.query[1], call.key[1]
+    found = itertools.product(
+        [size for size in _QUERIES if size < queries + _LANES] or [_LANES],
+        [size for size in _KEYS if size < keys + _LANES] or [_LANES],
+        _COMPUTE,
+    )
+    return [(q, k, c) for q, k, c in found if c <= k]
+
+
+def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Array, jax.Array] | None:
+    """Return ids of queries and keys that hide other segments, what lies behind lengths, and the padding."""
+    padding = sizes.padded_keys > sizes.keys and rules.right != 0  # causal attention does not reach it
+    given = operands[5:9]
+    if not padding and all(x is None for x in given):
+        return None
+    batch = operands.query.shape[0]
+    query_ids, key_ids, query_lengths, key_lengths = given
+    return (
+        _ids(query_ids, query_lengths, (batch, sizes.queries), sizes.padded_queries, _HIDDEN_QUERY, operands.query),
+        _ids(key_ids, key_lengths, (batch, sizes.keys), sizes.padded_keys, _HIDDEN_KEY, operands.query),
+    )
+
+
+def _ids(ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array) -> jax.Array:
+    found = jnp.zeros(shape, jnp.int32) if ids is None else ids.astype(jnp.int32)
+    if lengths is not None:
+        found = jnp.where(jnp.arange(shape[1], dtype=jnp.int32)[None] < lengths[:, None], found, hidden)
+    found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
+    return unify_varying((found, like))[0]
+
+
+def _without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Return an array with zeros behind the lengths: a weight of zero does not cancel a NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, 0)
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    padded = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    return jnp.swapaxes(padded, 1, 2)
+
+
+def _heads_last(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, 1, 2)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel: a product whose epilogue turns a tile of logits into statistics, exponentials, or a gradient.
+
+The epilogue works in pieces of 64 columns. Its stores overlap with the arithmetic of the next piece, and few values are
+live at once: with whole tiles, a soft cap spilled registers.
+
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
+from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
+
+from .plan import EXPONENTIALS, GRADIENT, PIECE, STATISTICS, TILE_ROWS, HeadPlan
+
+LOG2E = 1.4426950408889634
+DTYPE = jnp.bfloat16
+
+
+class HeadMemory(NamedTuple):
+    """Shared memory and barriers of one block of threads: types before `run_scoped`, references inside it.
+
+    Attributes:
+        lhs: Pipeline stages of the rows, one part per consumer warpgroup.
+        rhs: Pipeline stages of the weight.
+        out: Staging buffers of the epilogue, per consumer warpgroup; `None` without a matrix to store.
+        pipeline: The barriers of the stages.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    pipeline: Pipeline
+
+
+class _Tile(NamedTuple):
+    """This warpgroup's part of a tile: first row, tile column, first column in this launch and in the weight."""
+
+    row: Any
+    column_tile: Any
+    column: Any
+    first: Any
+    warpgroup: Any
+
+
+def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = None) -> list[jax.Array]:
+    """Run the kernel; return one array `[column tiles, rows]` for each of `plan.per_tile`, then the matrix, if any.
+
+    Args:
+        plan: The launch.
+        arrays: Padded rows and weight; the bias in float32, padded with -inf to whole tiles, if any; int32 labels. Then
+            for statistics and exponentials an int32 table of 64 rows by tile columns that says where labels are, and
+            for exponentials the numbers per row, in base 2. For a gradient the first column, int32 `[1]`; per row, in
+            float32, the log-sum-exp in base 2 and the coefficients.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
+    """
+
+    part = jax.ShapeDtypeStruct((plan.column_tiles, plan.rows), jnp.float32)
+    out_type = [part] * len(plan.per_tile)
+    if plan.has_matrix:
+        out_type.append(jax.ShapeDtypeStruct((plan.rows, plan.columns), DTYPE))
+    kernel = HeadKernel(plan)
+    return launch(
+        kernel.run,
+        list(arrays),
+        out_type,
+        name=f"linear_cross_entropy_{plan.mode}",
+        programs=plan.programs,
+        memory=kernel.memory_types(),
+        consumers=WARPGROUPS,
+        lane_semantics=True,
+        interpret=interpret,
+    )
+
+
+class HeadKernel:
+    """The program of one block of threads."""
+
+    def __init__(self, plan: HeadPlan) -> None:
+        self.plan = plan
+
+    def memory_types(self) -> HeadMemory:
+        """Return the types of shared memory and barriers."""
+        plan = self.plan
+        matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
+        out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
+        return HeadMemory(
+            tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
+        )
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
+        """Run this warpgroup as producer or consumer, on references."""
+        plan = self.plan
+        self._name(arrays, results)
+        self.memory, self.pipeline = memory, memory.pipeline
+        program = lax.axis_index(PROGRAM)
+        tiles = plan.row_tiles * plan.column_tiles
+        self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
+        self.first_column = self.start[0] if plan.mode == GRADIENT else jnp.int32(0)
+        warpgroup = lax.axis_index(WARPGROUP)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
+
+    def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
+        plan = self.plan
+        self.x, self.weight, *others = arrays
+        self.bias = others.pop(0) if plan.bias else None
+        self.labels = others.pop(0)
+        if plan.mode == GRADIENT:
+            self.start, *self.coefficients = others
+        else:
+            self.has_labels = others.pop(0)
+            self.relative_to = others.pop(0) if plan.mode == EXPONENTIALS else None
+        self.parts = dict(zip(plan.per_tile, results, strict=False))
+        self.out: Any = results[-1] if plan.has_matrix else None
+
+    def _position(self, index: Any) -> tuple[Any, Any]:
+        """Return row and column, in tiles, of this block's tile `index`."""
+        plan = self.plan
+        number = lax.axis_index(PROGRAM) + index * plan.programs
+        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
+
+    # Producer.
+
+    def _produce(self) -> None:
+        plan = self.plan
+
+        @pl.loop(0, self.tiles)
+        def _tile(index: Any) -> None:
+            row, column = self._position(index)
+
+            @pl.loop(0, plan.steps)
+            def _step(i: Any) -> None:
+                self._copy_step(row, column, i, index * plan.steps + i)
+
+        producer_tail(self.tiles * plan.steps, self.pipeline)
+
+    def _copy_step(self, row: Any, column: Any, index: Any, step: Any) -> None:
+        plan, along = self.plan, pl.ds(index * STEP, STEP)
+        stage = self.pipeline.producer_acquire(step)
+        full = self.pipeline.full.at[stage]
+        for w in range(WARPGROUPS):
+            rows = pl.ds(row * TILE_ROWS + ROWS * w, ROWS)
+            plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
+        columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
+        at = (columns, along) if plan.transpose_weight else (along, columns)
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
+
+    # Consumers.
+
+    def _consume(self, warpgroup: Any) -> None:
+        plan = self.plan
+
+        @pl.loop(0, self.tiles)
+        def _tile(index: Any) -> None:
+            row, column_tile = self._position(index)
+            column = column_tile * plan.block_n
+            row = row * TILE_ROWS + warpgroup * ROWS
+            tile = _Tile(row, column_tile, column, self.first_column + column, warpgroup)
+            self._compute_tile(tile, index * plan.steps)
+
+        if plan.has_matrix:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _compute_tile(self, tile: _Tile, step: Any) -> None:
+        plan = self.plan
+        known = self._known(tile)  # loaded long before it is needed
+
+        def multiply(accumulator: Any) -> None:
+            def one(stage: Any) -> None:
+                buffer = self.memory.rhs.at[stage]
+                matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
+                plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
+
+            multiply_stages(self.pipeline, step, plan.steps, one)
+
+        [product] = accumulate((ROWS, plan.block_n), 1, multiply)
+        epilogues: dict[str, Any] = {
+            STATISTICS: self._statistics,
+            EXPONENTIALS: self._exponentials,
+            GRADIENT: self._gradient,
+        }
+        epilogues[plan.mode](product, tile, *known)
+
+    def _known(self, tile: _Tile) -> list[Any]:
+        if self.plan.mode == GRADIENT:
+            return [self._of_rows(ref, tile) for ref in (self.labels, *self.coefficients)]
+        found = [self.has_labels[lax.div(tile.row, ROWS), tile.column_tile]]
+        return found if self.relative_to is None else [*found, self._of_rows(self.relative_to, tile)]
+
+    def _of_rows(self, ref: Any, tile: _Tile) -> Any:
+        return plgpu.load(ref.at[pl.ds(tile.row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    # Logits.
+
+    @property
+    def _unit(self) -> float:
+        """The logits are this number times the values of `_logits`."""
+        return self.plan.scale if self.plan.soft_cap is None else self.plan.soft_cap
+
+    def _raw(self, product: Any, tile: _Tile, index: int) -> Any:
+        """Return a piece of the product, with its bias."""
+        raw = product[:, index * PIECE : (index + 1) * PIECE]
+        if self.bias is None:
+            return raw
+        at = self.bias.at[pl.ds(tile.first + index * PIECE, PIECE)]
+        bias = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return raw + lax.broadcast_in_dim(bias, raw.shape, [1])
+
+    def _squashed(self, raw: Any) -> Any:
+        """Return `tanh` of capped logits divided by the cap, or the same values without a cap."""
+        return raw if self.plan.soft_cap is None else jnp.tanh(raw * (self.plan.scale / self.plan.soft_cap))
+
+    def _logits(self, product: Any, tile: _Tile, index: int) -> tuple[Any, Any]:
+        """Return a piece of the logits, -inf in removed columns, and finite values for the slope of the cap."""
+        plan, raw = self.plan, self._raw(product, tile, index)
+        squashed = self._squashed(raw)
+        if plan.bias and plan.soft_cap is not None:
+            return jnp.where(raw == -jnp.inf, -jnp.inf, squashed), squashed
+        if plan.may_exceed:
+            inside = _column_numbers() < plan.last - tile.first - index * PIECE
+            return jnp.where(inside, squashed, -jnp.inf), squashed
+        return squashed, squashed
+
+    @property
+    def _may_be_removed(self) -> bool:
+        return self.plan.bias or self.plan.may_exceed
+
+    def _slope(self, squashed: Any) -> Any:
+        return 1.0 - squashed * squashed
+
+    def _store_label(self, product: Any, tile: _Tile, has_label: Any) -> None:
+        """Store the logits at those labels that are columns of this tile."""
+
+        @pl.when(has_label != 0)
+        def _here() -> None:
+            place = self._of_rows(self.labels, tile) - tile.first
+            found: Any = None
+            for i in range(self.plan.pieces):
+                hit = _column_numbers() == _wide(place - i * PIECE)
+                raw = self._raw(product, tile, i)
+                here = jnp.where(hit, raw, jnp.zeros_like(raw))
+                found = here if found is None else found + here
+            # The same arithmetic as for the other logits: the label's logit can be compared with the maximum.
+            raw = found.sum(axis=1)
+            value = self._squashed(raw)
+            if self.plan.bias and self.plan.soft_cap is not None:
+                value = jnp.where(raw == -jnp.inf, -jnp.inf, value)
+            self._store_part("label", tile, value * self._unit)
+
+    def _store_part(self, name: str, tile: _Tile, values: Any) -> None:
+        self.parts[name].at[tile.column_tile, pl.ds(tile.row, ROWS)][...] = values
+
+    # Epilogues.
+
+    def _statistics(self, product: Any, tile: _Tile, has_label: Any) -> None:
+        self._store_label(product, tile, has_label)
+        unit, plan = self._unit, self.plan
+        pieces = [self._logits(product, tile, i)[0] for i in range(plan.pieces)]
+        highest = pieces[0]
+        for piece in pieces[1:]:
+            highest = jnp.maximum(highest, piece)
+        top = highest.max(axis=1) * unit
+        finite_top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_be_removed else top
+        sums: dict[str, Any] = {}
+        for piece in pieces:
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(finite_top * LOG2E))
+            values = {"total": e}
+            if "sum" in self.parts or "expected" in self.parts:
+                finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
+                values |= {"sum": finite} if "sum" in self.parts else {}
+                values |= {"expected": finite * e} if "expected" in self.parts else {}
+            sums = {name: value + sums[name] if sums else value for name, value in values.items()}
+        self._store_part("max", tile, top)
+        for name, value in sums.items():
+            total = value.sum(axis=1)
+            self._store_part(name, tile, total if name == "total" else total * unit)
+
+    def _exponentials(self, product: Any, tile: _Tile, has_label: Any, relative_to: Any) -> None:
+        self._store_label(product, tile, has_label)
+        plan, unit = self.plan, self._unit
+        # With a bias or maxima, sums of a whole piece would spill registers: sum each piece over its columns.
+        is_crowded = plan.bias or "max" in self.parts
+        total: Any = None
+        highest: Any = None
+        for i in range(plan.pieces):
+            piece, squashed = self._logits(product, tile, i)
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(relative_to))
+            if "max" in self.parts:
+                top = piece.max(axis=1)
+                highest = top if highest is None else jnp.maximum(highest, top)
+            self._store_piece(e if plan.soft_cap is None else e * self._slope(squashed), tile, i)
+            part = e.sum(axis=1) if is_crowded else e
+            total = part if total is None else total + part
+        self._store_part("total", tile, total if is_crowded else total.sum(axis=1))
+        if "max" in self.parts:
+            self._store_part("max", tile, highest * unit)
+
+    def _gradient(self, product: Any, tile: _Tile, labels: Any, lse: Any, softmax: Any, label: Any, *more: Any) -> None:
+        plan, unit = self.plan, self._unit
+        constant = more[0] if plan.has_constant else None
+        expected = more[-1] if plan.has_expected else None
+        for i in range(plan.pieces):
+            piece, squashed = self._logits(product, tile, i)
+            p = jnp.exp2(piece * (unit * LOG2E) - _wide(lse))
+            if expected is None:
+                d = p * _wide(softmax)
+            else:
+                finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
+                d = p * (_wide(softmax) + _wide(expected * unit) * finite)
+            hit = _column_numbers() == _wide(labels - tile.first - i * PIECE)
+            d = d + jnp.where(hit, _wide(label), 0.0)
+            if constant is not None:
+                d = d + _wide(constant)
+            if plan.soft_cap is not None:
+                d = d * self._slope(squashed)
+            if self._may_be_removed:
+                d = jnp.where(piece == -jnp.inf, 0.0, d)
+            self._store_piece(d, tile, i)
+
+    def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
+        plan = self.plan
+        slot = self.memory.out.at[tile.warpgroup, index % plan.out_slots]
+        values = values.astype(DTYPE)
+        # The copy that last read this slot is the oldest of `out_slots` copies.
+        plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
+        slot[...] = values
+        plgpu.commit_smem()
+        at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
+        plgpu.copy_smem_to_gmem(slot, self.out.at[at])
+
+
+def _column_numbers() -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
+
+
+def _wide(values: Any) -> Any:
+    return lax.broadcast_in_dim(values, (ROWS, PIECE), [0])

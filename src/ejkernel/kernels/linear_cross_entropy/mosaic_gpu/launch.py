@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's three uses on padded arrays, under any transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded
+from ejkernel.kernels._varying import one_by_one
+from ejkernel.kernels.linear_cross_entropy.common import (
+    Coefficients,
+    LinearCrossEntropyCall,
+    Statistics,
+    finite_top,
+    log_of_sum,
+)
+
+from .params import MosaicGpuParams
+from .plan import EXPONENTIALS, GRADIENT, STATISTICS, TILE_ROWS, WIDEST_TILE, HeadPlan, head_plan, padded_columns
+
+_LOG2E = 1.4426950408889634
+
+
+class Exponentials(NamedTuple):
+    """Exponentials of logits relative to a number per row.
+
+    Attributes:
+        total: Their sum per row.
+        label: The label's logit; 0 if the label is not a column.
+        max: The largest logit; `None` if the call does not want it.
+        matrix: The exponentials times the slope of the cap, in bfloat16; 0 in padded columns.
+    """
+
+    total: jax.Array
+    label: jax.Array
+    max: jax.Array | None
+    matrix: jax.Array
+
+
+class Rows(NamedTuple):
+    """Padded rows, their labels (-1 in padded rows), and how many rows are not padding."""
+
+    x: jax.Array
+    labels: jax.Array
+    own: int
+
+    @classmethod
+    def of(cls, x: jax.Array, labels: jax.Array) -> Rows:
+        """Return rows padded to whole tiles."""
+        missing = padded(x.shape[0], TILE_ROWS) - x.shape[0]
+        sizes = x.shape[0] + missing, padded(x.shape[1], ALIGNED)
+        return cls(pad(x, sizes), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
+
+    def numbers(self, values: jax.Array, fill: float = 0) -> jax.Array:
+        """Return one float32 number per padded row."""
+        missing = self.x.shape[0] - values.shape[0]
+        return jnp.pad(values.astype(jnp.float32), (0, missing), constant_values=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedHead:
+    """The weight and the bias of a call, padded for the kernel, and how to launch it.
+
+    Attributes:
+        call, params: The call and its launch parameters.
+        weight: The weight, padded with zeros.
+        bias: The bias in float32, padded with -inf to whole tiles; `None` without bias.
+        interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
+    """
+
+    call: LinearCrossEntropyCall
+    params: MosaicGpuParams
+    weight: jax.Array
+    bias: jax.Array | None
+    interpret: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        call: LinearCrossEntropyCall,
+        params: MosaicGpuParams,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        interpret: Any,
+    ) -> PaddedHead:
+        """Return the padded head; a weight with axes of multiples of 64 is not copied."""
+        if bias is not None:
+            missing = padded(call.columns, WIDEST_TILE) - call.columns
+            bias = jnp.pad(bias.astype(jnp.float32), (0, missing), constant_values=-jnp.inf)
+        sizes = padded(call.inner, ALIGNED), padded_columns(call.columns)
+        return cls(call, params, pad(weight, sizes[::-1] if call.transpose_weight else sizes), bias, interpret)
+
+    @property
+    def columns(self) -> int:
+        """The number of padded columns."""
+        return int(self.weight.shape[0 if self.call.transpose_weight else 1])
+
+    def owns(self, labels: jax.Array) -> jax.Array:
+        """Return which labels are columns."""
+        return (labels >= 0) & (labels < self.call.columns)
+
+    def statistics(self, rows: Rows, names: tuple[str, ...]) -> Statistics:
+        """Return the statistics of padded rows, with the maximum, and with those of `names`; no logits are written."""
+        plan = head_plan(self.call, self.params, STATISTICS, rows=rows.x.shape[0], statistics=names)
+        found = dict(zip(plan.per_tile, self._run(plan, rows, self._label_table(plan, rows.labels)), strict=True))
+        tops = found["max"]
+        top = tops.max(axis=0)
+        weights = jnp.exp(tops - finite_top(top))
+        total = (found["total"] * weights).sum(axis=0)
+        expected = (found["expected"] * weights).sum(axis=0) / total if "expected" in found else None
+        label = self._at_labels(plan, found["label"], rows.labels)
+        return Statistics(
+            log_of_sum(finite_top(top), total),
+            label,
+            found["sum"].sum(axis=0) if "sum" in found else None,
+            expected,
+            top,
+        )
+
+    def exponentials(self, rows: Rows, relative_to: jax.Array) -> Exponentials:
+        """Return the exponentials of the logits of padded rows relative to a logit per row."""
+        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0])
+        table = self._label_table(plan, rows.labels)
+        *parts, matrix = self._run(plan, rows, table, relative_to * _LOG2E)
+        found = dict(zip(plan.per_tile, parts, strict=True))
+        top = found["max"].max(axis=0) if "max" in found else None
+        return Exponentials(found["total"].sum(axis=0), self._at_labels(plan, found["label"], rows.labels), top, matrix)
+
+    def gradient_of_logits(
+        self, rows: Rows, lse: jax.Array, given: Coefficients, start: Any = 0, count: int | None = None
+    ) -> jax.Array:
+        """Return the gradient of `x @ weight + bias` for padded rows and `count` columns from `start` on, in bfloat16.
+
+        Args:
+            rows: The rows.
+            lse: The log-sum-exp, of padded rows.
+            given: The coefficients, of padded rows; see `Coefficients`.
+            start: The first column, a multiple of 64.
+            count: A multiple of 64; `None`: all columns.
+        """
+        softmax, scale = given.softmax, self.call.logits_scale
+        more = [] if given.constant is None else [given.constant]
+        has_expected = given.expected is not None and given.mean is not None
+        if given.expected is not None and given.mean is not None:
+            softmax = softmax + given.expected * (1 - given.mean)
+            more.append(given.expected)
+        plan = head_plan(
+            self.call,
+            self.params,
+            GRADIENT,
+            rows=rows.x.shape[0],
+            columns=count,
+            has_constant=given.constant is not None,
+            has_expected=has_expected,
+        )
+        first = jnp.asarray(start, jnp.int32).reshape(1)
+        numbers = [lse * _LOG2E, *(c * scale for c in (softmax, given.label, *more))]
+        return self._run(plan, rows, first, *numbers)[0]
+
+    def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array) -> list[jax.Array]:
+        from .kernel import run_head  # Mosaic GPU is not available in every environment
+
+        bias = [] if self.bias is None else [self.bias]
+        arrays = (rows.x, self.weight, *bias, rows.labels, *others)
+        with jax.enable_x64(False):  # the kernel counts in int32
+            found: list[jax.Array] = one_by_one(
+                lambda *arrays: run_head(plan, arrays, interpret=self.interpret), *arrays
+            )
+        return found
+
+    def _label_table(self, plan: HeadPlan, labels: jax.Array) -> jax.Array:
+        """Return 1 where a tile's columns contain a label of one of 64 rows: comparisons take time in every tile."""
+        parts = lax.broadcasted_iota(jnp.int32, labels.shape, 0) // ROWS
+        tiles = jnp.where(self.owns(labels), labels // plan.block_n, plan.column_tiles)
+        table = jnp.zeros((plan.rows // ROWS, plan.column_tiles), jnp.int32)
+        return table.at[parts, tiles].set(1, mode="drop")
+
+    def _at_labels(self, plan: HeadPlan, parts: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the label's logit of each row; other tiles have not written theirs."""
+        owns = self.owns(labels)
+        tiles = jnp.where(owns, labels // plan.block_n, 0)
+        return jnp.where(owns, parts[tiles, jnp.arange(labels.shape[0])], 0)
+
+
+def pad(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """Pad an array with zeros to these sizes."""
+    added = [size - own for own, size in zip(x.shape, sizes, strict=True)]
+    return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

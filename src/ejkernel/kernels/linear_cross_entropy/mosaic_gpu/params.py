@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.ops.errors import ConfigError
+
+FORMS = ("rows", "vocabulary")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MosaicGpuParams:
+    """Launch parameters of a forward or backward.
+
+    A block of threads has one producer and two consumer warpgroups; a tile has 128 rows, half of them per consumer. The
+    launch is persistent: one block per multiprocessor takes tile after tile.
+
+    Attributes:
+        form: How gradients are computed. `rows`: chunks of rows with complete logits. `linear_cross_entropy_gradients`
+            then runs three products. `vocabulary`: chunks of columns, whose logits are computed again once the
+            log-sum-exp is known: four products, and little memory. Statistics alone need no chunks.
+        chunk: Rows per chunk, a multiple of 128, or columns per chunk, a multiple of 256; `None` takes all at once.
+        accumulation_dtype: Dtype of the sum of the weight's gradient over chunks of rows; `None`: float32. The
+            argument `accumulation_dtype` of the call takes precedence.
+        block_n: Columns of a tile, 128 or 256.
+        stages: Pipeline stages, each with 64 of `d`.
+        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
+        out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
+    """
+
+    form: str = "rows"
+    chunk: int | None = None
+    accumulation_dtype: str | None = None
+    block_n: int = 256
+    stages: int = 4
+    panel: int = 16
+    out_slots: int = 2
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ConfigError(f"form must be 'rows' or 'vocabulary', got {self.form!r}.")
+        multiple = 128 if self.form == "rows" else 256
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1 or self.chunk % multiple):
+            raise ConfigError(f"chunk must be a positive multiple of {multiple} or None, got {self.chunk!r}.")
+        if self.accumulation_dtype not in (None, "float32", "bfloat16"):
+            raise ConfigError(
+                f"accumulation_dtype must be 'float32', 'bfloat16' or None, got {self.accumulation_dtype!r}."
+            )
+        _check("block_n", self.block_n, (128, 256), "128 or 256")
+        _check("stages", self.stages, range(2, 9), "from 2 to 8")
+        _check("panel", self.panel, range(1, 257), "from 1 to 256")
+        _check("out_slots", self.out_slots, (1, 2, 4), "1, 2 or 4")
+
+
+def _check(name: str, value: object, allowed: range | tuple[int, ...], wanted: str) -> None:
+    if type(value) is not int or value not in allowed:
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}.")

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static description of one launch, and the shared memory that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
+
+from .params import MosaicGpuParams
+
+TILE_ROWS = WARPGROUPS * ROWS
+WIDEST_TILE = 256  # columns
+PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
+
+STATISTICS = "statistics"  # statistics of the logits
+EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given number per row, and their sum
+GRADIENT = "gradient"  # the gradient of the logits, from the log-sum-exp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """The launch of one kernel.
+
+    Attributes:
+        mode: `STATISTICS`, `EXPONENTIALS` or `GRADIENT`.
+        rows, inner, columns: Sizes of the padded operands; `columns` are those of this launch.
+        last: Columns of the logits before padding, of the whole weight.
+        transpose_weight, soft_cap, scale, bias: As in the call.
+        statistics: Optional results, members of `STATISTICS` of the operation.
+        has_constant, has_expected: Whether the gradient has these coefficients.
+        block_n, stages, panel, out_slots: As in the parameters.
+    """
+
+    mode: str
+    rows: int
+    inner: int
+    columns: int
+    last: int
+    transpose_weight: bool
+    soft_cap: float | None
+    scale: float
+    bias: bool
+    statistics: tuple[str, ...] = ()
+    has_constant: bool = False
+    has_expected: bool = False
+    block_n: int
+    stages: int
+    panel: int
+    out_slots: int
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the rows."""
+        return self.rows // TILE_ROWS
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles that cover the columns."""
+        return -(-self.columns // self.block_n)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.inner // STEP
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a tile in the epilogue."""
+        return self.block_n // PIECE
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return MULTIPROCESSORS
+
+    @property
+    def may_exceed(self) -> bool:
+        """Whether a tile may contain columns beyond the last."""
+        # The bias is padded with -inf, which removes them as well.
+        whole = self.last % (PIECE if self.mode == GRADIENT else self.block_n)
+        return bool(whole) and not self.bias
+
+    @property
+    def per_tile(self) -> tuple[str, ...]:
+        """Names of the results with one number per row and column of tiles."""
+        if self.mode == STATISTICS:
+            return ("max", "total", "label", *(name for name in ("sum", "expected") if name in self.statistics))
+        if self.mode == EXPONENTIALS:
+            return ("total", "label", *(["max"] if "max" in self.statistics else []))
+        return ()
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether a matrix as large as the logits is a result."""
+        return self.mode != STATISTICS
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of shared memory that a block of threads takes."""
+        operands = self.stages * STEP * (TILE_ROWS + self.block_n) * 2
+        return operands + WARPGROUPS * self.out_slots * ROWS * ROW_BYTES + OVERHEAD
+
+
+def head_plan(
+    call: LinearCrossEntropyCall,
+    params: MosaicGpuParams,
+    mode: str,
+    *,
+    rows: int,
+    columns: int | None = None,
+    has_constant: bool = False,
+    has_expected: bool = False,
+    statistics: tuple[str, ...] | None = None,
+) -> HeadPlan:
+    """Return the plan of a launch on `rows` padded rows, and on all columns unless their number is given."""
+    return HeadPlan(
+        mode=mode,
+        rows=rows,
+        inner=padded(call.inner, ALIGNED),
+        columns=padded_columns(call.columns) if columns is None else columns,
+        last=call.columns,
+        transpose_weight=call.transpose_weight,
+        soft_cap=call.logits_soft_cap,
+        scale=call.logits_scale,
+        bias=call.bias,
+        statistics=call.statistics if statistics is None else statistics,
+        has_constant=has_constant,
+        has_expected=has_expected,
+        block_n=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+    )
+
+
+def padded_columns(columns: int) -> int:
+    """Return the number of columns after padding: whole tiles of shared memory, and the widest tile at least."""
+    return max(padded(columns, ALIGNED), WIDEST_TILE)

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`linear_cross_entropy` and `token_log_probs`: the language-model head's loss without all logits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ejkernel.kernels._numbers import accumulator, is_integer
+from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels.linear_cross_entropy import _arguments as arguments
+from ejkernel.kernels.linear_cross_entropy.common import Statistics, token_losses
+from ejkernel.kernels.linear_cross_entropy.losses import Head, summed_losses
+from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropy as LinearCrossEntropy
+from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropyGradients as LinearCrossEntropyGradients
+from ejkernel.kernels.linear_cross_entropy.operation import (
+    LinearCrossEntropyGradientsConfig as LinearCrossEntropyGradientsConfig,
+)
+from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy as _linear_cross_entropy
+from ejkernel.ops.core.types import Number
+from ejkernel.ops.errors import ArgumentError, ConfigError
+from ejkernel.ops.utils.messages.names import did_you_mean, names_checked
+from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
+
+_REDUCTIONS = ("mean", "sum", "none")
+_NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
+    "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last product.",
+    "hidden": "x",
+    "hidden_states": "x",
+    "input": "x",
+    "_input": "x",
+    "embeddings": "x",
+    "weights": "weight= is the matrix of the last product; pass weights of tokens as token_weights.",
+    "w": "weight",
+    "lm_head_weight": "weight",
+    "kernel": "weight",
+    "embedding": "weight= with transpose_weight=True takes an embedding [V, d].",
+    "target": "labels",
+    "targets": "labels",
+    "target_ids": "labels",
+    "labels_ids": "labels",
+    "attention_mask": "token_weights",
+    "mask": "token_weights",
+    "where": "token_weights",
+    "loss_weight": "token_weights",
+    "ce_weight": "token_weights= has a weight for each token; weights of classes are not supported.",
+    "logsumexp_weight": "z_loss",
+    "lse_square_scale": "z_loss",
+    "z_loss_weight": "z_loss",
+    "logit_soft_cap": "logits_soft_cap",
+    "logit_softcap": "logits_soft_cap",
+    "softcap": "logits_soft_cap",
+    "soft_cap": "logits_soft_cap",
+    "logit_scale": "logits_scale",
+    "accum_dtype": "accumulation_dtype",
+    "dtype": "accumulation_dtype",
+    "smoothing": "label_smoothing",
+    "vocab_parallel_axis": "vocab_axis",
+    "return_z_loss": "return_lse=True returns the log-sum-exp; the z-loss is z_loss * lse ** 2.",
+    "return_argmax": "return_accuracy",
+    "return_token_accuracy": "return_accuracy",
+    "chunk_size": "cfg",
+    "block_sizes": "cfg",
+    "config": "cfg",
+}
+_LOG_PROBS_ELSEWHERE = _NAMES_ELSEWHERE | {
+    "z_loss": "token_log_probs has no z_loss; use linear_cross_entropy.",
+    "label_smoothing": "token_log_probs has no label_smoothing; use linear_cross_entropy.",
+    "return_lse": "token_log_probs returns log-probabilities; use linear_cross_entropy(..., reduction='none').",
+}
+_Config = LinearCrossEntropyConfig | LinearCrossEntropyGradientsConfig
+Floats = Float[Array, "*batch"]
+
+
+@overload
+def linear_cross_entropy(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None = None,
+    ignore_index: int | None = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_lse: Literal[False] = False,
+    return_accuracy: Literal[False] = False,
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: _Config | None = None,
+) -> Float[Array, "*batch"]: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None = None,
+    ignore_index: int | None = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: _Config | None = None,
+) -> Any: ...
+
+
+@names_checked(_NAMES_ELSEWHERE)
+def linear_cross_entropy(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None = None,
+    ignore_index: int | None = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: _Config | None = None,
+) -> Any:
+    """Compute the cross-entropy of `softmax(x @ weight)` against integer labels, without all logits in memory.
+
+    The logits are `s = cap * tanh(scale * (x @ weight + bias) / cap)`, without what is not given, and a token's loss is
+    `logsumexp(s) - s[label]`. Logits, sums and the loss are float32 (float64 for float64 arguments).
+
+    With `reduction="mean"` or `"sum"`, the gradients of `x`, `weight` and `bias` are computed together with the loss:
+    three products of this size in all. With `reduction="none"` each token has its own cotangent, so the backward
+    recomputes the logits: four products. To weight tokens, pass `token_weights`, which stays at three products. Without
+    differentiation there is one product.
+
+    The gradients are saved between forward and backward. Under `jax.checkpoint` only the inputs are, and the logits are
+    computed twice, unless a policy saves `linear_cross_entropy.residuals`. If a `scan` sums the loss of micro-batches,
+    differentiate inside the loop, or use `jax.checkpoint`: otherwise each step saves a gradient of the weight. The
+    `vmap` of a scalar loss has a gradient of the weight per example: pass all examples to one call instead.
+
+    Under `jit` over a mesh the call splits itself by tokens and by vocabulary; an axis `d` that is sharded is gathered.
+    Inside `jax.shard_map`, the loss is that of the device's tokens, so use `reduction="sum"` with `psum`; and if each
+    device holds a part of the vocabulary, pass the name of that mesh axis as `vocab_axis`.
+
+    Args:
+        x: Hidden states.
+        weight: Matrix of the last product, of the same dtype.
+        labels: Index of each token's class, of any integer dtype. A label outside `0 <= label < V` other than
+            `ignore_index` makes the loss and its gradients NaN.
+        transpose_weight: Whether the weight is `[V, d]`, such as a tied embedding.
+        bias: Added to the product. A bias of -inf removes a column, such as padding of the vocabulary: it has
+            probability 0, also under a soft cap, and label smoothing leaves it out.
+        token_weights: A factor of each token's loss. It has a gradient.
+        ignore_index: Tokens with this label have no loss and do not count; `None` ignores none.
+        reduction: `mean`: the sum of weighted losses, divided by the sum of the weights, or the number of counted
+            tokens; 0 if that is 0. `sum`: the sum. `none`: the loss of each token, `[*batch]`.
+        label_smoothing: The share `a` of the target that is spread evenly over all `V` columns, as in PyTorch: the loss
+            is `logsumexp(s) - (1 - a) * s[label] - a * mean(s)`.
+        z_loss: Factor of `logsumexp(s) ** 2`, which is added to each token's loss.
+        logits_soft_cap: Limits the size of the logits, as above.
+        logits_scale: Factor on the logits before the cap, e.g. the inverse of a temperature.
+        accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default the
+            configuration's, float32.
+        return_lse: Whether to return `logsumexp(s)` of each token, `[*batch]`, as well. It has a gradient, which needs
+            the logits again; a program that does not differentiate it does not compute them again.
+        return_accuracy: Whether to return the accuracy as well: the weighted share of tokens whose label has the
+            largest logit; with `reduction="none"`, 1 or 0 for each token. It has no gradient.
+        precision: Of the products, as for `jax.lax.dot`.
+        vocab_axis: The axis of the enclosing `shard_map`, or several, over which the vocabulary is sharded. Labels
+            count from the first column of the first device.
+        memory_limit: Bytes that temporary arrays may take, on each device; it limits the choice and the search of a
+            configuration. By default a quarter of the device's memory.
+        implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
+            none of them supports it. `None` leaves the choice to the configuration.
+        cfg: A configuration: a `LinearCrossEntropyGradientsConfig` applies when a scalar loss is differentiated, and a
+            `LinearCrossEntropyConfig` to all other calls. `None` looks one up.
+
+    Returns:
+        The loss; with `return_lse` or `return_accuracy` a tuple of the loss, the log-sum-exp and the accuracy, as far
+        as requested.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
+    """
+    _check_reduction(reduction)
+    return_lse = canonical_flag("return_lse", return_lse)
+    return_accuracy = canonical_flag("return_accuracy", return_accuracy)
+    loss = {
+        "label_smoothing": arguments.fraction("label_smoothing", python_numbers(label_smoothing, Takes.NUMBERS)),
+        "z_loss": arguments.nonnegative("z_loss", python_numbers(z_loss, Takes.NUMBERS)),
+    }
+    head, tokens = _prepared(
+        (x, weight, labels, bias, token_weights),
+        ignore_index,
+        cfg,
+        transpose_weight=transpose_weight,
+        logits_soft_cap=logits_soft_cap,
+        logits_scale=logits_scale,
+        accumulation_dtype=accumulation_dtype,
+        precision=precision,
+        vocab_axis=vocab_axis,
+        memory_limit=memory_limit,
+        implementation=implementation,
+    )
+    if reduction == "none":
+        names = (*(["sum"] if loss["label_smoothing"] else []), *(["max"] if return_accuracy else []))
+        found = head.statistics(names)
+        out = _masked(tokens.factors, token_losses(found, columns=head.columns, **loss))
+    else:
+        factors = _averaging(tokens.factors, tokens.weights) if reduction == "mean" else tokens.factors
+        out, found = summed_losses(head, factors, **loss, with_max=return_accuracy, with_lse=return_lse)
+    more = [found.lse] if return_lse else []
+    more += [_accuracy(found, tokens, reduction)] if return_accuracy else []
+    return (out, *more) if more else out
+
+
+@overload
+def token_log_probs(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    temperature: Number = 1.0,
+    ignore_index: int | None = -100,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_entropy: Literal[False] = False,
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LinearCrossEntropyConfig | None = None,
+) -> Float[Array, "*batch"]: ...
+
+
+@overload
+def token_log_probs(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    temperature: Number = 1.0,
+    ignore_index: int | None = -100,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_entropy: Literal[True],
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LinearCrossEntropyConfig | None = None,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]: ...
+
+
+@names_checked(_LOG_PROBS_ELSEWHERE)
+def token_log_probs(
+    x: Float[Array, "*batch d"],
+    weight: Float[Array, "d V"] | Float[Array, "V d"],
+    labels: Int[Array, "*batch"],
+    *,
+    transpose_weight: bool = False,
+    bias: Float[Array, " V"] | None = None,
+    temperature: Number = 1.0,
+    ignore_index: int | None = -100,
+    logits_soft_cap: Number | None = None,
+    logits_scale: Number | None = None,
+    accumulation_dtype: DTypeLike | None = None,
+    return_entropy: bool = False,
+    precision: str | jax.lax.Precision | None = None,
+    vocab_axis: str | Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LinearCrossEntropyConfig | None = None,
+) -> Any:
+    """Return the log-probability of each label under `softmax(x @ weight / temperature)`, without all logits in memory.
+
+    Use it for policy gradients, distillation and scoring: each token's result has its own cotangent, and the entropy
+    as well. The backward recomputes the logits: four products in all, and one without differentiation.
+
+    Args:
+        x, weight, labels, transpose_weight, bias: See `linear_cross_entropy`.
+        temperature: Divides the logits, after scale and cap.
+        ignore_index: Tokens with this label get the log-probability 0; `None` ignores none.
+        logits_soft_cap, logits_scale, accumulation_dtype: See `linear_cross_entropy`.
+        return_entropy: Whether to return the entropy of each token's distribution as well.
+        precision, vocab_axis, memory_limit, implementation: See `linear_cross_entropy`.
+        cfg: The configuration of this call and its gradient; `None` looks one up.
+
+    Returns:
+        The log-probabilities, `[*batch]` in float32; with `return_entropy`, and the entropies in nats.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
+    """
+    return_entropy = canonical_flag("return_entropy", return_entropy)
+    heat = arguments.positive("temperature", python_numbers(temperature, Takes.NUMBERS))
+    if heat is None:
+        raise ArgumentError("temperature must be a positive number, got None; 1 leaves the logits unchanged.")
+    scale, cap = (
+        arguments.positive(name, python_numbers(value, Takes.NUMBERS))
+        for name, value in (("logits_scale", logits_scale), ("logits_soft_cap", logits_soft_cap))
+    )
+    head, tokens = _prepared(
+        (x, weight, labels, bias, None),
+        ignore_index,
+        cfg,
+        transpose_weight=transpose_weight,
+        # cap * tanh(s / cap) / t is a cap of cap / t on s / t
+        logits_soft_cap=None if cap is None else cap / heat,
+        logits_scale=(1.0 if scale is None else scale) / heat,
+        accumulation_dtype=accumulation_dtype,
+        precision=precision,
+        vocab_axis=vocab_axis,
+        memory_limit=memory_limit,
+        implementation=implementation,
+    )
+    found = head.statistics(("expected",) if return_entropy else ())
+    out = _masked(tokens.factors, found.label - found.lse)
+    return (out, found.lse - found.expected) if return_entropy and found.expected is not None else out
+
+
+class _Tokens(NamedTuple):
+    """Numbers of each token.
+
+    Attributes:
+        weights: The weight; 0 where the token is ignored.
+        factors: The weight; NaN where the label is not a column.
+    """
+
+    weights: jax.Array
+    factors: jax.Array
+
+
+def _prepared(
+    arrays: tuple[Any, ...], ignore_index: Any, cfg: Any, *, implementation: Any, vocab_axis: Any, **given: Any
+) -> tuple[Head, _Tokens]:
+    """Check the arguments; return the head and the weights of the tokens."""
+    x, weight, labels, bias, token_weights = arrays
+    if cfg is not None and not isinstance(cfg, LinearCrossEntropyConfig | LinearCrossEntropyGradientsConfig):
+        raise ConfigError(
+            f"cfg must be a LinearCrossEntropyConfig or a LinearCrossEntropyGradientsConfig, got {type(cfg).__name__}."
+        )
+    options = arguments.canonical_options(
+        **{name: python_numbers(value, Takes.NUMBERS) for name, value in given.items()}
+    )
+    axes = arguments.canonical_axis(vocab_axis)
+    transposed = options.get("transpose_weight", False)
+    arguments.check_operands(x, weight, labels, bias, transpose_weight=transposed)
+    x, weight, labels = (jnp.asarray(array) for array in (x, weight, labels))
+    labels = arguments.int32(labels)
+    first, columns = _columns(weight.shape[0 if transposed else 1], axes)
+    dtype = accumulator(x.dtype)
+    counted = jnp.ones(labels.shape, bool) if ignore_index is None else labels != _canonical_index(ignore_index)
+    weights = counted.astype(dtype)
+    if token_weights is not None:
+        arguments.check_token_weights(token_weights, x)
+        weights = jnp.where(counted, jnp.asarray(token_weights).astype(dtype), 0)
+    factors = jnp.where(counted & ((labels < 0) | (labels >= columns)), jnp.nan, weights)
+    # The sum over devices of the gradient of a replicated argument then runs in the argument's dtype.
+    x, weight, bias = unify_varying((x, weight, None if bias is None else jnp.asarray(bias)))
+    options |= {"implementation": _linear_cross_entropy.requested(implementation)}
+    options.pop("vocab_axis")
+    head = Head(x=x, weight=weight, bias=bias, labels=labels - first, options=options, vocab_axis=axes, cfg=cfg)
+    return head, _Tokens(weights, factors)
+
+
+def _check_reduction(reduction: Any) -> None:
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        raise ArgumentError(
+            f"reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}"
+            f"{did_you_mean(reduction, _REDUCTIONS)}"
+        )
+
+
+def _canonical_index(ignore_index: Any) -> int:
+    index = python_numbers(ignore_index, Takes.NUMBERS)
+    if not is_integer(index):
+        raise ArgumentError(f"ignore_index must be an integer or None, got {given_text(ignore_index)}.")
+    return int(index)
+
+
+def _columns(own: Any, vocab_axis: tuple[str, ...]) -> tuple[Any, Any]:
+    """Return the first column of this device, and the number of columns of all devices."""
+    if not vocab_axis:
+        return 0, own
+    try:
+        return lax.axis_index(vocab_axis) * own, lax.axis_size(vocab_axis) * own
+    except NameError as error:
+        raise ArgumentError(
+            f"vocab_axis must name axes of an enclosing jax.shard_map, got {vocab_axis!r}: {error}. Under jit over a "
+            "mesh leave it out: the call splits itself."
+        ) from error
+
+
+def _averaging(factors: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return factors whose sum of losses is the mean; 0 if the weights add up to 0."""
+    total = weights.sum()
+    return jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
+
+
+def _masked(factors: jax.Array, losses: jax.Array) -> jax.Array:
+    """Return the weighted losses; 0 where the factor is 0, even if the loss is infinite."""
+    return jnp.where(factors == 0, 0, factors * losses)
+
+
+def _accuracy(found: Statistics, tokens: _Tokens, reduction: str) -> jax.Array:
+    top = found.label if found.max is None else found.max
+    hits = ((found.label >= top) & (tokens.weights != 0)).astype(tokens.weights.dtype)
+    if reduction == "none":
+        return hits
+    return (hits * _averaging(tokens.weights, tokens.weights)).sum()

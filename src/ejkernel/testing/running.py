@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects the configurations for `check_kernel`, and the checks for each of them.
+
+If a feature raises an error, and plain JAX does not support it either, its check is skipped with the reason. It fails
+if the kernel claims the feature: by a gradient rule, by a variant of `run` for the platform, or because the feature
+works under the heuristic.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import arguments
+from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
+from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
+from ejkernel.testing.numbers import Numbers
+from ejkernel.testing.programs import BATCHES
+from ejkernel.testing.report import CheckReport, CheckRow, CheckStatus, error_line, row
+from ejkernel.testing.rules import pair_rows
+from ejkernel.testing.splitting import split_rows
+from ejkernel.testing.subject import Scope, Subject
+
+logger = logging.getLogger(__name__)
+
+_TOO_FEW: Final = 2  # number of rows if a configuration does not run
+_SMALL: Final = 8  # largest number of configurations for which every check covers all
+_FEW: Final = 4  # configurations for costly checks in a larger space
+_FULLY: Final = 2  # configurations for second derivatives, nested batches, and batches of one array
+_SIZED: Final = 3  # configurations for odd sizes
+_FORMS: Final = ("inputs", "dtypes", "export", "pickle", "split")
+
+
+def checked(
+    kernel: Kernel[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    configs: Collection[object] | None,
+    scope: Scope,
+) -> CheckReport:
+    """Return the report on a call; see `check_kernel`."""
+    subject = Subject.of(kernel, args, kwargs, scope)
+    call = f"{subject.kernel.op_id_v} {_arguments_of(subject.inv)}".rstrip()
+    try:
+        chosen, note = _configs(subject, subject.inv, configs)
+        for config in chosen:
+            check_config(subject.kernel, config)
+    except Exception as error:  # noqa: BLE001 - the kernel's hooks; without a configuration there is nothing to check
+        return CheckReport(call, (), (row("configurations", None, error_line(error)),))
+    rows = tuple(_rows(subject, chosen, configs))
+    return CheckReport(call, tuple(chosen), rows, note, _not_checked(len(chosen), scope.without))
+
+
+def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
+    """Return the list of omissions, in addition to skipped rows."""
+    many, few, single = BATCHES
+    found = [
+        f"batch sizes other than {many} and 2 by {few} for all arrays, and {single} for one array",
+        "odd sizes other than one or two more than the given lengths",
+        "values of gradients for scaled inputs and zeros; arguments with NaN or infinity",
+        "third derivatives",
+    ]
+    if count > _SMALL:
+        checks = "pairs of forward and backward, scaled inputs, zeros, other dtypes"
+        found.insert(0, f"{checks}: {count - _FEW} of {count} configurations")
+    found += [
+        f"{checks}: {count - looked} of {count} configurations"
+        for checks, looked in (
+            ("second derivatives, nested batches, batches of one array", _FULLY),
+            ("odd sizes", _SIZED),
+        )
+        if count > looked
+    ]
+    if without:
+        found.append(f"groups left out: {', '.join(sorted(without))}")
+    return tuple(found)
+
+
+def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
+    """Return all configurations, or the heuristic's and a reproducible sample of the others."""
+    if len(configs) <= count:
+        return list(configs)
+    others = np.random.default_rng(seed).choice(np.arange(1, len(configs)), count - 1, replace=False)
+    return [configs[0], *(configs[index] for index in sorted(others))]
+
+
+def _costly(configs: Sequence[Any], seed: int) -> list[Any]:
+    """Return the configurations for costly checks."""
+    return _few(configs, len(configs) if len(configs) <= _SMALL else _FEW, seed)
+
+
+def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
+    """Return a short form of the call's arguments; empty if they have no stable description."""
+    try:
+        return arguments(inv.description)
+    except Exception as error:  # noqa: BLE001 - the row of the key reports the error
+        logger.debug("%s: cannot describe its arguments: %s", inv.op_id, error_text(error))
+        return ""
+
+
+def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | None) -> Iterator[CheckRow]:
+    yield row("configurations")
+    try:
+        numbers = Numbers(subject, configs[0])
+    except UnsupportedError as error:  # the kernel is for another platform
+        yield row("outputs", None, str(error), skipped=True)
+        # The remaining checks, of platforms and the key, do not run the kernel.
+        yield from _form_rows(subject, configs[0])
+        return
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
+        yield row("outputs", configs[0], error_line(error))
+        return
+    right: list[Any] = []
+    fully = _few(configs, _FULLY, subject.scope.seed)
+    for config in configs:
+        rows = list(numbers.rows(config, fully=any(config is other for other in fully)))
+        yield from rows
+        if config is configs[0] and len(rows) <= _TOO_FEW and not subject.scope.is_brief:  # the heuristic does not run
+            return
+        right += [config] if all(made.status != CheckStatus.FAILED for made in rows) else []
+    yield from _input_rows(numbers, configs, right, given)
+    yield from _call_rows(numbers, configs[0])
+    yield from _form_rows(subject, configs[0])
+
+
+def _input_rows(
+    numbers: Numbers, configs: Sequence[Any], right: Sequence[Any], given: Collection[object] | None
+) -> Iterator[CheckRow]:
+    """Yield rows of checks that need several configurations, or several inputs."""
+    scope = numbers.subject.scope
+    without = scope.without | scope.reasons(numbers.subject.kernel, configs[0]).keys()
+    if "gradient" not in without and numbers.has_gradient and not scope.is_brief:
+        runs = _costly([c for c in configs if c is configs[0] or any(c is other for other in right)], scope.seed)
+        backwards = _backward_configs(numbers, given)
+        yield from pair_rows(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0])
+    # A configuration with wrong results for usual inputs would also fail for all others.
+    if "inputs" not in without and right:
+        yield from value_rows(numbers, _costly(right, scope.seed))
+        if right[0] is configs[0]:
+            yield from size_rows(numbers, lambda other: _few(_own_configs(other, given), _SIZED, scope.seed))
+    if "dtypes" not in without:
+        yield from dtype_rows(numbers, lambda other: _costly(_own_configs(other, None), scope.seed))
+
+
+def _own_configs(subject: Subject, given: Collection[object] | None) -> list[Any]:
+    """Return the configurations of a call with other arrays; the given ones may not fit it."""
+    configs, _ = _configs(subject, subject.inv, None)
+    known = None if given is None else {config_id(config) for config in given}
+    return [configs[0], *(c for c in configs[1:] if known is None or config_id(c) in known)]
+
+
+def _backward_configs(numbers: Numbers, given: Collection[object] | None) -> list[Any] | None:
+    """Return the configurations of the backward call, if they differ from the forward's."""
+    subject = numbers.subject
+    if given is not None or subject.inv.override_cfg is not None:
+        return None
+    forward = {config_id(config) for config in _configs(subject, subject.inv, None)[0]}
+    try:
+        inv = backward_call(numbers)
+        found = [] if inv is None else _configs(subject, inv, None)[0]
+    except Exception as error:  # noqa: BLE001 - the kernel's hooks; the rows of its gradient report the error
+        logger.debug("%s: no configurations of the backward: %s", subject.inv.op_id, error_text(error))
+        return None
+    same = not found or {config_id(config) for config in found} == forward
+    return None if same else _costly(found, subject.scope.seed)
+
+
+def _call_rows(numbers: Numbers, config: object) -> Iterator[CheckRow]:
+    """Yield rows that compare other forms of the call with the call itself."""
+    want = numbers.usual(config)
+    unavailable = numbers.subject.scope.reasons(numbers.subject.kernel, config)
+    without = numbers.subject.scope.without | unavailable.keys()
+    yield from (row(name, config, unavailable[name], skipped=True) for name in _FORMS if name in unavailable)
+    if "dtypes" not in without and (weak := weak_type_row(numbers, config, want)) is not None:
+        yield weak
+    if "export" not in without:
+        yield export_row(numbers, config, want)
+    if "pickle" not in without:
+        yield pickle_row(numbers, config, want)
+    if "split" not in without:
+        yield from split_rows(numbers, config, want)
+
+
+def _form_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
+    """Yield rows of checks that do not run the call."""
+    unavailable = subject.scope.reasons(subject.kernel, config)
+    without = subject.scope.without | unavailable.keys()
+    yield from (
+        row(name, config, unavailable[name], skipped=True) for name in ("platforms", "key") if name in unavailable
+    )
+    if "platforms" not in without:
+        yield from platform_rows(subject, lambda inv: _configs(subject, inv, None)[0])
+    if "key" not in without:
+        yield key_row(subject)
+
+
+def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[object] | None) -> tuple[list[Any], str]:
+    """Return the configurations to check, the heuristic's first, and a note about them."""
+    if inv.override_cfg is not None:
+        return [inv.override_cfg], "The arguments fix the whole configuration."
+    candidates = candidates_of(subject.kernel, inv) if given is None else given
+    if not isinstance(candidates, Collection):
+        raise KernelError(f"{subject.kernel.op_id}: config_space must return configurations, got {candidates!r}.")
+    note, chosen = "", candidates
+    if isinstance(candidates, ConfigSpace) and candidates.size > LISTED:
+        chosen = candidates.sample(np.random.default_rng(subject.scope.seed), LISTED)
+        note = f"Checked: the heuristic and {len(chosen)} of about {candidates.size:,} configurations, at random."
+    found: dict[Any, Any] = {}
+    # The heuristic's first, because the others are compared with it, and without duplicates.
+    for config in [*heuristic_of(inv, subject.kernel), *chosen]:
+        found.setdefault(config_id(config), config)
+    if not found:
+        raise NoConfigError(subject.kernel.op_id, ("heuristic", "config_space"))
+    return list(found.values()), note

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The call under check: functions of its arrays, inputs for them, and its reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.autotuner.measure.correctness import Deviation
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.callspec import leaf_name, take_apart
+from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides, prepared, with_python_numbers
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.implementation import OperationConfig
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, pulled
+from ejkernel.testing.report import REFERENCE, Comparison
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What is checked, and how.
+
+    Attributes:
+        without: Groups of checks to leave out.
+        unavailable: Groups that the kernel does not have, with the reason.
+        seed: Seed of random inputs and of samples.
+        tolerance: See `Comparison`; `None`: the tolerances of tuning.
+        is_brief: Whether this is one of many calls of a suite. Then the reference computes in at least float32, batches
+            are small, and no call runs eagerly.
+        programs: Compiled references, for calls with equal shapes and options.
+        check_residuals: Raises an error if a forward leaves wrong residuals.
+    """
+
+    without: frozenset[str] = frozenset()
+    unavailable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    tolerance: float | None = None
+    is_brief: bool = False
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    check_residuals: Callable[[Any], None] | None = None
+
+    def reasons(self, kernel: object, config: object) -> dict[str, str]:
+        """Return the groups that a kernel does not have under a configuration, with the reasons."""
+        declared: Mapping[str, str] = {}
+        if isinstance(kernel, Operation) and isinstance(config, OperationConfig):
+            declared = kernel.implementations[config.implementation].unavailable
+        given = {**declared, **self.unavailable}
+        return {group: reason for group, reason in given.items() if group not in self.without}
+
+
+@dataclasses.dataclass(eq=False)
+class Subject:
+    """A call of a kernel as the user writes it.
+
+    Attributes:
+        kernel: The kernel.
+        args, kwargs: The arguments of the call; arrays may be abstract.
+        inv: The call as the kernel sees it.
+        scope: What is checked, and how.
+        executor: Runs the call; it does not share or save configurations.
+    """
+
+    kernel: Kernel[Any, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inv: Invocation[Any, Any]
+    scope: Scope = dataclasses.field(default_factory=Scope)
+    executor: Executor[Any, Any] = dataclasses.field(default_factory=lambda: Executor(ConfigSelectorChain()))
+
+    @classmethod
+    def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Subject:
+        """Return the subject of a call."""
+        args, named = with_python_numbers(kernel, args, kwargs)
+        kwargs = dict(named)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+        seen: list[Invocation[Any, Any]] = []
+
+        def prepare(*arrays: jax.Array) -> None:
+            given = dict(zip(at, arrays, strict=True))
+            own = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)])
+            given_args, named = prepared(kernel, *own)
+            rest = {name: value for name, value in named.items() if name != "cfg"}
+            inv = Invocation(kernel=kernel, args=given_args, kwargs=rest, override_cfg=named.get("cfg"))
+            seen.append(inv.abstract())
+
+        # `prepare` runs under JAX's tracing, and the arrays may be abstract.
+        jax.eval_shape(prepare, *(leaves[index] for index in at))
+        return cls(kernel, args, kwargs, seen[0], scope)
+
+    def __post_init__(self) -> None:
+        paths, self._tree = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
+        self._leaves = [leaf for _, leaf in paths]
+        self._at = [index for index, leaf in enumerate(self._leaves) if is_array(leaf)]
+        self._paths = [paths[index][0] for index in self._at]
+        self.names = [leaf_name(self.kernel, path) for path in self._paths]
+        self.types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.given]
+
+    @property
+    def given(self) -> Arrays:
+        """The call's arrays as the user passed them."""
+        return [self._leaves[index] for index in self._at]
+
+    @property
+    def platform(self) -> str:
+        """Platform on which the checks run."""
+        return self.inv.platform
+
+    def compare(
+        self, got: Results, want: Results, whose: str = REFERENCE, *, what: str = "gradient", other: str = ""
+    ) -> list[Deviation]:
+        """Return the deviations of results and of derivatives; `other` names the origin of the wanted derivatives."""
+        compare = Comparison(self.platform, self.inv.precision, self.scope.tolerance)
+        found = compare(got.outs, want.outs, whose)
+        if got.gradients is None or want.gradients is None:
+            return found
+        has = zip(self.names, self.differentiable(), strict=True)
+        names = [f"the {what} of {name}" for name, has_gradient in has if has_gradient]
+        if what == "tangent":
+            names = [f"the tangent of result {index}" for index in range(len(want.gradients))]
+        return [*found, *compare(got.gradients, want.gradients, other or whose, names)]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the kernel has a reference."""
+        return overrides(self.kernel, "reference")
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Subject:
+        """Return the same call with other arrays, which may be abstract."""
+        args, kwargs = self.join(arrays)
+        return Subject.of(self.kernel, args, kwargs, self.scope)
+
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `arrays` in their places."""
+        leaves = list(self._leaves)
+        for index, array in zip(self._at, arrays, strict=True):
+            leaves[index] = array
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        return args, kwargs
+
+    def executed(self, config: object, *, kernel: Kernel[Cfg, Out] | None = None) -> Flat:
+        """Return the user's call as a function of its arrays, with `config`, or the heuristic's for `None`."""
+
+        def call(*arrays: jax.Array) -> tuple[Any, ...]:
+            args, kwargs = self.join(arrays)
+            return tuple(jax.tree.leaves(self.executor(kernel or self.kernel, *args, cfg=config, **kwargs)))
+
+        return call
+
+    def plain(self, choice: Choice) -> Flat:
+        """Return the kernel's `run` or `reference` as a plain function, which JAX differentiates without the rule."""
+
+        def call(*arrays: jax.Array) -> tuple[Any, ...]:
+            spec, own = self.taken_apart(arrays)
+            return Forward(spec).flat(choice)(*own)
+
+        return call
+
+    def taken_apart(self, arrays: Sequence[jax.Array]) -> tuple[Any, Arrays]:
+        """Return the call's spec as the kernel sees it, and its arrays."""
+        args, kwargs = self.join(arrays)
+        args, kwargs = prepared(self.kernel, args, kwargs)
+        return take_apart(self.kernel, args, {name: value for name, value in kwargs.items() if name != "cfg"})
+
+    def differentiable(self) -> tuple[bool, ...]:
+        """Return which arrays have a gradient: floating-point arrays, with a rule only positional ones."""
+        _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
+        # A rule returns gradients of positional arguments only; JAX differentiates keyword arguments as well.
+        fixed = by_keyword if has_gradient_rule(self.kernel) else {}
+        return tuple(
+            is_inexact(like) and not (kind.idx == 1 and argument.key in fixed)
+            for like, (kind, argument, *_) in zip(self.types, self._paths, strict=True)
+        )
+
+    def elements(self, count: int) -> list[Arrays]:
+        """Return `count` inputs of the call: the given one, unless it is abstract, and examples."""
+        rng = np.random.default_rng(self.scope.seed)
+        concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
+        # Copy, so that a kernel that writes to its arguments does not modify its author's arrays.
+        first = [[jnp.array(array) for array in self.given]] if concrete else []
+        if self.scope.is_brief and concrete:
+            # Other integers, such as the sizes of groups, need not make sense.
+            turned = [array[::-1] if is_inexact(array) and array.ndim else array for array in first[0]]
+            return [*first, turned][:count]
+        return [*first, *(self._example(rng) for _ in range(count - len(first)))]
+
+    def _example(self, rng: np.random.Generator) -> Arrays:
+        made = example_arrays(self.inv, rng, Choice())
+        fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
+        # If `prepare` reshapes or casts, examples for the kernel do not fit the call's arguments.
+        return made if fits else [random_array(like, rng) for like in self.types]
+
+
+class Truth:
+    """Results of the reference, or of `run` under the heuristic's configuration, and JAX's derivatives of them.
+
+    Args:
+        subject: The call.
+        baseline: The heuristic's configuration.
+        wrt: Which arrays have a gradient; none of them: no gradients are computed.
+        rule: If JAX cannot differentiate the reference: the call itself, whose gradient rule is used instead.
+    """
+
+    def __init__(self, subject: Subject, baseline: object, wrt: Sequence[bool], rule: Flat | None = None) -> None:
+        self.function, self.has_rule = function_of(subject, baseline), rule is not None
+        self._subject, self._wrt, self._rule = subject, wrt, rule
+        self._programs = subject.scope.programs if subject.scope.is_brief else {}
+        self._batches: dict[str, Results] = {}
+
+    def of(self, arrays: Arrays, cotangents: Arrays) -> Results:
+        """Return the results for these arrays, and the gradients for these cotangents."""
+        if not any(self._wrt) or not cotangents:
+            return self.by("outputs", alone, arrays, cotangents)
+        if self._rule is None:
+            return self.by("gradients", lambda function: pulled(function, self._wrt), arrays, cotangents)
+        outs = self.by("outputs", alone, arrays, cotangents).outs
+        # These gradients come from the kernel itself, so take the results from the reference.
+        found = self.by("rule", lambda _: pulled(self._rule or _, self._wrt), arrays, cotangents)
+        return Results(outs, found.gradients)
+
+    def by(self, kind: str, transform: Callable[[Flat], Any], arrays: Arrays, more: Arrays) -> Results:
+        """Return the results of the transformed reference, whose program is compiled once."""
+        if self._subject.scope.is_brief:
+            arrays, more = _widened(arrays), _widened(more)
+        key = (kind, *(str(array.dtype) for array in arrays))
+        if key not in self._programs:
+            self._programs[key] = compiled(transform(self.function), arrays, more)
+        found: Results = self._programs[key](arrays, more)
+        return found
+
+    def gathered(self, pattern: Pattern, examples: Sequence[Arrays], cotangents: Sequence[Arrays]) -> Results:
+        """Return the results of a batch."""
+        if pattern.name not in self._batches:
+            each = [self.of(pattern.own(examples, index), cotangents[index]) for index in range(pattern.count)]
+            self._batches[pattern.name] = pattern.gathered(each, self._wrt)
+        return self._batches[pattern.name]
+
+
+def function_of(subject: Subject, baseline: object) -> Flat:
+    """Return the reference, or without one `run`, as a plain function."""
+    return subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
+
+
+def _widened(arrays: Arrays) -> list[Any]:
+    return [
+        np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)) if is_inexact(array) else array
+        for array in arrays
+    ]
+
+
+def types_of(function: Flat, arrays: Arrays) -> list[tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each result."""
+    return [(tuple(out.shape), str(out.dtype)) for out in jax.eval_shape(function, *arrays)]
+
+
+def listed(types: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    """Return types in words."""
+    return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in types)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python compiled_for_hopper.py`: compile the loss's kernels for an H200; JAX's switches print what ptxas reports."""
+
+from __future__ import annotations
+
+import jax
+
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
+from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy, linear_cross_entropy_gradients
+from ejkernel.ops import Invocation
+from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.core.transformations.nodes import Choice
+
+TOKENS, INNER, COLUMNS = 2048, 1024, 32768
+VOCABULARY = MosaicGpuParams(form="vocabulary", chunk=16384)
+ALL = ("sum", "expected", "max")
+
+
+def calls():
+    """Return name, operation, parameters, whether there is a bias, and options."""
+    capped = {"transpose_weight": True, "logits_soft_cap": 30.0}
+    yield "statistics", linear_cross_entropy, None, False, {}
+    yield "all statistics", linear_cross_entropy, None, True, {**capped, "statistics": ALL}
+    yield "three products", linear_cross_entropy_gradients, None, False, {}
+    yield "three products, capped", linear_cross_entropy_gradients, None, False, capped
+    yield "three products, maximum", linear_cross_entropy_gradients, None, False, {"statistics": ("max",)}
+    yield "three products, bias", linear_cross_entropy_gradients, None, True, {"label_smoothing": 0.1}
+    options = {**capped, "label_smoothing": 0.1}
+    yield "four products, bias, capped", linear_cross_entropy_gradients, VOCABULARY, True, options
+
+
+def main() -> None:
+    target = Target.named("nvidia_h200")
+    for name, operation, params, with_bias, options in calls():
+        shape = (COLUMNS, INNER) if options.get("transpose_weight") else (INNER, COLUMNS)
+        x, weight = (jax.ShapeDtypeStruct(sizes, "bfloat16") for sizes in ((TOKENS, INNER), shape))
+        labels, factors = (jax.ShapeDtypeStruct((TOKENS,), dtype) for dtype in ("int32", "float32"))
+        bias = [jax.ShapeDtypeStruct((COLUMNS,), "bfloat16")] if with_bias else []
+        others = [labels, factors, *bias] if operation is linear_cross_entropy_gradients else [labels, *bias]
+        args, options = operation.prepare(x, weight, *others, implementation="mosaic_gpu", **options)
+        inv = Invocation(kernel=operation, args=args, kwargs=options, device=target.fingerprint)
+        print(f"compiling {name}", flush=True)
+        cfg = operation.heuristic_cfg(inv)
+        if params is not None:
+            cfg = operation.config_type(implementation="mosaic_gpu", fwd=params)
+        compile_for(inv, Choice(config=cfg, platform="gpu"), target, only_once=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss's kernels for Hopper, simulated on a CPU, and what they accept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tests.kernels.linear_cross_entropy import plain_kernel
+
+from ejkernel import compat
+from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import gradients, plan, support
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.implementation import MosaicGpu, MosaicGpuGradients
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
+from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy, linear_cross_entropy_gradients
+from ejkernel.ops import ConfigError
+
+ROWS, INNER, COLUMNS, REMOVED = 200, 72, 330, 5  # no multiples of a tile; a bias of -inf removes the last columns
+SMALL = {"stages": 2, "panel": 1}
+TOLERANCE = {"statistics": 1e-5, "gradients": 8e-3}
+CALL = LinearCrossEntropyCall(
+    tokens=8192,
+    inner=4096,
+    columns=128256,
+    dtype="bfloat16",
+    gradients=("x", "weight"),
+    platform="gpu",
+    device_fingerprint="gpu:nvidia_h200",
+    memory_limit=32 << 30,
+)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A function that has the kernels run in the interpreter, on two multiprocessors with several tiles each."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    def run(*, detect_races=False):
+        monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
+        for implementation in (MosaicGpu, MosaicGpuGradients):
+            interpret = mosaic_gpu.InterpretGPUParams(detect_races=detect_races)
+            monkeypatch.setattr(implementation, "interpret", interpret)
+
+    run()
+    return run
+
+
+def arrays(*, transpose_weight=False, bias=False):
+    """Return rows, weight, labels with ignored ones, factors of the losses, and the bias, if any."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((ROWS, INNER)), jnp.bfloat16)
+    shape = (COLUMNS, INNER) if transpose_weight else (INNER, COLUMNS)
+    weight = jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16)
+    labels = rng.integers(0, COLUMNS - REMOVED, ROWS)
+    labels[::7] = -100
+    factors = np.where(labels < 0, 0, rng.random(ROWS))
+    added = rng.standard_normal(COLUMNS)
+    added[-REMOVED:] = -np.inf
+    found = x, weight, jnp.asarray(labels, jnp.int32), jnp.asarray(factors, jnp.float32)
+    return (*found, jnp.asarray(added, jnp.bfloat16)) if bias else found
+
+
+def wide(args):
+    return [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
+
+
+def described(operation, args, options):
+    """Return the prepared arguments and options, and the call."""
+    args, options = operation.prepare(*args, **options)
+    options.pop("implementation")
+    return args, options, operation.describe(*args, **options)
+
+
+def assert_near(expected, actual, kind):
+    expected, actual = (np.asarray(x, np.float64) for x in (expected, actual))
+    assert expected.shape == actual.shape
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert error <= TOLERANCE[kind]
+
+
+def loss_and_gradients(args, params, **options):
+    """Return a compiled function of such arguments, and the results by the reference for them."""
+    args, options, call = described(linear_cross_entropy_gradients, args, options)
+    implementation = MosaicGpuGradients()
+    assert implementation.params_fault(call, params) is None
+    run = jax.jit(lambda *args: implementation.forward(call, *args, params=params)[0])
+    return run, lambda *args: linear_cross_entropy_gradients.reference(*wide(args), **options)
+
+
+def assert_all_near(expected, actual, statistics):
+    assert len(expected) == len(actual)
+    for index, (wanted, found) in enumerate(zip(expected, actual, strict=True)):
+        assert_near(wanted, found, "statistics" if index < statistics else "gradients")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
+    monkeypatch.setattr(gradients, "SAMPLED", 4)  # columns 0, 82, 164, ...
+    args = arrays(transpose_weight=True, bias=True)
+    run, reference = loss_and_gradients(
+        args,
+        MosaicGpuParams(chunk=128, **SMALL),
+        transpose_weight=True,
+        gradients=("x", "weight", "bias"),
+        label_smoothing=0.1,
+        z_loss=0.01,
+        logits_scale=0.7,
+    )
+    assert_all_near(reference(*args), run(*args), 3)
+    # Other columns have far larger logits: exponentials relative to those of the sampled columns overflow.
+    x, weight, *others = args
+    large = x, weight.at[1:40].multiply(30), *others
+    assert float(jnp.max(x @ large[1].T)) > 150
+    assert_all_near(reference(*large), run(*large), 3)
+
+
+@pytest.mark.slow
+def test_a_soft_cap_with_three_products_has_no_races(simulated):
+    simulated(detect_races=True)
+    args = arrays()
+    options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
+    assert_all_near(reference(*args), run(*args), 3)
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_chunks_of_the_vocabulary_give_the_loss_and_gradients_with_every_option():
+    args = arrays(bias=True)
+    run, reference = loss_and_gradients(
+        args,
+        MosaicGpuParams(form="vocabulary", chunk=256, **SMALL),
+        gradients=("x", "weight", "bias"),
+        statistics=("max",),
+        label_smoothing=0.1,
+        z_loss=0.01,
+        logits_soft_cap=3.0,
+        logits_scale=0.7,
+    )
+    assert_all_near(reference(*args), run(*args), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_statistics_and_their_gradients_match_the_reference():
+    x, weight, labels, _, bias = arrays(transpose_weight=True, bias=True)
+    options = {"statistics": ("sum", "expected", "max"), "transpose_weight": True, "logits_soft_cap": 3.0}
+    args, options, call = described(linear_cross_entropy, (x, weight, labels, bias), options)
+    expected, pull = jax.vjp(
+        lambda x, weight, bias: linear_cross_entropy.reference(x, weight, labels, bias, **options),
+        *wide((x, weight, bias)),
+    )
+    cotangents = tuple(jnp.cos(y) for y in expected)
+
+    @jax.jit
+    def run(*args):
+        params = MosaicGpuParams(chunk=128, **SMALL)
+        out, _ = MosaicGpu().forward(call, *args, params=params)
+        dx, dweight, _, dbias = MosaicGpu().backward(call, (), out, cotangents, *args, params=params)
+        return *out, dx, dweight, dbias
+
+    assert_all_near((*expected, *pull(cotangents)), run(*args), 5)
+
+
+# --- programs around the kernel, which plain JAX replaces ---
+
+LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smoothing": 0.1, "z_loss": 0.01}
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """The kernel is replaced by plain JAX; one row in eight has exponentials that overflow at first."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import kernel
+
+    monkeypatch.setattr(kernel, "run_head", plain_kernel.run_head)
+    monkeypatch.setattr(gradients, "SAMPLED", 4)
+    x, *others = arrays(bias=True)
+    return x.at[::8].multiply(40), *others
+
+
+def prepared(args, **options):
+    args, options, call = described(linear_cross_entropy_gradients, args, LOSS | options)
+    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0]
+
+
+@pytest.mark.slow
+def test_a_vocabulary_over_two_devices_gives_the_loss_and_gradients_of_one(replaced):
+    own = COLUMNS // 2
+    mesh = jax.make_mesh((2,), ("vocabulary",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def part(x, weight, labels, factors, bias):
+        labels = labels - own * lax.axis_index("vocabulary")
+        args, run = prepared((x, weight, labels, factors, bias), vocab_axis="vocabulary")
+        lse, label, total, top, dx, dweight, dbias = run(*args)
+        label, total, dx = lax.psum((label, total, dx.astype(jnp.float32)), "vocabulary")
+        return lse, label, total, top, dx, dweight, dbias
+
+    weights, biases = P(None, "vocabulary"), P("vocabulary")
+    run = jax.shard_map(
+        part, mesh=mesh, in_specs=(P(), weights, P(), P(), biases), out_specs=(*[P()] * 5, weights, biases)
+    )
+    _, options, _ = described(linear_cross_entropy_gradients, replaced, LOSS)
+    expected = linear_cross_entropy_gradients.reference(*wide(replaced), **options)
+    assert_all_near(expected, jax.jit(run)(*replaced), 4)
+
+
+@pytest.mark.slow
+def test_examples_of_a_batch_have_their_own_loss_and_gradients(replaced):
+    x, *others = replaced
+    args, run = prepared(replaced)
+    found = jax.jit(jax.vmap(lambda x: run(x, *args[1:])))(jnp.stack([x, x[::-1]]))
+    _, options, _ = described(linear_cross_entropy_gradients, replaced, LOSS)
+    for index, example in enumerate((x, x[::-1])):
+        expected = linear_cross_entropy_gradients.reference(*wide((example, *others)), **options)
+        assert_all_near(expected, [y[index] for y in found], 4)
+
+
+# --- what is accepted ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float16"}, "range is too small .* bfloat16, or use 'xla'"),
+        ({"dtype": "float32"}, "float32; 'mosaic_gpu' supports bfloat16"),
+        ({"accumulation_dtype": "float64"}, "pass float32 or bfloat16"),
+        ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
+        ({"partitioned": True}, "would gather x and weight"),
+        ({"columns": 0}, "is empty"),
+    ],
+    ids=str,
+)
+def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
+    if missing := compat.mosaic_gpu_reason():
+        pytest.skip(missing)
+    assert support.unsupported_reason(CALL) is None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(support.unsupported_reason(dataclasses.replace(CALL, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (32, ("rows", None)),
+        (8, ("rows", 16384)),
+        (4, ("rows", 4096)),
+        (3, ("vocabulary", 8192)),
+        (1, ("vocabulary", 256)),
+    ],
+    ids=lambda x: f"{x} GiB" if isinstance(x, int) else "",
+)
+def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expected):
+    found = support.heuristic(dataclasses.replace(CALL, tokens=65536, memory_limit=limit << 30))
+    assert expected == (found.form, found.chunk)
+
+
+def test_label_smoothing_with_a_soft_cap_uses_chunks_of_the_vocabulary():
+    call = dataclasses.replace(CALL, label_smoothing=0.1, statistics=("sum",), logits_soft_cap=30.0)
+    assert support.heuristic(call).form == "vocabulary"
+    assert "form='vocabulary'" in support.params_fault(call, MosaicGpuParams())
+
+
+@pytest.mark.parametrize("limit", [32 << 30, 4 << 30])
+def test_the_space_has_the_heuristic_and_only_what_fits(limit):
+    call = dataclasses.replace(CALL, tokens=65536, memory_limit=limit)
+    found = list(support.space(call))
+    assert len(found) == len(set(found)) > 50
+    assert support.heuristic(call) in found
+    assert all(support.params_fault(call, params) is None for params in found)
+    assert max(support.estimated_bytes(call, params) for params in found) <= limit * 1.01
+
+
+def test_parameters_that_shared_memory_cannot_hold_are_refused():
+    assert "shared memory" in support.params_fault(CALL, MosaicGpuParams(stages=6))
+    assert "out_slots must divide 2" in support.params_fault(CALL, MosaicGpuParams(block_n=128, out_slots=4))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"form": "tiles"}, {"chunk": 100}, {"form": "vocabulary", "chunk": 128}, {"block_n": 64}, {"stages": 1}]
+)
+def test_wrong_parameters_are_refused_with_the_value(wrong):
+    name, value = list(wrong.items())[-1]
+    with pytest.raises(ConfigError, match=f"{name} must be .*{value}"):
+        MosaicGpuParams(**wrong)

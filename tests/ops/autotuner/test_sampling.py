@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Races: who is sampled, who wins, and whether that is believed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ejkernel.ops.autotuner.measure.sampling import Sample, Sampling, SamplingPlan, Work, is_disturbed
+from ejkernel.ops.errors import ConfigError
+
+SECONDS = st.floats(1e-6, 10.0)
+PLANS = st.builds(
+    SamplingPlan,
+    rounds=st.integers(1, 8),
+    discard=st.integers(0, 2),
+    keep=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 6)), max_size=3).map(tuple),
+    hopeless=st.lists(st.tuples(st.integers(1, 8), st.floats(1, 4)), max_size=3).map(tuple),
+    trim=st.floats(0, 0.5),
+    median_share=st.floats(0, 1),
+)
+
+
+@st.composite
+def samplings(draw):
+    """A plan, and as many samples of each candidate as it may ask for."""
+    plan = draw(PLANS)
+    length = plan.rounds + plan.discard
+    return plan, draw(st.lists(st.lists(SECONDS, min_size=length, max_size=length), min_size=1, max_size=8))
+
+
+def run(plan, table, incumbents=(0,)):
+    """Return a sampling that is over, and who ran in each of its rounds."""
+    sampling, rounds = Sampling(len(table), plan=plan, incumbents=incumbents), []
+    while indices := sampling.next_round():
+        for index in indices:
+            sampling.note(index, table[index][len(rounds)])
+        rounds.append(indices)
+    return sampling, rounds
+
+
+# --- properties ---
+
+
+@given(samplings(), st.data())
+def test_incumbents_run_in_every_round(case, data):
+    plan, table = case
+    incumbents = data.draw(st.sets(st.integers(0, len(table) - 1)))
+    _, rounds = run(plan, table, incumbents)
+    assert all(incumbents <= set(indices) for indices in rounds)
+
+
+@given(samplings())
+def test_nobody_is_sampled_beyond_the_plan(case):
+    plan, table = case
+    sampling, rounds = run(plan, table)
+    assert len(rounds) <= plan.rounds + plan.discard
+    assert all(len(samples) <= plan.rounds for samples in sampling.samples)
+
+
+@given(samplings())
+def test_everybody_has_a_sample_that_counts(case):
+    sampling, _ = run(*case)
+    assert all(sampling.samples)
+
+
+@given(samplings())
+def test_who_left_does_not_come_back(case):
+    _, rounds = run(*case)
+    assert all(set(after) <= set(before) for before, after in itertools.pairwise(rounds))
+
+
+@given(samplings())
+def test_equal_samples_give_equal_decisions(case):
+    (one, rounds), (other, same) = run(*case), run(*case)
+    assert (rounds, one.ranking(), one.samples) == (same, other.ranking(), other.samples)
+
+
+@given(samplings())
+def test_the_ranking_has_everybody_once(case):
+    plan, table = case
+    assert sorted(run(plan, table)[0].ranking()) == list(range(len(table)))
+
+
+@pytest.mark.slow
+@given(samplings(), st.data())
+def test_a_candidate_that_is_twice_as_slow_in_every_sample_never_wins(case, data):
+    plan, table = case
+    assume(len(table) > 1)
+    fast, slow = data.draw(st.permutations(range(len(table))))[:2]
+    table[slow] = [2 * seconds for seconds in table[fast]]
+    ranking = run(plan, table)[0].ranking()
+    assert ranking.index(fast) < ranking.index(slow)
+
+
+@given(samplings())
+def test_the_unit_of_time_does_not_matter(case):
+    plan, table = case
+    scaled = [[seconds * 1024 for seconds in samples] for samples in table]
+    (one, rounds), (other, same) = run(plan, table), run(plan, scaled)
+    assert (rounds, one.ranking()) == (same, other.ranking())
+
+
+@given(samplings())
+def test_a_restarted_race_is_a_new_race(case):
+    plan, table = case
+    sampling, rounds = run(plan, table)
+    sampling.restart()
+    again = []
+    while indices := sampling.next_round():
+        for index in indices:
+            sampling.note(index, table[index][len(again)])
+        again.append(indices)
+    assert rounds == again
+
+
+# --- examples ---
+
+
+def test_the_first_sample_does_not_count():
+    sampling, _ = run(SamplingPlan(rounds=2, hopeless=()), [[9.0, 1.0, 1.0], [0.1, 2.0, 2.0]])
+    assert (sampling.samples, sampling.ranking()) == ([(1.0, 1.0), (2.0, 2.0)], [0, 1])
+
+
+def test_only_so_many_stay_as_the_plan_says():
+    plan = SamplingPlan(rounds=4, discard=0, keep=((1, 3), (3, 1)), hopeless=())
+    _, rounds = run(plan, [[float(5 - i)] * 4 for i in range(5)])
+    assert rounds == [[0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 2, 3, 4], [0, 4]]
+
+
+def test_the_hopeless_leave_at_once():
+    plan = SamplingPlan(rounds=3, discard=0, keep=(), hopeless=((1, 3.0), (2, 1.5)))
+    _, rounds = run(plan, [[1.0] * 3, [2.0] * 3, [4.0] * 3, [1.4] * 3])
+    assert rounds == [[0, 1, 2, 3], [0, 1, 3], [0, 3]]
+
+
+def test_one_fast_sample_keeps_a_candidate_in():
+    plan = SamplingPlan(rounds=3, discard=0, keep=(), hopeless=((2, 1.5),))
+    _, rounds = run(plan, [[1.0] * 3, [9.0, 1.2, 9.0]])
+    assert rounds == [[0, 1]] * 3
+
+
+def test_an_incumbent_that_is_alone_needs_no_more_rounds_than_tell_others_apart():
+    _, rounds = run(SamplingPlan(), [[1.0] * 16, [9.0] * 16])
+    assert len(rounds) == 1 + 6
+
+
+def test_an_incumbent_is_not_ranked_above_those_that_lost_later():
+    plan = SamplingPlan(rounds=3, discard=0, keep=((1, 2), (2, 1)), hopeless=())
+    sampling, _ = run(plan, [[9.0] * 3, [1.0] * 3, [2.0] * 3])
+    assert sampling.ranking() == [1, 2, 0]
+
+
+def test_equal_candidates_are_ranked_in_their_order():
+    assert run(SamplingPlan(), [[1.0] * 16] * 4)[0].ranking() == [0, 1, 2, 3]
+
+
+def test_nobody_to_race_is_a_race_that_is_over():
+    sampling = Sampling(0)
+    assert (sampling.next_round(), sampling.ranking()) == ([], [])
+
+
+def test_the_rest_of_a_round_is_still_to_be_noted():
+    sampling = Sampling(3)
+    sampling.note(sampling.next_round()[1], 1.0)
+    assert sampling.next_round() == [0, 2]
+
+
+def test_who_fails_leaves_even_as_an_incumbent():
+    sampling = Sampling(2)
+    sampling.next_round()
+    sampling.fail(0)
+    assert (sampling.next_round(), sampling.running, sampling.ranking()) == ([1], [1], [])
+
+
+def test_who_failed_is_not_ranked():
+    sampling, _ = run(SamplingPlan(), [[1.0] * 16, [1.1] * 16])
+    sampling.fail(0)
+    assert sampling.ranking() == [1]
+
+
+def test_who_is_dropped_by_the_caller_is_ranked_by_what_it_had():
+    sampling = Sampling(3, plan=SamplingPlan.fixed(2, discard=0), incumbents=())
+    for index in sampling.next_round():
+        sampling.note(index, [1.0, 2.0, 3.0][index])
+    sampling.drop(0)
+    for index in sampling.next_round():
+        sampling.note(index, 5.0)
+    assert sampling.ranking() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("share", "trim", "samples", "figure"),
+    [
+        (1.0, 0.0, [1.0, 2.0, 9.0], 2.0),
+        (1.0, 0.0, [1.0, 2.0, 4.0, 9.0], 3.0),
+        (0.0, 0.0, [1.0, 2.0, 9.0], 4.0),
+        (0.5, 0.0, [1.0, 2.0, 9.0], 3.0),
+        (0.0, 0.2, [1.0, 2.0, 9.0], 2.0),
+        (0.0, 0.25, [0.0, 1.0, 2.0, 3.0, 9.0, 9.0, 4.0, 5.0], 3.5),
+        (0.0, 0.5, [7.0], 7.0),
+    ],
+)
+def test_candidates_are_ranked_between_the_median_and_a_trimmed_mean(share, trim, samples, figure):
+    assert SamplingPlan(trim=trim, median_share=share).center(samples) == figure
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds must be positive and discard >= 0, got 0 and 1"),
+        ({"discard": -1}, "rounds must be positive"),
+        ({"trim": 0.6}, r"trim must be in 0 \.\.\. 0.5, got 0.6"),
+        ({"median_share": 1.5}, r"median_share must be in 0 \.\.\. 1, got 1.5"),
+        ({"keep": ((1, 0),)}, "keep must hold pairs"),
+        ({"hopeless": ((1, 0.5),)}, "hopeless must hold pairs"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingPlan(**options)
+
+
+def test_an_incumbent_must_be_a_candidate():
+    with pytest.raises(ConfigError, match=r"incumbents must be among the 2 candidates, got \[2\]"):
+        Sampling(2, incumbents=(2,))
+
+
+def test_only_what_was_asked_for_is_noted():
+    with pytest.raises(ConfigError, match=r"index must be one of next_round\(\)'s \[\], got 0"):
+        Sampling(1).note(0, 1.0)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_sample_is_a_number_of_seconds(seconds):
+    sampling = Sampling(1)
+    sampling.next_round()
+    with pytest.raises(ConfigError, match="seconds must be a finite number >= 0"):
+        sampling.note(0, seconds)
+
+
+# --- other processes ---
+
+
+def held_up(*stretches, work=1.0):
+    """Samples of a call that works so long and was held up, so that it took as many times as long."""
+    return [Sample(stretch * work, Work(work, work)) for stretch in stretches]
+
+
+@pytest.mark.parametrize(
+    ("noted", "disturbed"),
+    [
+        ([held_up(1.0, 1.1, 1.0, 1.2)], False),
+        ([held_up(1.0, 9.0, 1.0, 7.0)], True),
+        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # a spike
+        ([held_up(8.0, 8.0, 9.0, 8.0)], False),  # by all alike
+        ([held_up(1.0, 1.0), held_up(2.0, 2.0)], False),  # one waits more than the other, always
+        ([held_up(900.0, 500.0, 300.0, 999.0)], False),  # it waits for something else
+        ([[Sample(1.0), Sample(9.0)], held_up(1.0, 9.0)], False),  # nobody knows
+        ([[], held_up(1.0, 9.0)], True),
+        ([], False),
+    ],
+)
+def test_the_clock_is_disturbed_where_it_and_the_work_part(noted, disturbed):
+    assert is_disturbed(noted) is disturbed
+
+
+def test_one_sample_that_was_held_up_drops_nobody():
+    sampling = Sampling(2, plan=SamplingPlan(rounds=3, discard=0))
+    for index, sample in zip(sampling.next_round(), [*held_up(1.0, work=2.0), *held_up(30.0)], strict=True):
+        sampling.note(index, sample.seconds, sample.work)
+    assert sampling.next_round() == [0, 1]
+
+
+def test_who_works_too_much_as_well_is_dropped():
+    sampling = Sampling(3, plan=SamplingPlan(rounds=3, discard=0))
+    for index, sample in zip(sampling.next_round(), [*held_up(1.0) * 2, *held_up(1.0, work=4.0)], strict=True):
+        sampling.note(index, sample.seconds, sample.work)
+    assert sampling.next_round() == [0, 1]
+
+
+def test_candidates_are_ranked_by_their_work_where_the_clock_is_disturbed():
+    sampling = Sampling(2, plan=SamplingPlan.fixed(4, discard=0))
+    table = held_up(1.0, 2.0, 1.0, 1.0, work=1.5), held_up(1.0, 9.0, 8.0, 9.0)
+    for round_ in range(4):
+        for index in sampling.next_round():
+            sampling.note(index, table[index][round_].seconds, table[index][round_].work)
+    assert sampling.judged == ("processor", [(1.5,) * 4, (1.0,) * 4])
+    assert sampling.ranking() == [1, 0]

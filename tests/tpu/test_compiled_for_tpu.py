@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for TPUs, compiled by Google's compiler for TPUs that are not here: `make test-tpu`.
+
+A program for a TPU is only compiled, never run. The compiler reports the vector memory that each kernel takes; our
+estimate must not be lower, because it decides which configurations are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+
+import jax
+import pytest
+
+from ejkernel.kernels.flash_attention import splash
+from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
+
+pytest.importorskip("libtpu")
+pytestmark = pytest.mark.slow
+
+CHIPS = ("v5e", "v6e")
+SAMPLE = int(os.environ.get("TPU_SAMPLE", "4"))  # configurations of each space
+
+
+@pytest.fixture(scope="module", params=CHIPS)
+def sharding(request):
+    """The first device of a TPU that is not here."""
+    from jax.experimental import topologies
+
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server for what machine this is
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{request.param}:2x2")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def used_memory(function, *args):
+    """Return the bytes of vector memory of each kernel in a program compiled for a TPU."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    found = []
+    for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
+        configs = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', part)[1]
+        found.append(sum(map(int, re.findall(r'"size":"(\d+)"', configs))))
+    assert found, "the program has no kernel"
+    return found
+
+
+def sampled(space, seed):
+    space = list(space)
+    return random.Random(seed).sample(space, min(SAMPLE, len(space)))
+
+
+ATTENTION = {
+    "causal": {"rules": Rules(scale=0.1, right=0)},
+    "full, D64": {"head_dim": 64, "rules": Rules(scale=0.1)},
+    "window, cap, segments": {"segments": True, "rules": Rules(scale=0.1, left=1000, right=0, soft_cap=20.0)},
+    "D256, odd length": {"head_dim": 256, "length": 3001, "rules": Rules(scale=0.1)},
+    "float32": {"dtype": "float32", "rules": Rules(scale=0.1, right=0)},
+}
+
+
+def attention_operands(sharding, *, length=4096, head_dim=128, dtype="bfloat16", segments=False, **_):
+    def like(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    ids = like(1, length, dtype="int32") if segments else None
+    query, key = like(1, length, 8, head_dim), like(1, length, 4, head_dim)
+    lse = like(1, 8, length, dtype="float32")
+    return Operands(query, key, key, query_segments=ids, key_segments=ids), lse
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", ATTENTION)
+def test_splash_compiles_within_the_estimate(sharding, case, backward):
+    rules = ATTENTION[case]["rules"]
+    operands, lse = attention_operands(sharding, **ATTENTION[case])
+    implementation = splash.Splash()
+    call = describe(operands, rules, platform="tpu", backward=backward)
+    assert implementation.unsupported(call) is None
+    for params in [implementation.heuristic(call), *sampled(implementation.space(call), case)]:
+        if backward:
+            out = operands.query
+            used = used_memory(
+                lambda o, out, lse, dout, params=params: implementation.differentiate(
+                    o, (out, lse), dout, rules, params
+                ),
+                *(operands, out, lse, out),
+            )
+        else:
+            used = used_memory(lambda o, params=params: implementation.attend(o, rules, params), operands)
+        assert max(used) <= splash.vector_memory(call, params), params
+
+
+PRODUCTS = {
+    "8 groups": {"rows": 4096, "inner": 4096, "columns": 4096, "groups": 8},
+    "odd sizes": {"rows": 3000, "inner": 1000, "columns": 1500, "groups": 7},
+    "float32": {"rows": 2048, "inner": 2048, "columns": 2048, "groups": 4, "dtype": "float32", "out_dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("implementation", [Megablox(), MegabloxWgrad()], ids=["product", "weights"])
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_megablox_compiles_within_the_estimate(sharding, case, implementation):
+    sizes = {"dtype": "bfloat16", "out_dtype": "bfloat16", **PRODUCTS[case]}
+    call = GroupedMatmulCall(**sizes, platform="tpu", device_fingerprint="tpu:v5")
+
+    def like(*shape, dtype=call.dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    rhs = (
+        like(call.rows, call.columns)
+        if isinstance(implementation, MegabloxWgrad)
+        else like(call.groups, call.inner, call.columns)
+    )
+    args = (like(call.rows, call.inner), rhs, like(call.groups, dtype="int32"))
+    for params in [implementation.heuristic(call), *sampled(implementation.space(call), case)]:
+        used = used_memory(lambda *args, params=params: implementation.forward(call, *args, params=params)[0], *args)
+        assert max(used) <= implementation.memory(call, params), params
