@@ -32,7 +32,7 @@ from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import error_text, printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, ratio
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, ratio
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Throughput:
     """The work of a call per second.
 
     Attributes:
-        name: `before` or `after`.
+        name: `with the heuristic` or `tuned`.
         tflops: 10¹² floating-point operations per second.
         gbytes: 10⁹ bytes per second.
         intensity: Floating-point operations per byte.
@@ -122,7 +122,7 @@ class CallReport:
         best: Number of measurements and the best time so far, at each improvement.
         measured: Number of measured programs.
         standing: The comparison of the best candidate with the heuristic.
-        throughput: The throughput before and after, if the kernel defines a cost.
+        throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
     """
 
     op: str
@@ -331,11 +331,11 @@ def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
 
 
 def _throughput(search: StoredSearch) -> Iterator[Throughput]:
-    """Yield the throughput before and after; nothing without a cost."""
+    """Yield the throughput with the heuristic and tuned; nothing without a cost."""
     cost = _cost(search)
     if cost is None or cost.bytes <= 0:
         return
-    for name, seconds in (("before", search.before), ("after", search.after)):
+    for name, seconds in (("with the heuristic", search.before), ("tuned", search.after)):
         if seconds is not None:
             rates = {"tflops": cost.flops / seconds * 1e-12, "gbytes": cost.bytes / seconds * 1e-9}
             yield Throughput(name=name, **rates, intensity=cost.flops / cost.bytes)
@@ -405,6 +405,12 @@ def in_words(microseconds: float | None) -> str:
     return duration(None if microseconds is None else microseconds / 1e6)
 
 
+def rows_of(call: CallReport) -> Iterator[tuple[Row, str]]:
+    """Return the rows of a call, each with its time; all times are in one unit."""
+    times = durations(None if row.time_us is None else row.time_us / 1e6 for row in call.rows)
+    return zip(call.rows, times, strict=True)
+
+
 def page(calls: Sequence[CallReport], place: str = "") -> str:
     """Return the page as HTML.
 
@@ -427,7 +433,8 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    speedups = [call.speedup for call in calls if call.speedup is not None]
+    # Files may hold any number.
+    speedups = [call.speedup for call in calls if call.speedup is not None and 0 < call.speedup < math.inf]
     mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
     html: str = environment.from_string(text).render(
         calls=calls,
@@ -440,6 +447,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
         Axis=Axis,
         us=in_words,
         best_path=best_path,
+        rows_of=rows_of,
         counted=counted,
         examples=_EXAMPLES,
     )
