@@ -111,7 +111,7 @@ def finished(key, *configs):
 
 def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
     told = []
-    counter = Counter(lambda *numbers: told.append(numbers))
+    counter = Counter(lambda *numbers: told.append(numbers), [INV.key])
     for event in (SearchStarted(INV.key, 3), *finished(INV.key, 1, 1, 2), *finished(INV.key, 2)):
         counter(event)
     assert told == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
@@ -119,7 +119,7 @@ def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
 
 def test_a_counter_tells_searches_apart_and_never_more_than_there_are():
     told, other = [], INV.key._replace(call="0" * 16)
-    counter = Counter(lambda *numbers: told.append(numbers))
+    counter = Counter(lambda *numbers: told.append(numbers), [INV.key, other])
     for event in (SearchStarted(INV.key, 1), SearchStarted(other, 9), *finished(INV.key, 1, 2), *finished(other, 1)):
         counter(event)
     assert told == [(INV.key, 0, 1), (other, 0, 9), (INV.key, 1, 1), (other, 1, 9)]

@@ -81,11 +81,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         return None
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
-        """Return the bytes of a product's tiles: two of each operand and result, and one accumulator."""
+        """Return the bytes of a product's tiles: two of each operand and result, an accumulator and its copy."""
         m, (k, n) = params.block_m, _blocks(call, params)
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         rest = 4 * k * (m + n) if call.inner % k else 0  # the kernel masks a partial tile of k in float32
-        return 2 * (operands * k * (m + n) + out * m * n) + 4 * m * n + rest
+        return 2 * (operands * k * (m + n) + out * m * n) + 8 * m * n + rest
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
         """Return the largest tiles of the space with at most the usual number of rows per group."""
