@@ -42,7 +42,16 @@ class _Commands(commands.Group):
 
 @click.group(
     cls=_Commands,
-    commands=[commands.tune, commands.bench, commands.explain, commands.show, commands.list_, commands.doctor, cache],
+    commands=[
+        commands.tune,
+        commands.bench,
+        commands.explain,
+        commands.show,
+        commands.report_,
+        commands.list_,
+        commands.doctor,
+        cache,
+    ],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="ejkernel-ops", prog_name="ejkernel")

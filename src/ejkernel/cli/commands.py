@@ -246,6 +246,25 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
     return run_show(cache, as_json, log)
 
 
+@click.command("report")
+@click.option("--output", type=FILE, default="report.html", show_default=True, metavar="FILE", help="File to write.")
+@imports
+@read_cache
+@as_json
+def report_(output: Path, imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+    """Write an HTML page about all saved searches.
+
+    The page shows each call before and after tuning, and for each search all candidates, the confirmation run, failures
+    by reason, and the best time so far. It needs no network. With --json, the data is printed and no file is written.
+
+    Throughput is shown for kernels that define a cost; name the modules of your own kernels with --import.
+    """
+    _share_devices()
+    from ejkernel.cli.report_page import run_report
+
+    return run_report(cache, output, imports, as_json=as_json)
+
+
 @click.command("list")
 @imports
 @as_json

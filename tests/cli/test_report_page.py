@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel report`: the page, parsed without a browser."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.cli import main, report_page
+from ejkernel.ops import Cost, Kernel, PersistentCache
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import compare
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.core.invocation import Invocation
+
+pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
+
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = f"""{SCRIPT} "quoted" 'too' {{{{ 7*7 }}}} </td></table>"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int
+    order: str = "row"
+
+
+class Reported(Kernel[Tile, jax.Array]):
+    """Its cost is known."""
+
+    def run(self, x, *, cfg):
+        return x + x
+
+    def cost(self, inv):
+        return Cost(flops=4e6, bytes=2e6)
+
+
+REPORTED = Reported("reported")
+
+
+def call(rows=16, kernel=REPORTED):
+    return Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((rows, 8), np.float32),), device="gpu:nvidia_h200")
+
+
+def measured(config, *microseconds):
+    samples = tuple(time * 1e-6 for time in microseconds)
+    return Outcome(config=config, status=Status.MEASURED, measurement=Measurement(samples=samples), compile_seconds=0.5)
+
+
+def failed(config, reason, status=Status.FAILED):
+    return Outcome(config=config, status=status, reason=reason)
+
+
+def found(inv=None):
+    """A search: a heuristic of 4 us, a winner of 2 us, and three failures with two reasons."""
+    outcomes = (
+        measured(Tile(1), 4.0, 4.0, 4.0, 4.0),
+        measured(Tile(2), 3.0, 3.0, 3.0, 3.0),
+        failed(Tile(3), f"needs 300 bytes {HOSTILE}"),
+        failed(Tile(4, SCRIPT), f"needs 400 bytes {HOSTILE}"),
+        failed(Tile(5), "out of range", Status.CRASHED),
+        measured(Tile(6), 1.9, 2.0, 2.0, 2.1),
+    )
+    challenge = Challenge(Tile(6), compare([2e-6] * 10, [4e-6] * 10), is_confirmation=True)
+    return AutotuneData(
+        inv=inv or call(), config=outcomes[5].config, outcomes=outcomes, seconds=1.0, challenge=challenge
+    )
+
+
+def save(folder, data, *, entry=True):
+    cache = PersistentCache(folder, shipped=False)
+    MeasurementStore(cache).save(data)
+    if entry:
+        cache.put(data.key, data.config, call=data.inv.description, measured=data.summary_data())
+    return folder
+
+
+class Page(HTMLParser):
+    """Counts the tags and collects the text, the links and the declared columns of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self.script, self._inside = [], [], "", ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.script += data
+        elif self._inside != "style":
+            self.texts.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def reported(folder, tmp_path):
+    output = tmp_path / "out.html"
+    assert main(["report", "--cache", str(folder), "--output", str(output)]) == 0
+    return output.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def page(tmp_path):
+    return Page(reported(save(tmp_path / "configs", found()), tmp_path))
+
+
+def test_it_shows_both_times_of_a_call_and_its_source(page, tmp_path):
+    assert "4.0 us with the heuristic, 2.0 us tuned" in page.text
+    assert "2.00x" in page.text
+    assert f"saved in {tmp_path / 'configs'}" in page.text
+    assert f"jax {jax.__version__}" in page.text
+
+
+def test_it_shows_every_program_with_its_spread_on_one_axis(page):
+    dots = [float(attrs["cx"].rstrip("%")) for attrs in page.all("circle")]
+    assert dots == sorted(dots)
+    assert len(dots) == 3
+    assert len(page.all("rect")) == 3 + 2  # the bars of the confirmation run
+    assert "Time axis from 1.9 us to 4.0 us" in [attrs.get("aria-label") for attrs in page.all("svg")]
+
+
+def test_it_shows_the_confirmation_run_and_the_best_so_far(page):
+    assert "Faster in 10 of 10 rounds, slower in 0" in page.text
+    label = "Best time by number of measurements: 4.0 us after 1, 3.0 us after 2, 2.0 us after 3, of 3"
+    assert label in [attrs.get("aria-label") for attrs in page.all("div")]
+    assert {"d": "M0 4H300V42H600V96H600"} in page.all("path")
+
+
+def test_it_shows_the_throughput_of_a_kernel_with_a_cost(page):
+    assert "Throughput with the heuristic 1 TFLOP/s, 500 GB/s, at 2 FLOP per byte" in page.text
+    assert "Throughput tuned 2 TFLOP/s, 1e+03 GB/s" in page.text
+
+
+def test_reasons_that_differ_in_numbers_form_one_group(tmp_path, capsys):
+    save(tmp_path / "configs", found())
+    assert main(["report", "--cache", str(tmp_path / "configs"), "--json"]) == 0
+    (data,) = json.loads(capsys.readouterr().out)
+    assert [(group["status"], len(group["configs"])) for group in data["failures"]] == [("failed", 2), ("crashed", 1)]
+    assert [row["group"] for row in data["rows"] if row["status"] != "measured"] == [1, 1, 2]
+    assert data["speedup"] == 2.0
+
+
+def test_hostile_names_and_reasons_stay_text(tmp_path):
+    folder = save(tmp_path / "configs", found(), entry=False)
+    (found_call,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    names = {name: f"{name} {HOSTILE}" for name in ("op", "device", "call", "arguments", "config", "search", "time")}
+    hostile = dataclasses.replace(found_call, source=HOSTILE, versions={SCRIPT: SCRIPT}, notes=(SCRIPT,), **names)
+    page = Page(report_page.page([hostile], HOSTILE))
+    assert len(page.all("script")) == 1
+    assert "alert" not in page.script
+    assert len(page.all("table")) == 3
+    assert all(name in page.text for name in names.values())
+    assert f"needs 300 bytes {HOSTILE}" in page.text
+    assert f"order={SCRIPT} rows=4" in page.text
+
+
+def test_the_browser_runs_only_the_script_of_the_template(page):
+    (policy,) = [attrs["content"] for attrs in page.all("meta") if "http-equiv" in attrs]
+    digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert not [attrs for _, attrs in page.tags if "src" in attrs or not attrs.get("href", "#").startswith("#")]
+
+
+def test_headers_have_a_scope_and_every_link_a_target(page):
+    assert all("scope" in attrs for attrs in page.all("th"))
+    names = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(names) == len(set(names))
+    used = [attrs["href"][1:] for attrs in page.all("a")] + [
+        attrs["aria-labelledby"] for _, attrs in page.tags if "aria-labelledby" in attrs
+    ]
+    assert set(used) <= set(names)
+    assert page.all("html") == [{"lang": "en"}]
+
+
+def test_every_cell_of_a_row_has_a_column(tmp_path):
+    html = reported(save(tmp_path / "configs", found()), tmp_path)
+    for table in re.findall(r"<table.*?</table>", html, re.DOTALL):
+        rows = [len(re.findall(r"<t[dh][ >]", row)) for row in table.split("<tr")[1:]]
+        assert set(rows) == {rows[0]}
+
+
+def test_an_entry_without_its_search_is_a_row(tmp_path):
+    folder = save(tmp_path / "configs", found())
+    next(folder.rglob("*.jsonl")).unlink()
+    page = Page(reported(folder, tmp_path))
+    assert "the file of its search is not here" in page.text
+    assert "4.0 us with the heuristic, 2.0 us" in page.text
+
+
+def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
+    folder = save(tmp_path / "configs", found())
+    newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], challenge=None)
+    save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
+    (shown,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    assert shown.speedup == 2.0
+    assert "the cache has 1 other search of this call, not shown here" in shown.notes
+
+
+@pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_impossible_speedup_in_a_file_is_left_out_of_the_mean(speedup):
+    key = {"op": "a", "device": "b", "call": "c", "arguments": "", "config": "", "result": ""}
+    calls = [report_page.CallReport(**key, speedup=speedup), report_page.CallReport(**key, speedup=2.0)]
+    assert "geometric mean of the speed-ups: 2.00x" in Page(report_page.page(calls)).text
+
+
+def test_a_search_without_a_result_says_why(tmp_path):
+    outcomes = (failed(Tile(1), "no such instruction"), failed(Tile(2), ""))
+    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0)
+    page = Page(reported(save(tmp_path / "configs", data, entry=False), tmp_path))
+    assert "not saved: failed search" in page.text
+    assert "no such instruction" in page.text
+    assert "no reason recorded" in page.text
+    assert [attrs["data-kind"] for attrs in page.all("tr") if "data-kind" in attrs] == ["open"]
+
+
+def test_many_reasons_share_the_last_group(tmp_path):
+    outcomes = (measured(Tile(0), 1.0), *(failed(Tile(n), "no" + "o" * n) for n in range(1, 20)))
+    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0)
+    page = Page(reported(save(tmp_path / "configs", data), tmp_path))
+    assert "11 other reasons" in page.text
+    assert "failed (9)" in page.text
+
+
+def test_a_cost_that_raises_does_not_cost_the_report(tmp_path, caplog):
+    class Broken(Reported):
+        def cost(self, inv):
+            raise RuntimeError("no idea")
+
+    kernel = Broken("broken_cost")
+    page = Page(reported(save(tmp_path / "configs", found(call(kernel=kernel))), tmp_path))
+    assert "Throughput" not in page.text
+    assert "no idea" in caplog.text
+
+
+def test_an_empty_cache_writes_no_page(tmp_path, capsys):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    assert main(["report", "--cache", str(folder), "--output", str(tmp_path / "out.html")]) == 1
+    assert "Nothing is saved" in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_without_jinja2_the_error_names_the_extra(tmp_path, capsys, monkeypatch):
+    folder = save(tmp_path / "configs", found())
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["report", "--cache", str(folder), "--output", str(tmp_path / "out.html")]) == 1
+    assert "pip install 'ejkernel-ops[report]'" in capsys.readouterr().err
+
+
+def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
+    rng = np.random.default_rng(0)
+
+    def program(n):
+        if n % 5 == 4:
+            return report_page.Row(
+                name=f"block_k={n} block_q=128 num_stages=3 warps=8", mark="", status="failed", group=n
+            )
+        low, time, high = sorted(rng.lognormal(5, 1, 3))
+        return report_page.Row(
+            name=f"block_k={n} block_q=128 num_stages=3 warps=8",
+            mark="",
+            status="measured",
+            time_us=round(time, 4),
+            low_us=low,
+            high_us=high,
+            samples=25,
+            compile_s=1.234,
+        )
+
+    failures = tuple(
+        report_page.Failures(status="failed", reason=f"{n}{'x' * 400}", configs=("block_k=64 block_q=128",) * 10)
+        for n in range(8)
+    )
+    calls = [
+        report_page.CallReport(
+            op="flash_attention@v1",
+            device="gpu:nvidia_h200",
+            call=f"{n:064x}",
+            arguments="bf16[4,4096,16,128] x3, causal=True",
+            config="block_k=64 block_q=128 num_stages=3 warps=8",
+            result="1.50x",
+            before_us=3.0,
+            after_us=2.0,
+            speedup=1.5,
+            search="complete",
+            rows=tuple(map(program, range(100))),
+            failures=failures,
+            best=tuple((n + 1, 100.0 - n) for n in range(20)),
+            measured=80,
+        )
+        for n in range(10)
+    ]
+    assert len(report_page.page(calls).encode()) <= 10 * 25_000  # so 200 searches take at most 5 MB
