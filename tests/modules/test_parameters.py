@@ -16,11 +16,18 @@ OPERATIONS = {
     "grouped_matmul": [modules.GroupedMatmul, GroupedMatmulActivation],
     "grouped_matmul_wgrad": [modules.GroupedMatmulWgrad],
     "layer_norm": [modules.LayerNorm],
+    "linear_cross_entropy": [modules.LinearCrossEntropy],
     "rms_norm": [modules.RmsNorm],
+    "token_log_probs": [modules.LinearCrossEntropy],
 }
 IN_THE_MODULE = {  # parameters that the function itself handles
     "flash_attention": {"bucket_lengths", "query_lengths", "key_lengths"},
+    "linear_cross_entropy": {  # the operation returns statistics of each token, and the function makes the loss of them
+        *("ignore_index", "label_smoothing", "reduction", "token_weights", "z_loss"),
+        *("return_accuracy", "return_lse"),
+    },
     "rms_norm": {"axis"},
+    "token_log_probs": {"ignore_index", "return_entropy", "temperature"},
 }
 
 

@@ -26,7 +26,8 @@ from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Opera
 _DTYPES = ("bfloat16", "float32")
 _LANES = 128  # blocks are multiples of it
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
-_QUERIES, _KEYS, _COMPUTE = (128, 256, 512, 1024, 2048), (128, 256, 512, 1024, 2048), (128, 256, 512, 1024)
+_SIZES = (128, 256, 512, 1024, 2048)
+_STEPS = (128, 256, 512, 1024)
 # Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
 _HIDDEN_KEY = -(2**31)
 _HIDDEN_QUERY = _HIDDEN_KEY + 1
@@ -289,14 +290,14 @@ def _lanes(size: int) -> int:
 
 
 def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:
-    """Return blocks of queries, keys and steps that are not longer than the sequences, each once."""
-    queries, keys = call.query[1], call.key[1]
-    found = itertools.product(
-        [size for size in _QUERIES if size < queries + _LANES] or [_LANES],
-        [size for size in _KEYS if size < keys + _LANES] or [_LANES],
-        _COMPUTE,
-    )
-    return [(q, k, c) for q, k, c in found if c <= k]
+    """Return blocks of queries, keys and steps that are not longer than the sequences; small ones for short ones."""
+    queries, keys = ([size for size in _SIZES if _fits(size, length)] for length in (call.query[1], call.key[1]))
+    found = itertools.product(queries or [_LANES], keys or [_LANES], _STEPS)
+    return [(q, k, c) for q, k, c in found if c <= k and (c > _LANES or k < 2 * _LANES)]
+
+
+def _fits(size: int, length: int) -> bool:
+    return size < length + _LANES and (size > _LANES or length < 4 * _LANES)
 
 
 def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Array, jax.Array] | None:
