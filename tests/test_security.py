@@ -633,8 +633,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
         ("cli/sources.py", "importlib.import_module"),  # our own modules
-        ("cli/explain.py", "importlib.import_module"),  # our own modules
-        ("cli/programs.py", "importlib.import_module"),  # what the user named
+        ("cli/programs.py", "importlib.import_module"),  # our own modules, and those that the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("testing/forms.py", "pickle.loads"),  # the same

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
 from ejkernel.cli.explain import usual_chain
-from ejkernel.cli.programs import import_users, look_here, module_named
+from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
 from ejkernel.cli.rounds import Comparison
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
@@ -71,7 +70,7 @@ class _Result:
 def run_bench_op(options: BenchOptions, imports: Sequence[str]) -> None:
     """Run `ejkernel bench --op`."""
     store = None if options.cache is None else opened(options.cache)
-    importlib.import_module("ejkernel.modules")
+    import_operations()
     look_here()
     for module in map(module_named, imports):
         import_users(module)

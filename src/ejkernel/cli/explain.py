@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_users, look_here, module_named
+from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.cli.sources import Source, find
 from ejkernel.ops.config.cache import ConfigCache
@@ -140,8 +139,7 @@ def run_list(imports: Sequence[str], *, as_json: bool) -> None:
 
 def implementations_here() -> list[tuple[str, str, str]]:
     """Return `(operation, implementation, why not here)` for the operations of this package."""
-    # Importing a module registers its operations, and `ops` imports no such module.
-    importlib.import_module("ejkernel.modules")
+    import_operations()
     return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel)]
 
 

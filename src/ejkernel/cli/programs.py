@@ -165,6 +165,11 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
     return _check_program(program.target, returned)
 
 
+def import_operations() -> None:
+    """Import our modules, which register their operations; `ops` imports no such module."""
+    importlib.import_module("ejkernel.modules")
+
+
 def import_users(name: str) -> Any:
     """Import a module named by the user.
 

@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import datetime
 import hashlib
-import importlib
 import logging
 import math
 import re
@@ -20,7 +19,7 @@ import click
 import numpy as np
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_users, look_here
+from ejkernel.cli.programs import import_operations, import_users, look_here
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, program_name, ranked, remarks
@@ -157,7 +156,7 @@ class CallReport:
 def run_report(cache: Path | None, output: Path, imports: Sequence[str], *, as_json: bool) -> int:
     """Run `ejkernel report`; return 1 if the cache is empty."""
     store = opened(cache)
-    importlib.import_module("ejkernel.modules")  # registers the kernels that define the cost of a call
+    import_operations()  # they define the cost of a call
     if imports:
         look_here()
     for name in imports:
@@ -422,7 +421,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
         ConfigError: Jinja2 is not installed.
     """
     try:
-        jinja2 = importlib.import_module("jinja2")
+        import jinja2
     except ImportError as error:
         raise ConfigError(f"Jinja2 is not installed ({error}): pip install 'ejkernel-ops[report]'.") from error
     text = resources.files("ejkernel.cli").joinpath("report_page.html").read_text(encoding="utf-8")
