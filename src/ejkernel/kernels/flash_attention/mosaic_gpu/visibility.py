@@ -186,7 +186,7 @@ def _seen_by_heads(operands: Operands, rules: Rules, blocks: Blocks, words: Arra
     """Return whether some head may see some pair of a tile, and whether window and segments hide none of its pairs."""
     some, every = (x[:, 0] for x in _tiles(operands, rules, blocks))
     if words is not None:
-        seen = _word_pairs(words, blocks, 2)[0].any(axis=1)
+        seen = jnp.any(_word_pairs(words, blocks, 2)[0], axis=1)
         some = some & seen[:, : some.shape[1], : some.shape[2]]
     return some, every
 
