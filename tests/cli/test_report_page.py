@@ -15,12 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel.cli import main, report_page
+from ejkernel.cli import main, report_data, report_page
 from ejkernel.ops import Cost, Kernel, PersistentCache
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
+from ejkernel.ops.autotuner.trials import view
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 
@@ -164,7 +165,7 @@ def test_reasons_that_differ_in_numbers_form_one_group(tmp_path, capsys):
 
 def test_hostile_names_and_reasons_stay_text(tmp_path):
     folder = save(tmp_path / "configs", found(), entry=False)
-    (found_call,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    (found_call,) = report_data.calls_of(PersistentCache(folder, shipped=False))
     names = {name: f"{name} {HOSTILE}" for name in ("op", "device", "call", "arguments", "config", "search", "time")}
     hostile = dataclasses.replace(found_call, source=HOSTILE, versions={SCRIPT: SCRIPT}, notes=(SCRIPT,), **names)
     page = Page(report_page.page([hostile], HOSTILE))
@@ -214,7 +215,7 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
     folder = save(tmp_path / "configs", found())
     newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], challenge=None)
     save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
-    (shown,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    (shown,) = report_data.calls_of(PersistentCache(folder, shipped=False))
     assert shown.speedup == 2.0
     assert "the cache has 1 other search of this call, not shown here" in shown.notes
 
@@ -222,7 +223,7 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_speedup_in_a_file_is_left_out_of_the_mean(speedup):
     key = {"op": "a", "device": "b", "call": "c", "arguments": "", "config": "", "result": ""}
-    calls = [report_page.CallReport(**key, speedup=speedup), report_page.CallReport(**key, speedup=2.0)]
+    calls = [report_data.CallReport(**key, speedup=speedup), report_data.CallReport(**key, speedup=2.0)]
     assert "geometric mean of the speed-ups: 2.00x" in Page(report_page.page(calls)).text
 
 
@@ -275,11 +276,11 @@ def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
 
     def program(n):
         if n % 5 == 4:
-            return report_page.Row(
+            return view.Row(
                 name=f"block_k={n} block_q=128 num_stages=3 warps=8", mark="", status="failed", group=n
             )
         low, time, high = sorted(rng.lognormal(5, 1, 3))
-        return report_page.Row(
+        return view.Row(
             name=f"block_k={n} block_q=128 num_stages=3 warps=8",
             mark="",
             status="measured",
@@ -291,11 +292,11 @@ def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
         )
 
     failures = tuple(
-        report_page.Failures(status="failed", reason=f"{n}{'x' * 400}", configs=("block_k=64 block_q=128",) * 10)
+        view.Failures(status="failed", reason=f"{n}{'x' * 400}", configs=("block_k=64 block_q=128",) * 10)
         for n in range(8)
     )
     calls = [
-        report_page.CallReport(
+        report_data.CallReport(
             op="flash_attention@v1",
             device="gpu:nvidia_h200",
             call=f"{n:064x}",
