@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import main, rounds
+from ejkernel.cli import main, peaks, rounds
 from ejkernel.ops import Invocation, PersistentCache, default_executor
 
 PROGRAM = """
@@ -142,6 +142,25 @@ def test_an_operation_s_implementations_run_beside_its_reference(capsys):
     assert found["missing"]["xla"] == "the same program as chosen"
     assert found["flops"] > 0
     assert "implementation=xla" in found["builds"][1]["configurations"][0]
+
+
+def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, monkeypatch):
+    monkeypatch.setattr(peaks, "_least", lambda function, *args: 1.0)  # a millisecond for the product and for the copy
+    call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6", "--measure-peak"]
+    assert main(["bench", *call]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of roofline" in printed
+    assert "the call is limited by memory" in printed
+    assert "2.15 TFLOP/s and 134 GB/s (measured here" in printed
+    assert main(["bench", *call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"]["dtype"] == "float32"
+
+
+def test_without_a_known_peak_the_command_names_the_option(capsys):
+    assert main(["bench", "--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The peak of this device is not known; --measure-peak measures it." in printed
+    assert "of roofline" not in printed
 
 
 def test_a_round_runs_each_step_once_and_the_order_changes():

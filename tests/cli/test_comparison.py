@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 import pytest
-from tests.cli.test_report_page import HOSTILE, SCRIPT, Page, Tile, call, found, measured, save
+from tests.cli.searches import HOSTILE, SCRIPT, Page, Tile, call, found, measured, save
 
 from ejkernel.cli import comparison, main, report_data, report_page
 from ejkernel.ops import PersistentCache
@@ -16,10 +16,10 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
 
 
-def timed(*microseconds, rows=16, device="gpu:nvidia_h200", config=Tile(1)):
+def timed(*microseconds, rows=16, device="gpu:nvidia_h200", rows_of_winner=1):
     """Return a search whose only candidate has these samples."""
     inv = dataclasses.replace(call(rows), device=device)
-    outcome = measured(config, *microseconds)
+    outcome = measured(Tile(rows_of_winner), *microseconds)
     return AutotuneData(inv=inv, config=outcome.config, outcomes=(outcome,), seconds=1.0)
 
 
@@ -68,7 +68,7 @@ def test_calls_of_one_side_are_listed(tmp_path, capsys):
 
 def test_the_newest_search_is_compared_with_the_one_before(tmp_path, capsys):
     save(tmp_path / "new", timed(*SLOW))
-    save(tmp_path / "new", timed(*FAST, config=Tile(2)))
+    save(tmp_path / "new", timed(*FAST, rows_of_winner=2))
     (found_call,) = compared(tmp_path, capsys, "--against", "previous")["calls"]
     assert (found_call["before"]["time_us"], found_call["after"]["time_us"]) == (4.05, 2.1)
     assert not found_call["same_configuration"]
@@ -101,7 +101,7 @@ def test_an_entry_without_its_search_is_undecided(tmp_path, capsys):
 
 def test_the_page_shows_both_sides(tmp_path, capsys):
     save(tmp_path / "old", timed(*SLOW))
-    save(tmp_path / "new", timed(*FAST, config=Tile(2)))
+    save(tmp_path / "new", timed(*FAST, rows_of_winner=2))
     output = tmp_path / "out.html"
     options = ["--cache", str(tmp_path / "new"), "--against", str(tmp_path / "old"), "--output", str(output)]
     assert main(["report", *options]) == 0
@@ -116,7 +116,7 @@ def test_the_page_shows_both_sides(tmp_path, capsys):
 
 
 def test_hostile_names_stay_text_in_a_comparison():
-    key = {name: HOSTILE for name in ("op", "device", "call", "arguments", "config", "result", "search", "time")}
+    key = dict.fromkeys(("op", "device", "call", "arguments", "config", "result", "search", "time"), HOSTILE)
     hostile = report_data.CallReport(**key, after_us=1.0, versions={SCRIPT: SCRIPT}, source=HOSTILE)
     shown = Page(report_page.comparison_page(comparison.compare([hostile], [hostile], HOSTILE, HOSTILE)))
     assert len(shown.all("script")) == 1
@@ -126,7 +126,7 @@ def test_hostile_names_stay_text_in_a_comparison():
 
 @pytest.mark.parametrize("time", [None, 0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_time_in_a_file_gives_no_ratio(time):
-    key = {name: "x" for name in ("op", "device", "call", "arguments", "config", "result")}
+    key = dict.fromkeys(("op", "device", "call", "arguments", "config", "result"), "x")
     calls = [report_data.CallReport(**key, after_us=each) for each in (time, 1.0)]
     found_calls = comparison.compare(calls[:1], calls[1:], "old", "new")
     assert [each.verdict for each in found_calls.calls] == ["no time"]

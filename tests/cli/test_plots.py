@@ -8,8 +8,8 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from tests.cli.searches import Tile, found, measured, save
 from tests.cli.test_comparison import FAST, SLOW, timed
-from tests.cli.test_report_page import Tile, found, measured, save
 
 from ejkernel.cli import main, plots, report_data
 from ejkernel.ops import PersistentCache
@@ -52,7 +52,7 @@ def test_equal_searches_give_equal_files(tmp_path):
 @pytest.mark.usefixtures("with_matplotlib")
 def test_the_figures_are_pictures_too(tmp_path):
     files = written(tmp_path, save(tmp_path / "configs", timed(*SLOW)), "png")
-    assert sorted(files) == ["01-reported-candidates.png", "calls.png"][: len(files)]
+    assert {"01-reported-candidates.png", "calls.png"} <= files.keys()
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files.values())
 
 

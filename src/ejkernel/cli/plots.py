@@ -23,7 +23,7 @@ _ROW: Final = 0.36  # inches for a row: its name above its marks
 _MOST: Final = 24  # candidates in a figure, which fill a page; of more it shows the fastest
 _MICROSECONDS: Final = "\u00b5s"
 _LABEL: Final = 100  # characters of a line
-_STYLE: Final = {
+_STYLE: Final[Any] = {
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -39,7 +39,8 @@ class _Section:
         title: The first line.
         facts: Names with their values.
         header, rows: A table.
-        searches: Searches with their names, folded if there are several.
+        searches: Searches with their names.
+        is_open: Whether the searches are unfolded.
     """
 
     title: str
@@ -47,6 +48,7 @@ class _Section:
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     searches: tuple[tuple[str, SearchView], ...] = ()
+    is_open: bool = False
 
 
 def html_of(value: object) -> str | None:
@@ -89,9 +91,8 @@ def _(search: Findings) -> list[_Section]:
     ]
     title = printable(f"{search.key.op}  {arguments(call)}")
     printed = tuple((name, printable_lines(text)) for name, text in facts)
-    return [
-        _Section(title=title, facts=printed, searches=(("Candidates and progress", SearchView(**view_of(search))),))
-    ]
+    views = (("Candidates and progress", SearchView(**view_of(search))),)
+    return [_Section(title=title, facts=printed, searches=views, is_open=True)]
 
 
 @_sections.register
@@ -166,7 +167,7 @@ def _(cache: ConfigCache) -> list[_Section]:
 
 
 def _key(key: object) -> tuple[str, str, str]:
-    return tuple(key) if isinstance(key, ConfigKey) else ("", "", str(key))
+    return key if isinstance(key, ConfigKey) else ("", "", str(key))
 
 
 @_sections.register
