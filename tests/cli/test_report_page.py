@@ -237,3 +237,17 @@ def test_without_a_peak_there_is_no_roofline(tmp_path):
     page = Page(reported(save(tmp_path / "configs", found(inv)), tmp_path))
     assert "Rooflines" not in page.text
     assert "Throughput tuned 2 TFLOP/s" in page.text
+
+
+def test_a_page_is_not_written_to_a_folder(tmp_path, capsys):
+    assert main(["report", "--output", str(tmp_path)]) == 2
+    assert "is a folder; name a file, or use --format svg or png." in capsys.readouterr().err
+
+
+def test_only_the_calls_of_a_device_are_shown(tmp_path, capsys):
+    for device in ("gpu:a100", "gpu:h100"):
+        save(tmp_path / "configs", found(dataclasses.replace(call(), device=device)))
+    assert main(["report", "--cache", str(tmp_path / "configs"), "--device", "a100", "--json"]) == 0
+    assert [each["device"] for each in json.loads(capsys.readouterr().out)] == ["gpu:a100"]
+    assert main(["report", "--cache", str(tmp_path / "configs"), "--device", "b200"]) == 1
+    assert "for a device with 'b200' in its name" in capsys.readouterr().err

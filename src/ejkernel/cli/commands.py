@@ -277,6 +277,8 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
     """
     if options["against"] == "previous" and options["against_device"]:
         raise click.UsageError("--against previous compares searches of one device; leave out --against-device.")
+    if options["form"] == "html" and options["output"] is not None and options["output"].is_dir():
+        raise click.UsageError(f"--output {options['output']} is a folder; name a file, or use --format svg or png.")
     if not options["measure_peak"]:
         _share_devices()
     from ejkernel.cli.report_page import ReportOptions, run_report
