@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the pictures of the documentation, with headless Chromium and Pillow.
 
-    python scripts/pictures.py notebook          # runs docs/tutorials/notebook.ipynb, and stores what each cell shows
+    python scripts/pictures.py notebook          # runs docs/tutorials/notebook.ipynb, and stores pictures
     python scripts/pictures.py report CACHE      # docs/pictures/report.png: the report of this cache
 
 The report in the documentation is of the step below, tuned on two CPU cores:
@@ -62,7 +62,7 @@ def digest_of(notebook: dict[str, Any]) -> str:
 
 
 def shown(codes: list[str]) -> Iterator[object]:
-    """Run cells one after another, and yield what each shows: the value of its last line, or `None`."""
+    """Run cells one after another, and yield the value of the last line of each, or `None`."""
     # Kernels look up their module, as in a notebook.
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, code in enumerate(codes):
@@ -145,7 +145,7 @@ def main() -> None:
     """Take the pictures that the command line names."""
     options = argparse.ArgumentParser(description="Take the pictures of the documentation.")
     options.add_argument("what", choices=["notebook", "report"])
-    options.add_argument("cache", type=Path, nargs="?", help="for the report")
+    options.add_argument("cache", type=Path, nargs="?", help="the cache of the report")
     given = options.parse_args()
     if given.what == "report":
         take_report(given.cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notebooks show: results, explanations, searches, caches and configurations as HTML."""
+"""The HTML in notebooks: results, explanations, searches, caches and configurations as HTML."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Comparison:
     """Two sets of calls.
 
     Attributes:
-        before, after: What was compared.
+        before, after: The names of the two sides.
         calls: The calls of both; slower ones first, then faster ones.
     """
 
@@ -191,7 +191,7 @@ def compare(before: Sequence[CallReport], after: Sequence[CallReport], old: str,
 
     Args:
         before, after: The calls.
-        old, new: What they are, e.g. the folders of two caches.
+        old, new: Their names, e.g. the folders of two caches.
     """
     across = len({call.device for call in before}) <= 1 and len({call.device for call in after}) <= 1
 

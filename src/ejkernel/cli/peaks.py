@@ -44,7 +44,7 @@ class Peak:
         return min(self.tflops, intensity * self.gbytes / 1e3)
 
     def limit(self, intensity: float) -> str:
-        """Return what limits such a call: `compute` or `memory`."""
+        """Return the limit of such a call: `compute` or `memory`."""
         return "memory" if intensity * self.gbytes / 1e3 < self.tflops else "compute"
 
 

@@ -37,7 +37,7 @@ class Throughput:
         gbytes: 10⁹ bytes per second.
         intensity: Floating-point operations per byte.
         of_peak: Fraction of what the device can do at this intensity; `None` if its peak is not known.
-        limit: What limits the call on this device: `compute` or `memory`; empty if the peak is not known.
+        limit: The limit of the call on this device: `compute` or `memory`; empty if the peak is not known.
     """
 
     name: str

@@ -33,7 +33,7 @@ Facts = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Section:
-    """A part of what a notebook shows.
+    """One part of the HTML of an object.
 
     Attributes:
         title: The first line.
