@@ -637,6 +637,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("testing/forms.py", "pickle.loads"),  # the same
+        ("ops/utils/services.py", "importlib.import_module"),  # one of our own modules, by a fixed name
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/messages.py", "pickle.loads"),  # between a process and its own child, or an executor's
