@@ -13,7 +13,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.cli import tune as commands
-from ejkernel.cli.tune import _time_left
+from ejkernel.cli.progress import _time_left
 from ejkernel.ops import AutotuningResult
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
@@ -244,12 +244,13 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     ("elapsed", "finished", "budget", "words"),
     [
         (0.0, 0.0, None, ""),
-        (0.0, 0.0, 25.0, ", at most 100 s left in total (25 s per call)"),
+        (0.0, 0.0, 25.0, ", at most 100 s left (25 s per call)"),
         (9.0, 0.1, None, ""),
-        (30.0, 1.0, None, ", about 90 s left in total"),
-        (30.0, 1.5, 25.0, ", about 50 s left in total"),
-        (60.0, 1.0, 25.0, ", at most 75 s left in total (25 s per call)"),
-        (80.0, 4.0, 25.0, ", about 0 s left in total"),
+        (9.0, 0.5, None, ", about 63 s left"),
+        (30.0, 1.0, None, ", about 90 s left"),
+        (30.0, 1.5, 25.0, ", about 50 s left"),
+        (60.0, 1.0, 25.0, ", at most 75 s left (25 s per call)"),
+        (80.0, 4.0, 25.0, ", about 0 s left"),
     ],
 )
 def test_the_time_left_follows_the_calls_done_and_never_exceeds_the_budget(elapsed, finished, budget, words):
