@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import click.shell_completion
 import pytest
 
 from ejkernel.cli import main
@@ -100,3 +102,27 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path / ("long" * 20_000))}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("ejkernel tu", "tune"), ("ejkernel cache pr", "prune"), ("ejkernel tune --bud", "--budget")],
+)
+def test_a_shell_completes_commands_and_options(monkeypatch, capsys, words, completed):
+    monkeypatch.setenv("_EJKERNEL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert capsys.readouterr().out == f"plain,{completed}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_line_for_a_shell_prints_its_completion(monkeypatch, capsys, shell):
+    monkeypatch.setenv("_EJKERNEL_COMPLETE", f"{shell}_source")
+    monkeypatch.setattr(click.shell_completion.BashComplete, "_check_version", lambda self: None)  # starts a bash
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert f"_EJKERNEL_COMPLETE={shell}_complete" in capsys.readouterr().out
+    guide = Path(__file__).parents[2] / "docs" / "tuning.md"
+    assert f"_EJKERNEL_COMPLETE={shell}_source ejkernel" in guide.read_text(encoding="utf-8")
