@@ -44,6 +44,7 @@ def test_the_index_and_the_navigation_have_every_page():
         assert set(re.findall(r": operations/(\w+)\.md$", navigation, re.M)) == set(PAGES)
 
 
+@pytest.mark.slow
 def test_the_index_lists_the_implementations_of_each_operation(script):
     rows = dict(re.findall(r"^\| \[.*?\]\(operations/(\w+)\.md\) \| .*? \| (.*) \|$", INDEX, re.M))
     for name, cells in rows.items():
