@@ -323,7 +323,7 @@ def written(text: str, name: str) -> str:
 
 def functions_of(text: str) -> list[str]:
     """Return the public functions that a page documents, in order."""
-    return re.findall(r"^::: ejkernel\.modules\.(\w+)$", text, re.MULTILINE)
+    return re.findall(r"^::: ejkernel\.modules\.\w+\.(\w+)$", text, re.MULTILINE)
 
 
 def main() -> int:
