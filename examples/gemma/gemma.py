@@ -45,7 +45,8 @@ class Norm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axis."""
         mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean + 1e-6) * (1 + self.weight[...])
+        out: jax.Array = x * jax.lax.rsqrt(mean + 1e-6) * (1 + self.weight[...])
+        return out
 
 
 class Attention(nnx.Module):
