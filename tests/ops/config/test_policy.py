@@ -78,6 +78,22 @@ def test_an_unknown_field_is_an_error_with_the_known_ones():
         policy_override(tune=True).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (
+            AutotunePolicy(cold_cache=True, budget_s=3.0),
+            r"got an AutotunePolicy; .*\(budget_s=3\.0, cold_cache=True\)\.$",
+        ),
+        (Executor(ConfigSelectorChain()), r"got <.*Executor.*; pass the executor's chain: .*executor\.chooser"),
+        (True, r"got True; pass fields of the policy by name, e\.g\. policy_override\(autotune=True\)\.$"),
+    ],
+)
+def test_a_selector_that_is_not_a_chain_is_an_error_with_the_right_call(selector, message):
+    with pytest.raises(ConfigError, match=f"selector must be a ConfigSelectorChain, {message}"):
+        policy_override(selector).__enter__()
+
+
 def test_a_bad_value_is_an_error_on_entry():
     with pytest.raises(ConfigError, match="budget_s"):
         policy_override(budget_s=-1).__enter__()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
-from ejkernel.ops import AutotunePolicy, autotune, default_executor, policy_override, tune
+from ejkernel.ops import autotune, default_executor, policy_override, tune
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.errors import ArgumentError
 
@@ -64,7 +64,7 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
 
     monkeypatch.setattr(timing, "Runner", Seen)
     ones, twos = np.ones(16, np.float32), np.full(48, 2.0, np.float32)
-    with policy_override(AutotunePolicy(cold_cache=False)):
+    with policy_override(cold_cache=False):
         autotune(kernel, calls=[(ones,), (twos,)], inputs=True, num_iters=1, num_warmup=0)
     assert {values[0] for values in seen} == {1.0, 2.0}
 
