@@ -87,7 +87,7 @@ class Model:
         batch: Sequences a step.
         seq: Bytes a sequence.
         longest: Bytes after which a document is cut.
-        dtype: What the blocks compute in; parameters and the loss are float32.
+        dtype: Dtype of the blocks' arithmetic; parameters and the loss are float32.
         cap: Soft cap of the attention's logits.
     """
 
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What a step hands to the next: parameters, Adam's two moments and the number of steps so far."""
+    """The state of training: parameters, Adam's two moments and the number of steps so far."""
 
     params: Params
     mean: Params
@@ -271,6 +271,6 @@ def step(
 def training_step(
     operations: Operations = EJKERNEL, model: Model | None = None
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """Return the step and arguments for it: what `ejkernel tune` asks for."""
+    """Return the step and its arguments, for `ejkernel tune`."""
     model = model or default_model()
     return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))
