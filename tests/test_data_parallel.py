@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/data_parallel`: training steps over a mesh, in two libraries, learn what plain JAX learns."""
+"""`examples/data_parallel`: training steps over a mesh, in two libraries, match plain JAX."""
 
 import subprocess
 import sys

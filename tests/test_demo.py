@@ -77,7 +77,7 @@ def test_a_verdict_follows_from_the_interval_alone(ratio, words):
 
 
 class Steps:
-    """A compiled step whose times a test chooses, on a clock of its own."""
+    """A compiled step with times chosen by a test, on a fake clock."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds = clock, seconds
@@ -89,7 +89,7 @@ class Steps:
 
 @pytest.fixture
 def results_of(demo, monkeypatch):
-    """Return a function that compares builds whose step takes `seconds(round)`, by name."""
+    """Return a function that compares builds with steps of `seconds(round)`, by name."""
     compare, clock = demo("compare"), [0.0]
     monkeypatch.setattr(compare.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(compare.time, "monotonic", lambda: clock[0])
@@ -107,7 +107,7 @@ def results_of(demo, monkeypatch):
 
 
 def busy(slow):
-    """Return a step whose time follows the load of the machine, but for one burst that hits this build."""
+    """Return a step with the machine's load as its time, except for one burst during this build."""
     return lambda number: (1 + number % 7) * (3.0 if number in slow else 1.0)
 
 

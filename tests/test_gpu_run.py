@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gpu_run`: steps in processes of their own, none of which keeps the others from running."""
+"""`python -m benchmarks.gpu_run`: steps in separate processes; a failing step does not affect the others."""
 
 from __future__ import annotations
 

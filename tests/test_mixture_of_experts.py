@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/mixture_of_experts`: a layer of experts, in three libraries, learns what it learns with JAX's products."""
+"""`examples/mixture_of_experts`: a layer of experts, in three libraries, matches JAX's products."""
 
 import importlib
 import subprocess
@@ -24,7 +24,7 @@ def test_a_layer_of_experts_learns_what_it_learns_with_the_products_of_jax(libra
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example as a module, without what it leaves behind."""
+    """The example as a module, removed after the test."""
     monkeypatch.syspath_prepend(str(RUN.parent))
     yield importlib.import_module("run")
     for name in ("run", "layer", "plain_model"):

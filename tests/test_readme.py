@@ -72,7 +72,7 @@ def test_a_field_of_the_policy_is_there(field):
 
 def test_every_status_that_a_table_shows_is_explained():
     explained = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
-    assert set(Status) - {Status.READY, Status.LEFT} <= explained  # which are of a search or a bundle under way
+    assert set(Status) - {Status.READY, Status.LEFT} <= explained  # used only during a search, or in a bundle
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))

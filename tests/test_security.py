@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SECURITY.md says, point by point: what texts, files and the environment can do, and what they cannot.
+"""The claims of SECURITY.md, point by point: permitted and forbidden effects of texts, files and the environment.
 
-`hostile.FIRED` is what ran and must not have.
+`hostile.FIRED` lists code that ran and must not have.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
 def test_the_document_names_tests_that_there_are():
-    """And every point about what cannot be done names one."""
+    """Every point about a forbidden effect names a test."""
     named = set(re.findall(r"`(test_\w+)`", DOCUMENT))
     assert named <= set(globals())
     points = [point for point in re.findall(r"^- .*$", DOCUMENT, re.M) if "`test_" not in point]
-    assert len(points) == 2  # that a bundle is run when it is measured, and that what is recorded stays in memory
+    assert len(points) == 2  # running a bundle's programs, and keeping recorded values in memory, have no test
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def nothing_fired():
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Modules that do something when they are asked for anything, and what is loaded."""
+    """Lazy modules that react to any attribute access, and the set of loaded modules."""
     spec = importlib.util.find_spec("antigravity")
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +126,7 @@ def modules(monkeypatch):
     spec.loader.exec_module(waiting)
     monkeypatch.setitem(sys.modules, "lazy_by_loader", waiting)
     monkeypatch.setitem(sys.modules, "lazy_by_getattr", lazy)
-    decode_config({"rows": 1}, f"{HERE}.Config")  # what reading itself needs is imported when it is first used
+    decode_config({"rows": 1}, f"{HERE}.Config")  # reading itself imports these at its first use
     names_of(takes).find("")
     codecs.lookup("utf-8-sig"), codecs.lookup("ascii")
     before = set(sys.modules)
@@ -221,14 +221,14 @@ def test_what_is_marked_nameable_may_be_named():
 
 
 def test_a_name_that_was_pointed_elsewhere_finds_nothing(monkeypatch):
-    """Neither what is there now, which nobody registered, nor what was, which has that name no more."""
+    """It finds neither the current object, which is not registered, nor the registered one, which lost its name."""
     monkeypatch.setattr(sys.modules[HERE], "swish", fire)
     with pytest.raises(DescriptionError):
         rebuild(called_with({"name": f"{HERE}.swish"}))
 
 
 def test_jaxs_functions_that_may_be_named_touch_nothing_but_their_arguments():
-    """Also those of a newer JAX: what handles files, callbacks or settings shows in the code or in the parameters."""
+    """This includes newer JAX versions: file access, callbacks and settings show in the code or in the parameters."""
     touches = re.compile(
         r"\bopen\(|(io|pure|debug)_callback\(|debug\.|\.tofile|\bsave\w*\(|np\.load|print\(|config\.update|\bexec\("
     )
@@ -341,7 +341,7 @@ def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
 
 
 def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
-    """`import` finds what lies there only if the user named modules."""
+    """`import` searches the working directory only if the user named modules."""
     file = tmp_path / "program:step.mlir"
     file.write_text("")
     monkeypatch.chdir(tmp_path)
@@ -421,7 +421,7 @@ def made(name):
 
 
 def test_types_that_files_may_name():
-    """Those that kernel classes name, that were marked, and that this process stored."""
+    """Types that kernel classes name, marked types, and types that this process stored."""
     assert decode_config({"rows": 3}, f"{HERE}.Config") == Config(3)
 
     stored = made("Stored")
@@ -467,7 +467,7 @@ def test_a_url_has_one_of_a_few_protocols(url, monkeypatch):
 
 
 class Bucket:
-    """What fsspec would make of a place that somebody hostile writes to."""
+    """Imitates fsspec's view of a place with a hostile writer."""
 
     protocol = "bucket"
 
@@ -594,7 +594,7 @@ def test_a_program_that_is_a_link_is_not_read(tmp_path):
 
 def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bundles, "type_name", lambda config: f"{HERE}.Fires")
-    with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # what was written is read
+    with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # it reads its own output
         compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), tmp_path / "bundle")
 
 
@@ -632,7 +632,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     )
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
-        ("cli/sources.py", "importlib.import_module"),  # our own modules
+        ("cli/sources.py", "importlib.import_module"),  # our modules only
         ("cli/programs.py", "importlib.import_module"),  # our own modules, and those that the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
@@ -649,7 +649,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
 def test_loaded_modules_are_not_searched_by_a_files_names():
     users = {str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if "sys.modules" in file.read_text("utf-8")}
     assert users == {
-        "cli/app.py",  # whether our own errors were imported yet
+        "cli/app.py",  # whether our errors module was imported yet
         "ops/core/hooks.py",  # where an instance is kept, to be pickled by name
         "ops/utils/values/nameable.py",  # where annotations of registered classes are to be resolved
         "ops/utils/values/signature.py",  # whether a value has the name that it says it has

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torture finds what is planted: for each guarantee one defect that breaks it, and the program says so."""
+"""The torture finds planted defects: one for each guarantee, and the program reports it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def loud_again(monkeypatch):
-    """What is damaged is warned of nowhere, while it is damaged on purpose."""
+    """Silence warnings during deliberate damage, and restore them."""
     monkeypatch.delenv("EJKERNEL_OPS_STAMP", raising=False)
     with warnings.catch_warnings():
         yield
@@ -58,7 +58,7 @@ def kinds(tally):
     return {(found.kind, found.where) for found in tally.findings}
 
 
-# --- what files hold ---
+# --- content of files ---
 
 
 def test_a_digest_that_is_not_checked_is_found(budget, tally, monkeypatch):
@@ -117,7 +117,7 @@ def test_without_atheris_it_is_said_that_nothing_was_guided(budget, tally, monke
     assert runs_of("#2\tINITED cov: 3\n#4096\tpulse  cov: 5\nDone 5000 runs in 3 second(s)\n") == 5000
 
 
-# --- what is around them ---
+# --- environment of files ---
 
 
 def not_atomic(file, text, *, durable=True, root=None):
@@ -165,7 +165,7 @@ def test_what_a_killed_process_was_told_and_is_not_there_is_found(tmp_path):
 
 
 def older(found):
-    """Return what was put under the same key before."""
+    """Return the previous entry under the same key."""
     from benchmarks.torture.crashes import _OWN, _content
 
     return _content(found["writer"], found["number"] - _OWN, len(found["padding"]))
@@ -179,7 +179,7 @@ def older(found):
     ],
 )
 def test_a_command_that_removes_or_replaces_what_it_has_not_judged_is_found(tmp_path, defect):
-    """In a process of its own, which forks before JAX has threads."""
+    """Runs in a new process, which forks before JAX has threads."""
     program = (
         "import json, sys, time\n"
         "from benchmarks.torture.upkeep import Plan, torture\n"
@@ -222,7 +222,7 @@ def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeyp
 
 
 def save_unmeasured(folder, number):
-    """Have a chain save what a search found that ended before the winner was measured."""
+    """Have a chain save the result of a search that ended before the winner was measured."""
     inv, config = searches.call(number), searches.Candidate("", 2)
     heuristic = Outcome(config=searches.HEURISTIC, status="measured", measurement=Measurement(samples=(2.0,)))
     outcomes = (heuristic, Outcome(config=config, status="skipped"))

@@ -41,7 +41,7 @@ def gmm(kernels):
 
 @pytest.fixture
 def hopper(kernels, monkeypatch):
-    """The Hopper kernel, which asks which CUDA there is even where it is only lowered."""
+    """The Hopper kernel, which queries the CUDA version even for lowering."""
     try:
         module = kernels._hopper()
     except ImportError as error:

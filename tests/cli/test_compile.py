@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune` across processes: bundles, interruptions, and what a program prints."""
+"""`ejkernel tune` across processes: bundles, interruptions, and the output of programs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def long():
 '''
 
 
-# What a shell runs in the background, such as these tests, ignores Ctrl-C.
+# A shell's background jobs, e.g. these tests, ignore Ctrl-C.
 COMMAND = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

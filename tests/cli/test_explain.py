@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel explain` and `ejkernel list`, and what tables look like on a terminal."""
+"""`ejkernel explain` and `ejkernel list`, and the layout of tables on a terminal."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(folder, capsys, monkeypatch, co
 
 
 def on_a_terminal(columns, code):
-    """Return what a Python program prints on a terminal of so many columns."""
+    """Return the output of a Python program on a terminal with so many columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}

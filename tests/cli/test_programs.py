@@ -98,7 +98,7 @@ jax.grad(loss, (0, 1))(jnp.ones((2, 8, 4)), jnp.ones((4, 16)), jnp.ones(16))
 
 
 def python(folder, *arguments, **environment):
-    """Run Python in a process of its own, in `folder`."""
+    """Run Python in a new process, in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -117,7 +117,7 @@ def tune(folder, *arguments, **environment):
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """A folder with the kernels, and with texts of a program that was lowered by another process."""
+    """A folder with the kernels, and with texts of a program lowered by another process."""
     folder = tmp_path_factory.mktemp("lowered")
     (folder / "my_kernels.py").write_text(KERNELS)
     (folder / "my_program.py").write_text(PROGRAM)

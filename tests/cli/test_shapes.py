@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune --shapes`: the file that it takes, and what becomes of its calls."""
+"""`ejkernel tune --shapes`: the format of the file, and the tuning of its calls."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command answers without JAX, which takes most of a second to import."""
+"""Commands that answer without JAX, since importing it takes most of a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.cli import main
 
-# In one process: whatever imports JAX, all that follow would see.
+# In one process: a command that imports JAX would affect all later ones.
 PROBE = """
 import sys
 from ejkernel.cli import main

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and what goes wrong: candidates that end their process, and programs that were compiled before."""
+"""The command under failures, e.g. candidates that end their process, and with programs compiled before."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready operations in programs for several devices: they split themselves, and compute what plain JAX computes."""
+"""Ready operations in programs for several devices: they split themselves, and agree with plain JAX."""
 
 import functools
 
@@ -95,7 +95,7 @@ CASES = [
 
 @functools.cache
 def plainly(split, transformation):
-    """Return what plain JAX computes that XLA splits, and how many bytes go between devices."""
+    """Return the result of plain JAX as XLA splits it, and the bytes sent between devices."""
     _, plain, arrays, specs = SPLITS[split]
     program, found = compiled(TRANSFORMATIONS[transformation](plain), arrays, specs, mesh_of("auto"))
     return jax.device_get(found), bytes_in_collectives(program)
@@ -279,7 +279,7 @@ def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_ex
 
 
 def activated():
-    """Return a product with all that is made of it, and its arguments."""
+    """Return a product with a full epilogue, and its arguments."""
 
     def function(lhs, rhs, sizes, gate, row_scale):
         return grouped_matmul(lhs, rhs, sizes, activation="silu", gate=gate, row_scale=row_scale)

@@ -57,7 +57,7 @@ causal_reference = functools.partial(reference, right=0)
 
 
 def cpu_mesh(shape, names, axis_types):
-    """Return a mesh of host devices, of which there are enough wherever the tests run."""
+    """Return a mesh of host devices; every test environment has enough."""
     return jax.make_mesh(shape, names, axis_types=axis_types, devices=jax.devices("cpu")[: math.prod(shape)])
 
 

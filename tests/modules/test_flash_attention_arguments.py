@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flash_attention` takes beside query, key, value and masks: each against the formula, with its gradient."""
+"""Arguments of `flash_attention` beside query, key, value and masks, each against the formula, with its gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(*batch, dtype="float32"):
 
 
 def compute(function, *args):
-    """Return the compiled function's result, compiled without optimizing, for that is what takes the time."""
+    """Return the compiled function's result, compiled without optimisation, which takes most of the time."""
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
 
@@ -223,7 +223,7 @@ def test_a_policy_that_saves_the_residuals_by_name_computes_one_forward():
     assert forwards(save("flash_attention.out", "flash_attention.residuals")) == 1
 
 
-# --- who runs what ---
+# --- choice of the implementation ---
 
 
 def invocation(device="gpu:nvidia_h200", **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_matmul` as a user meets it: what it refuses, who runs it, and what its gradient is made of."""
+"""`grouped_matmul` for its users: refused arguments, the choice of the implementation, the calls of its gradient."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_sizes_may_be_integers_of_any_width(dtype):
 
 
 def test_whole_rows_by_xla_are_right_too():
-    """What runs on TPUs; without a NaN it is right everywhere."""
+    """Imitate the kernel on TPUs: correct everywhere if the input has no NaN."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
     np.testing.assert_allclose(out, plainly(LHS, RHS), atol=1e-5)
     sums = GroupedMatmulWgradConfig(implementation="xla", fwd=XlaParams())

@@ -222,7 +222,7 @@ def test_a_batch_is_its_examples_one_by_one():
 
 
 def kept(given, activation):
-    """Return the shapes of what is kept for a backward, but for the arguments."""
+    """Return the shapes of the residuals, without the arguments."""
     pull = jax.vjp(lambda given: ours(given, activation), given)[1]
     shapes = [x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape")]
     for x in (*given.values(), SIZES):

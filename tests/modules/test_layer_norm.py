@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`layer_norm` as a user meets it: what it refuses, and who runs it where."""
+"""`layer_norm` for its users: refused arguments, and the choice of the implementation."""
 
 from __future__ import annotations
 

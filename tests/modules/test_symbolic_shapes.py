@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules exported with symbolic dimensions: the program computes, at every size, what the direct call computes."""
+"""Modules exported with symbolic dimensions: at every size, the program agrees with the direct call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small operation as kernels of each gradient form, a chooser that keeps what it was asked, and comparisons."""
+"""Kernels shared by many tests, a chooser that records its calls, and comparisons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.ops import Executor, Kernel
 
 
 def tanh_matmul(x, w):
-    """What the kernels below compute."""
+    """Return the result of the kernels below."""
     return jnp.tanh(x @ w)
 
 
@@ -40,7 +40,7 @@ class WithRule(Plain):
 
 
 class WithResiduals(Plain):
-    """A rule from what the forward saved."""
+    """A rule from residuals."""
 
     def fwd_with_residuals(self, x, w, *, cfg):
         y = tanh_matmul(x, w)
@@ -51,7 +51,7 @@ class WithResiduals(Plain):
 
 
 class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
+    """`cfg * x`: the result shows the configuration."""
 
     def run(self, x, *, cfg):
         return cfg * x
@@ -61,7 +61,7 @@ class Times(Kernel[int, jax.Array]):
 
 
 class ShowsConfig(Kernel[int, jax.Array]):
-    """Its result is its configuration, and its gradient a hundred more than that of the backward call."""
+    """Returns its configuration; the gradient is 100 plus the backward's configuration."""
 
     def run(self, x, *, cfg):
         return 0 * x.sum() + cfg
@@ -74,7 +74,7 @@ class ShowsConfig(Kernel[int, jax.Array]):
 
 
 class LoggingChooser:
-    """Answers every call with the kernel's heuristic, and keeps the calls in `asked`."""
+    """Answers every call with the kernel's heuristic, and records the calls in `asked`."""
 
     def __init__(self):
         self.asked = []
@@ -102,7 +102,7 @@ def squared(f):
 
 @functools.cache
 def result_of(program, f):
-    """Return what a program makes of a plain function; tests of several kernels share it."""
+    """Return the result of a program with a plain function; tests of several kernels share it."""
     return jax.jit(program, static_argnums=0)(f)
 
 
@@ -115,5 +115,5 @@ def assert_trees_close(actual, expected, tolerance=1e-4):
 
 
 def told_apart(value, cfg):
-    """Return `value`, by a program that differs from one configuration to the next: equal ones are measured once."""
+    """Return `value`, with a different program for each configuration, since equal programs are measured once."""
     return set_xla_metadata(value, configuration=str(cfg))

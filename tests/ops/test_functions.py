@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: functions as kernels - what they keep, how they are configured, and what is refused."""
+"""`tune`: functions as kernels; their properties, their configurations, and refused functions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows_only(x, *, rows=1):
     return told_apart(x * 1.0, rows)
 
 
-# --- what it is ---
+# --- properties of the kernel ---
 
 
 def test_a_tuned_function_is_a_kernel_that_looks_like_the_function():

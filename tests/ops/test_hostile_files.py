@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with any content: a flipped byte, any value in any place, texts that would drive a terminal.
+"""Files with any content: a flipped byte, any value in any place, texts with control characters for a terminal.
 
-What is read is a miss with a warning, or what was written; and what is printed of it is printable.
+A read is a miss with a warning, or returns the original; all output is printable.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def is_printable(text):
 
 
 def everything_printed(cache):
-    """Return what all readers of a cache folder print, raise or warn of."""
+    """Return everything that readers of a cache folder print, raise or warn."""
     out, err = io.StringIO(), io.StringIO()
     printed = []
     with (

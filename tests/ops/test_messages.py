@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors say: the kernel, the hook or argument, what was got, and what to do."""
+"""Error messages: they name the kernel, the hook or argument, the value, and the fix."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tune(made, x=X, **options):
 
 
 def both(**hooks):
-    """Return the two ways in which a kernel meets its hooks: when it is called, and when it is tuned."""
+    """Return both ways of running a kernel's hooks: a call, and tuning."""
     return [lambda: call(kernel(**hooks)), lambda: tune(kernel(**hooks))]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations: what is declared once and what each implementation says, and what follows from it."""
+"""Operations: shared declarations, the parts of each implementation, and the resulting behaviour."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Plain(Implementation[ScaleCall]):
         return call.factor * x, ()
 
 
-SEEN = []  # what ran: implementation, direction, parameters
+SEEN = []  # executed calls: implementation, direction, parameters
 
 
 class Fast(Implementation[ScaleCall]):
@@ -484,7 +484,7 @@ def test_a_named_forward_whose_residuals_no_backward_takes_has_no_gradient():
 
 
 def test_both_directions_agree_on_whose_residuals_there_are():
-    """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
+    """Both take the first with matching residuals in a forward and a backward."""
 
     class First(Private):
         name = "first"

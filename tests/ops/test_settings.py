@@ -18,7 +18,7 @@ def test_an_empty_environment_gives_the_defaults():
     assert got.cache_dir == Path("~/.cache/ejkernel/configs").expanduser()
 
 
-FIELDS = {  # what depends on each variable
+FIELDS = {  # dependents of each variable
     "EJKERNEL_AUTOTUNE": ("on_miss",),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_kernel`: kernels that are wrong are found where they are, and right ones pass, whatever their form."""
+"""`check_kernel` finds the defect of wrong kernels, and passes correct kernels of every form."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_mypy_refuses_the_wrong_calls_alone():
 @pytest.mark.slow
 def test_pyright_refuses_the_wrong_calls_alone():
     pytest.importorskip("pyright", reason="the extra `lint` has it")
-    # The wheel has pyright's program, and its extra `nodejs` what runs that: nothing is downloaded.
+    # The wheel contains pyright, and its extra `nodejs` contains Node: nothing is downloaded.
     found = json.loads(run("pyright", "--outputjson", "--project", str(HERE), "--pythonpath", sys.executable))
     problems = {(problem["range"]["start"]["line"] + 1, problem["message"]) for problem in found["generalDiagnostics"]}
     assert sorted({line for line, _ in problems}) == WRONG, problems

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our product's kernel makes of sums before it stores them: simulated on a CPU, and lowered without a GPU."""
+"""The epilogues of our product's kernel: simulated on a CPU, and lowered without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {"block_n": 64, "stages": 2, "panel": 2, "out_slots": 1}
 
 @pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch):
-    """A launch has two blocks of threads, each of which takes several tiles."""
+    """Launch two thread blocks, so that each computes several tiles."""
     monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
 
 

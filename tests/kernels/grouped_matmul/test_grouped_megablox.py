@@ -111,7 +111,7 @@ def test_a_program_with_gradients_lowers_for_tpus(inside):
         )
         function = jax.value_and_grad(mapped, (0, 1, 3))
     text = jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") >= 4  # calls that are alike are one function
+    assert text.count("tpu_custom_call") >= 4  # equal calls share one function
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def mosaic():
 
 @pytest.fixture
 def few_multiprocessors(monkeypatch):
-    """A launch has two blocks of threads, each of which takes several tiles."""
+    """Launch two thread blocks, so that each computes several tiles."""
     monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
 
 
@@ -242,7 +242,7 @@ def test_tangents_are_products_too():
     assert launches(tangents, *arguments()) == 3
 
 
-# What it refuses.
+# --- refused calls ---
 
 
 def replaced(**changes):

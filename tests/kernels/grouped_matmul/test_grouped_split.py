@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products over meshes: experts, rows, columns and what is summed over on several devices, in any mixture."""
+"""Grouped products over meshes: experts, rows, columns and summed dimensions on several devices, in any mixture."""
 
 import functools
 
@@ -66,7 +66,7 @@ CASES = [
 
 @functools.cache
 def plainly(split, transformation):
-    """Return what `ragged_dot` computes that XLA splits, and how many bytes go between devices."""
+    """Return the result of `ragged_dot` as XLA splits it, and the bytes sent between devices."""
     function = TRANSFORMATIONS[transformation](jax.lax.ragged_dot)
     program, found = compiled(function, ARRAYS, SPLITS[split], mesh_of("auto"))
     return jax.device_get(found), bytes_in_collectives(program)

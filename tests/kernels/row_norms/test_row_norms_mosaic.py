@@ -40,7 +40,7 @@ def simulated(monkeypatch):
 
 def arguments(operation, rows, dim, *, dtype="bfloat16", weight=True, residual=False):
     rng = np.random.default_rng(0)
-    # A sum of eighths is exact in all dtypes, so that a reference in float32 normalises what the kernels do.
+    # A sum of eighths is exact in all dtypes, so the float32 reference has the same input as the kernels.
     x, added = (jnp.asarray(rng.integers(-16, 24, (rows, dim)) / 8, dtype) for _ in range(2))
     vectors = [jnp.asarray(1 + rng.standard_normal(dim), dtype) for _ in range(1 + (operation.name == "layer_norm"))]
     return (x, *(vectors if weight else [None]), *([added] if residual else []))

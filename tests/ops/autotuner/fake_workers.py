@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in memory, which follow a script on a clock of their own."""
+"""Workers in memory that follow a script, with a fake clock."""
 
 from __future__ import annotations
 

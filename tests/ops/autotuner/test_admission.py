@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which winners may be saved, and what is reported of searches that ended early."""
+"""Which winners may be saved, and the report of searches that ended early."""
 
 from __future__ import annotations
 

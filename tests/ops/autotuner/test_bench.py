@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates on the bench: those that are one program, those that are right by accident, and what they are timed on."""
+"""The bench: candidates with equal programs, candidates that are right by accident, and the inputs for timing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X = jax.ShapeDtypeStruct((16,), jnp.int32)
 
 
 class Sum(Kernel[int, jax.Array]):
-    """`x + x`; configurations that are equal but for their tens are one program."""
+    """`x + x`; configurations with the same last digit are the same program."""
 
     def run(self, x, *, cfg):
         return told_apart(x + x, cfg % 10)
@@ -216,7 +216,7 @@ def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeyp
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A program that was compiled elsewhere."""
+    """A program compiled elsewhere."""
 
     config: int
     digest: str
@@ -229,7 +229,7 @@ class Remote:
 
 
 def compiled_elsewhere(spills, loaded, order=()):
-    """Return what compiles `Sum` elsewhere; the programs of `order` are there in that order."""
+    """Return a function that compiles `Sum` elsewhere; the programs of `order` arrive in that order."""
     turns = {config: threading.Event() for config in order}
     if order:
         turns[order[0]].set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: what is compiled into them, what is read from them, and what is measured from them without compiling."""
+"""Bundles: writing, reading, and measuring their programs without compiling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Twice(Kernel[int, jax.Array]):
 
 @pytest.fixture
 def twice(monkeypatch):
-    """A kernel of which 3 is the fastest."""
+    """A kernel with 3 as its fastest configuration."""
     monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
     return Twice()
 

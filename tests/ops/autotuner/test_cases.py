@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates that are measured on several draws of inputs, or on several calls, and ranked by the geometric mean."""
+"""Candidates measured on several draws of inputs, or on several calls, and ranked by the geometric mean."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Scaled(Kernel[int, jax.Array]):
 
 
 class Plain(Kernel[int, jax.Array]):
-    """`x + x`; its space has what divides the length."""
+    """`x + x`; its space has the divisors of the length."""
 
     def run(self, x, *, cfg):
         return told_apart(x + x, cfg)

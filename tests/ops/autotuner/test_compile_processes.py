@@ -229,7 +229,7 @@ def test_what_is_under_way_when_a_search_ends_is_ended_with_it(monkeypatch):
     assert compile_with(pool).code == b"code"
 
 
-# --- what compilers say ---
+# --- reports of compilers ---
 
 
 def test_the_most_that_any_kernel_of_a_program_spills_counts(capfd):

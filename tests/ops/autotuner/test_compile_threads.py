@@ -74,7 +74,7 @@ def test_what_a_job_that_was_given_up_returns_later_is_not_a_result():
 
     def after():
         released.set()
-        ended.wait(0.2)  # nobody sets it: the other thread's result is there meanwhile
+        ended.wait(0.2)  # never set: gives the other thread time for its result
         return "in time"
 
     found = results([late, after], width=1, timeout=AdaptiveTimeout(first=0.3, least=LONG))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a right result: tolerances by dtype, platform and precision, and messages that say where it is wrong."""
+"""Correct results: tolerances by dtype, platform and precision, and messages with the place of the error."""
 
 from __future__ import annotations
 

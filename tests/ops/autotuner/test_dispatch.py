@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a task that an executor brings to others, who here do as they are told."""
+"""Tasks handed to an executor; the workers here follow a script."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Told(concurrent.futures.Executor):
         self.assignments.append(assignment)
         try:
             came_out = self.workers.pop(0)(assignment)
-            if came_out is None:  # nobody has begun
+            if came_out is None:  # the task never begins
                 return future
             messages = came_out if isinstance(came_out, tuple) else (came_out,)
             future.set_result(tuple(map(pickled, messages)))
@@ -243,7 +243,7 @@ def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
 
 
 class Closing(Told):
-    """Cancels what it was given before anybody has begun, and takes no more."""
+    """Cancels its first task before it begins, and accepts no more."""
 
     def submit(self, function, sent):
         if self.assignments:
@@ -327,7 +327,7 @@ def test_a_second_ctrl_c_waits_for_nobody():
         asked_to_end(say, at_once=True)
 
 
-# --- programs that were compiled before ---
+# --- programs compiled before ---
 
 
 def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_anew(tmp_path):

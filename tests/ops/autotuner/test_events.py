@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What listeners hear of a search."""
+"""Events of a search, as listeners receive them."""
 
 from __future__ import annotations
 

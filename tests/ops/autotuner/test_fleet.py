@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks in the processes and threads of executors: lines, devices that are taken in turns, and whole searches."""
+"""Tasks in the processes and threads of executors: connections, shared devices, and whole searches."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
     assert not FolderLine(line.folder / "in" / "none", line.secret).connect()
 
 
-# --- devices in turns ---
+# --- devices shared by threads ---
 
 
 def test_gpus_are_those_that_the_process_may_see(monkeypatch):
@@ -152,7 +152,7 @@ def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path)
         pass
 
 
-# --- who takes a task ---
+# --- assignment of tasks ---
 
 
 def assignment_of(call, line, **changes):
@@ -302,7 +302,7 @@ def test_what_is_brought_to_the_workers_of_ray_is_brought_by_whoever_connects(mo
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of this machine with two workers, of which nobody else hears."""
+    """A local cluster with two workers, unreachable for others."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
@@ -330,7 +330,7 @@ def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
         result = tuned_by(executor, CALLS)
     assert [entry.cfg for entry in result.entries] == [BEST] * 2
     assert f"a worker was lost ({killed[0]}): WorkerCrashedError" in "".join(reasons)
-    assert cluster.is_initialized()  # whoever has started it ends it
+    assert cluster.is_initialized()  # started by the test, so ended by the test
 
 
 @pytest.mark.slow

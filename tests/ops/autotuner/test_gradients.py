@@ -53,7 +53,7 @@ def project(tree, index, w, bias=None, *, scale=1.0, activation=jnp.tanh):
 
 
 def project_gradients(primals, cotangents, kwargs):
-    """Return gradients in float32, whatever the dtype of the arguments."""
+    """Return gradients in float32 for arguments of any dtype."""
     tree, index, *floats = primals
     _, pull = jax.vjp(lambda tree, *floats: project(tree, index, *floats, **kwargs), tree, *floats)
     tree, *floats = jax.tree.map(lambda g: g.astype(jnp.float32), pull(cotangents[0]))

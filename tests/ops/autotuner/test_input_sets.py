@@ -19,7 +19,7 @@ X = np.ones(5, np.float32)
 
 
 class Toy(Kernel[int, jax.Array]):
-    """`right` under configuration 1, the heuristic, and `tried` under configuration 2, which is faster."""
+    """Runs `right` under configuration 1, the heuristic, and `tried` under configuration 2, which is faster."""
 
     def __init__(self, right, tried, reference=None):
         super().__init__("toy")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved of a search, wherever results, dying workers, deadlines and interrupts come in between.
+"""Saved results of a search, for any order of results, dying workers, deadlines and interrupts.
 
-The search, its races, its journal, the parent of its worker and the cache are the real ones. Compiling, the clock, the
-times and the worker's death are made up, so that every order of events can be tried.
+The search, its races, its journal, the parent of its worker and the cache are real. Compiling, the clock, the times and
+the worker's death are faked, so that every order of events can be tried.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Died(BaseException):
 
 
 class Scenario:
-    """One search: the candidates' fates, and what happens at which step.
+    """One search: the faults of candidates, and events by step.
 
     Attributes:
-        sampled: Configurations that were timed.
-        checked: Configurations whose results were found right on fresh inputs.
-        beaten: Configurations that were faster than the heuristic in the confirmation run.
+        sampled: Configurations with a time.
+        checked: Configurations with correct results on new inputs.
+        beaten: Configurations faster than the heuristic in the confirmation run.
     """
 
     def __init__(self, fates, events):
@@ -117,7 +117,7 @@ SCENARIO: list[Scenario] = []
 
 
 class Workers:
-    """In place of the worker process: the task is carried out here, until the worker is to die."""
+    """Replaces the worker process: the task runs here, until the worker dies."""
 
     def __init__(self, journal, watch, cancellation):
         self.journal = SCENARIO[0].journal = journal
@@ -205,11 +205,11 @@ def calls_of(function, warmup, threads):
 
 
 def device_check(oracle, culprit):
-    """What ended the worker was no candidate's failure."""
+    """Ignore the check: the end of a worker is not a candidate's failure."""
 
 
 def interleaved(functions, **options):
-    """Time functions; what ends the worker ends it here, too, and is no failure of a candidate."""
+    """Time functions; the end of a worker ends the race, and does not count as a candidate's failure."""
     on_error = options.pop("on_error")
 
     def told(index, error):
@@ -222,7 +222,7 @@ def interleaved(functions, **options):
 
 @contextlib.contextmanager
 def made_up():
-    """Put what is made up in place of processes, clocks and compilers."""
+    """Replace processes, clocks and compilers by fakes."""
     timer = Timer("wall", sample)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -285,7 +285,7 @@ class InterruptedSearches(RuleBasedStateMachine):
 
     @staticmethod
     def end_of(chain):
-        """Search, and return what is raised, as text."""
+        """Search, and return the text of the raised error."""
         try:
             chain.search(INV, KERNEL, policy=POLICY)
         except (KeyboardInterrupt, TuningError) as error:
@@ -293,7 +293,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         return ""
 
     def check(self, scenario, entry):
-        """Hold a new entry to what has really happened."""
+        """Compare a new entry with the history of the search."""
         config, search = entry.config, entry.measured["search"]
         assert config in scenario.sampled
         assert not scenario.fates[config].is_wrong

@@ -37,7 +37,7 @@ X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 
 def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
-    # one after the other: the heuristic, whose times teach the timeout, comes first
+    # one at a time: the heuristic comes first, and its times set the timeout
     tuner = Autotuner(limits=Limits(**limits), width=width)
     policy = AutotunePolicy(isolate=isolate, budget_s=budget_s)
     return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
@@ -47,7 +47,7 @@ def fates(data):
     return {outcome.config.kind: (outcome.status, outcome.reason) for outcome in data.outcomes[1:]}
 
 
-# --- what a process does not survive ---
+# --- candidates that end their process ---
 
 
 @pytest.mark.smoke
@@ -80,7 +80,7 @@ def test_what_candidates_close_is_there_for_the_others():
     assert data.heuristic.status == "measured"
 
 
-# --- what a process survives ---
+# --- candidates that fail within the process ---
 
 
 def test_a_candidate_that_fails_or_is_wrong_is_an_outcome():
@@ -170,7 +170,7 @@ def stop_in_the_middle_of_a_message():
 
 
 class UntilStuck(Deadline):
-    """Ends a worker whose interpreter lock is blocked."""
+    """Ends a worker with a blocked interpreter lock."""
 
     def silence(self, doing, *, is_stuck):
         return 0.5 if is_stuck else 120.0

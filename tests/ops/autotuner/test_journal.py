@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is to blame for the end of an attempt, and how long one may be silent, by a clock that is made up."""
+"""Failure attribution after the end of an attempt, and the allowed silence, with a fake clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEURISTIC, A, B = 1, 2, 3
 
 
 class Search:
-    """A search whose heuristic is 1, with a clock that is set by hand."""
+    """A search with the heuristic 1 and a clock set by hand."""
 
     def __init__(self, budget=None, heard=True):
         self.now = 100.0
@@ -62,11 +62,16 @@ class Search:
     [
         ("running", [A], [A], []),
         ("compiling", [A], [A], []),
-        ("running", [HEURISTIC], [], [HEURISTIC]),  # without it no winner can be confirmed: it has a second attempt
+        (
+            "running",
+            [HEURISTIC],
+            [],
+            [HEURISTIC],
+        ),  # a winner cannot be confirmed without it, so it has a second attempt
         ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
         ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
         ("compiling", [A, B], [], [A, B]),
-        ("running", [A, A], [A], []),  # once as what runs, and once as what was compiled a moment ago
+        ("running", [A, A], [A], []),  # as running, and as compiled just before
         ("measuring", [A, B], [], [A, B]),  # B was given up, and its thread is there still
         (REFERENCE, [HEURISTIC], [], [HEURISTIC]),  # or the reference was it
         (f"{REFERENCE}'s gradient", [], [], []),
@@ -156,7 +161,7 @@ def test_a_search_with_an_answer_ends_a_small_grace_after_its_budget(budget, gra
     assert search.journal.left() == grace
     assert not search.journal.is_over
     search.now += 0.1
-    assert search.journal.is_over  # for another attempt there is no time
+    assert search.journal.is_over  # no time for another attempt
 
 
 def test_the_heuristic_stays_where_time_is_over_and_what_was_found_is_kept():

@@ -42,7 +42,7 @@ APPLIES = Applies("applies")
 
 
 class Function:
-    """An object that is passed as a static argument."""
+    """An object to pass as a static argument."""
 
     def __call__(self, x):
         return x * 3
@@ -61,7 +61,7 @@ USES = {
 
 
 def is_collected(make, use):
-    """Return whether what `make` returns is gone once it was used and let go of."""
+    """Return whether the result of `make` is collected after its last use."""
     made = make()
     reference = weakref.ref(made)
     use(made)
@@ -124,7 +124,7 @@ def test_what_a_static_value_holds_is_collected(hold):
 
 
 def test_kernels_that_others_were_given_are_collected_with_them():
-    """What was traced for an outer one calls the inner one; JAX itself keeps the last trace."""
+    """The trace of an outer kernel calls the inner one; JAX itself keeps the last trace."""
     references = []
     for _ in range(3):
         inner = Applies("inner")
@@ -167,7 +167,7 @@ def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypat
     for number in range(20):
         np.testing.assert_array_equal(executor(scales, X, ("a",) * number), X * number)
     assert 0 < len(executor._plans.tables.of(scales)) <= 8
-    np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # what was let go of is made again
+    np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # rebuilt after its eviction
 
 
 def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring: with a made-up clock, what is called how often; and the thread that it happens on."""
+"""Measuring with a fake clock: the number of calls of each function, and the measuring thread."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_race_must_be_of_as_many_candidates():
 
 
 def fails_at(clock, call):
-    """A function whose call of that number, from 0 on, raises."""
+    """A function that raises in call `number`, counted from 0."""
     calls = itertools.count()
 
     def function():
@@ -239,7 +239,7 @@ def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(cloc
 
 
 def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
-    device(5)  # two to see whether it tells, then two rounds of which the first function fails in the second
+    device(5)  # two to see whether it works; then the first function fails in the second of two rounds
     errors = []
     got = interleaved(
         [fails_at(clock, 4), clock.takes("b", 1.0)], rounds=3, on_error=lambda index, error: errors.append(index)
@@ -252,7 +252,7 @@ def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
 
 
 def test_where_others_disturb_the_clock_samples_are_of_processor_time(clock, monkeypatch):
-    spent = itertools.count(0.0, 0.5)  # what the one thread has worked, half a second from one answer to the next
+    spent = itertools.count(0.0, 0.5)  # the CPU seconds of the only thread: half a second between two reads
     monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
     held_up = itertools.cycle([0.5, 4.0])
     (got,) = interleaved([lambda: setattr(clock, "now", clock.now + next(held_up))], rounds=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of measurements: what is written, what is read back and in which order."""
+"""The store of measurements: writing, reading back, and the order of records."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def seconds(record):
     return {config.rows: None if t is None else round(t * 1e6, 3) for config, t in record.times}
 
 
-# --- what is written ---
+# --- writing ---
 
 
 def test_a_search_comes_back_as_it_was(store):
@@ -184,11 +184,11 @@ def test_a_log_without_the_newest_column_is_read():
     assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
 
 
-NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # what logs of before do not have
+NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # fields that earlier logs lack
 
 
 def told_of(**more):
-    """A search of four candidates, of which two are the program of the second, that says why it came out so."""
+    """A search of four candidates, three of them the same program, with the reasons for its result."""
     verdict = compare([1e-6] * 9 + [3e-6], [2e-6] * 10)
     outcomes = (
         measured(Tile(1), [2.0]),
@@ -397,7 +397,7 @@ def test_without_a_folder_searches_stay_in_memory_with_one_warning(tmp_path):
     assert [seconds(record) for record in store.records(call())] == [{1: KEPT + 3.0}]
 
 
-# --- what cannot be read ---
+# --- unreadable logs ---
 
 
 def edited(change):
@@ -471,7 +471,7 @@ def test_a_configuration_that_the_kernel_no_longer_has_is_skipped_with_a_line_in
     assert "1 of 2 configurations" in caplog.text
 
 
-# --- what a search starts from ---
+# --- records to start from ---
 
 
 def test_records_come_from_the_nearest_call_first(store):
@@ -585,7 +585,7 @@ def test_a_stored_record_is_what_a_search_tries_first(store):
 
 
 class Tuner:
-    """Finds what it is told, and keeps the records that it was given."""
+    """Returns the given times, and keeps the records it receives."""
 
     def __init__(self, times):
         self.times, self.given = times, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory things take, and what becomes of what does not fit."""
+"""Memory of programs and inputs, and calls that do not fit."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_nothing_is_settled_that_the_medians_contradict(pairs):
 
 
 def calls(work, stretches, threads=1):
-    """Samples of a call whose busiest of so many threads works so long, held up by others."""
+    """Samples of a call disturbed by others; its busiest of `threads` threads works `work` seconds."""
     return [Sample(work * stretch, Work(work, threads * work)) for stretch in stretches]
 
 
@@ -148,7 +148,7 @@ def held(sampling, incumbent, challenger):
 
 
 def now_one_and_now_the_other():
-    """Two functions that are in turns twice as slow as the other."""
+    """Two functions; in each round the other one is twice as slow."""
     one, other = itertools.cycle([1.0, 2.0]), itertools.cycle([2.0, 1.0])
     return lambda: Sample(next(one)), lambda: Sample(next(other))
 
@@ -156,7 +156,7 @@ def now_one_and_now_the_other():
 def test_a_paired_race_with_clear_evidence_ends_after_its_first_rounds():
     sampling = PairedSampling(8)
     orders = held(sampling, lambda: Sample(2.0), lambda: Sample(1.0))
-    assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # of which the first does not count
+    assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # the first round does not count
     assert (sampling.comparison.wins, sampling.comparison.pairs) == (True, 8)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a pipe of which one end waits for nobody."""
+"""Messages over a pipe with a writer that never blocks."""
 
 from __future__ import annotations
 

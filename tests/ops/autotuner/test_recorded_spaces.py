@@ -17,7 +17,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, Wgrad
 from ejkernel.ops.autotuner.search.strategies import ModelSearch
 
 FILES = sorted((Path(__file__).parents[2] / "recorded_spaces").glob("*.json.gz"))
-SPACES = {  # how many configurations they have, and of what
+SPACES = {  # number of configurations, and their types
     "attention_causal_d128": (284, ForwardParams),
     "attention_full_d64": (528, ForwardParams),
     "grouped_matmul_64_groups": (140, ProductParams),

@@ -40,7 +40,7 @@ def outcome(config, calls):
 
 
 class Stopping:
-    """A tuner whose searches measure two of twelve candidates; it keeps the candidates that it starts from."""
+    """A tuner that measures two of twelve candidates per search, and keeps the initial candidates."""
 
     def __init__(self):
         self.started_from = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that is no derivative of what its kernel computes is said when the kernel is tuned, whoever wins."""
+"""Tuning reports a gradient that is not the derivative of its kernel, for any winner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tune(kernel, *args, **options):
 
 
 def backward(kernel):
-    """Return a function of `x` and `w` whose gradient calls the kernel's backward."""
+    """Return a function of `x` and `w`; differentiating it calls the kernel's backward."""
     return jax.grad(lambda x, w: kernel(x, w).sum(), (0, 1))
 
 
@@ -88,7 +88,7 @@ def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batche
     kernel, text = WRONG_ALIKE[name]
     function = backward(kernel)
     args = (np.stack([x, x + 1]), w) if batched else (x, w)
-    with pytest.warns(GradientWarning) as caught:  # also of the forward, where that is called
+    with pytest.warns(GradientWarning) as caught:  # the forward's too, if it is called
         autotune(jax.vmap(function, (0, None)) if batched else function, *args)
     assert re.search(rf"{kernel.op_id}\.bwd: .*{text}", str(caught[-1].message))
 
@@ -121,7 +121,7 @@ def test_nothing_is_looked_at_where_nothing_is_to_be_validated():
 
 
 class Ranked(wrong_kernels.GradientOfOneArgument):
-    """Whose gradient is wrong throughout, and under configuration 2 in another way."""
+    """A kernel with a wrong gradient, and a different wrong gradient under configuration 2."""
 
     def run(self, x, w, *, cfg):
         return told_apart(jnp.tanh(x @ w), cfg)

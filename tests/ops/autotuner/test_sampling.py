@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races: who is sampled, who wins, and whether that is believed."""
+"""Sampling: the candidates of each round, the winner, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samplings(draw):
 
 
 def run(plan, table, incumbents=(0,)):
-    """Return a sampling that is over, and who ran in each of its rounds."""
+    """Return a finished sampling, and the candidates of each round."""
     sampling, rounds = Sampling(len(table), plan=plan, incumbents=incumbents), []
     while indices := sampling.next_round():
         for index in indices:
@@ -256,7 +256,7 @@ def held_up(*stretches, work=1.0):
     [
         ([held_up(1.0, 1.1, 1.0, 1.2)], False),
         ([held_up(1.0, 9.0, 1.0, 7.0)], True),
-        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # a spike
+        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # one slow sample
         ([held_up(8.0, 8.0, 9.0, 8.0)], False),  # by all alike
         ([held_up(1.0, 1.0), held_up(2.0, 2.0)], False),  # one waits more than the other, always
         ([held_up(900.0, 500.0, 300.0, 999.0)], False),  # it waits for something else

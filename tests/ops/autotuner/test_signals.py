@@ -13,7 +13,7 @@ from ejkernel.ops.autotuner.process.supervisor import interrupts_held_back
 
 @pytest.fixture(autouse=True)
 def _as_in_a_shell():
-    """Whoever runs these tests may have Ctrl-C ignored."""
+    """Restore Ctrl-C, which the parent of these tests may ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

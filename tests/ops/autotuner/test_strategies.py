@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search strategies, on made-up times: what they propose, in which order, and how soon they find the best."""
+"""Search strategies on made-up times: their proposals, the order, and the steps to the best."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ TILES = ConfigSpace(
 
 
 def seconds(config, best=(64, 96, 4)):
-    """A bowl in the logarithms, steeper on one axis, with a penalty for blocks that are not aligned."""
+    """A bowl in the logarithms, steeper on one axis, with a penalty for unaligned blocks."""
     q, kv, warps = (
         math.log2(config[name]) - math.log2(b) for name, b in zip(("block_q", "block_kv", "warps"), best, strict=False)
     )
@@ -45,7 +45,7 @@ def seconds(config, best=(64, 96, 4)):
 
 
 def search(strategy, measure=seconds, evaluations=10**6, batch=1):
-    """Return what was measured, in order."""
+    """Return the measured configurations with their times, in order."""
     asked = []
     while len(asked) < evaluations and (configs := strategy.ask(batch)):
         for config in configs:
@@ -143,7 +143,7 @@ def test_the_model_learns_where_configurations_fail():
     def measure(config):
         return None if config["warps"] == 1 or config["order"] == "column" else seconds(config)
 
-    # Until the best is found; after that, what is not known to fail is all that may still be better.
+    # Until the best is found. Later, only configurations not known to fail remain.
     searches = [search(ModelSearch(TILES, seed=seed), measure, evaluations=20) for seed in range(5)]
     usual = np.mean([measure(config) is None for config in TILES])
     assert np.mean([t is None for asked in searches for _, t in asked[10:15]]) < usual / 2
@@ -184,7 +184,7 @@ def test_a_misleading_record_is_dropped():
 
 @pytest.mark.slow
 def test_a_record_that_knows_only_another_optimum_does_not_hold_the_search_there():
-    """What is fastest elsewhere is nearly so here, but the best is far from it, where the record is slow."""
+    """The optimum of the record is nearly as good here, but the best is far from it, where the record is slow."""
 
     def measure(config):
         return min(1.3 * seconds(config, best=(256, 16, 1)), seconds(config, best=(16, 112, 8)))

@@ -304,7 +304,7 @@ def test_two_workers_do_not_affect_each_other():
     assert lost.worker is None
 
 
-# --- searches: which candidate is blamed, and who goes on ---
+# --- searches: failure attribution, and continuing after it ---
 
 
 class Scale(Kernel[int, jax.Array]):
@@ -328,7 +328,7 @@ def running(*configs, what="running", allowed=10.0):
 
 
 def search(monkeypatch, *scripts, budget_s=None):
-    """Return the result of a search whose workers follow the scripts, the tasks that they got, and the events."""
+    """Return the result of a search with scripted workers, their tasks, and the events."""
     started, events = [], []
     with only(monkeypatch, *scripts, started=started), on_event(events.append):
         data = tune_isolated(TuningTask(inv=CALL, policy=AutotunePolicy(budget_s=budget_s)))

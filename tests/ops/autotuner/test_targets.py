@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that are only described, and programs compiled for them where there is no such device."""
+"""Devices known only by description, and programs compiled for them on other machines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on a thread of its own, and Ctrl-C while it is waited for."""
+"""Work on a separate thread, and Ctrl-C while waiting for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel.ops.core.context import is_measuring
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """`interrupted(times)` lets Ctrl-C come so many times while a result is waited for, which is there."""
+    """`interrupted(times)` raises Ctrl-C so many times during the wait for a finished result."""
 
     def setup(times):
         left = [KeyboardInterrupt] * times
@@ -125,6 +125,6 @@ def test_a_thread_that_was_left_in_python_ends_when_it_is_asked_to():
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     began.wait()
-    raise_in([thread.ident, threading.get_ident(), None])  # but not this one
+    raise_in([thread.ident, threading.get_ident(), None])  # except this thread
     thread.join(60)
     assert ended == [True]

@@ -30,7 +30,7 @@ from ejkernel.ops.autotuner.measure.timers import (
 
 @pytest.fixture
 def takes(monkeypatch):
-    """`takes(1.0, 2.0)`: a function whose calls take these seconds, the last one from then on."""
+    """`takes(1.0, 2.0)`: a function with calls of these seconds; the last one repeats."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(timers, "_CLOCK", lambda: clock.now)
 

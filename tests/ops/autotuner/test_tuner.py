@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches: the fate of every candidate, who wins, budgets - with made-up times, so that nothing depends on a clock."""
+"""Searches: the status of every candidate, the winner, and budgets; times are made up, so no clock matters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 
 
 class Double(Kernel[int, jax.Array]):
-    """`x + x` with the heuristic 1; `faults` maps a configuration to what it does instead."""
+    """`x + x` with the heuristic 1; `faults` maps a configuration to its faulty function."""
 
     def __init__(self, space=(1, 2, 3), faults=None):
         super().__init__("Double")
@@ -81,7 +81,7 @@ def fates(tuned):
         ({1: 1.0, 2: 2.0, 3: 3.0}, 1),
         ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
         ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
-        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of others: the first
+        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of two others: the first wins
         ({1: 1.0, 2: (0.1, 1.7), 3: 2.0}, 1),  # faster in half of the rounds
         ({1: 1.0, 2: 4.0, 3: 0.5}, 3),  # one that is dropped early
     ],
@@ -389,7 +389,7 @@ def test_candidates_that_are_one_program_are_measured_once(race):
 
 
 def races_one_after_the_other(monkeypatch, *races):
-    """Give each race times of its own."""
+    """Give each race separate times."""
     remaining = iter(races)
 
     def interleaved(functions, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches through declared spaces: what is asked for, what stays compiled, who wins."""
+"""Searches of declared spaces: proposals, compiled programs, and winners."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def measured(tile, spilled=None):
 
 
 class Requested(Cancellation):
-    """By which the end is asked for as soon as a function says so."""
+    """A cancellation requested by a function."""
 
     def __init__(self, stop):
         super().__init__()

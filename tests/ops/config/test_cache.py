@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations in memory, and overlays: what wins, what compiled programs notice, what equals what."""
+"""Configurations in memory, and overlays: precedence, their effect on compiled programs, and equality of values."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Listener:
 @pytest.mark.parametrize(
     ("change", "calls"),
     [
-        (lambda cache: cache.put("new", Tile()), 0),  # nobody was told anything else before
+        (lambda cache: cache.put("new", Tile()), 0),  # first answer for this call
         (lambda cache: cache.put(KEY, Tile()), 0),
         (lambda cache: cache.remember(KEY, Tile(), "autotune"), 0),
         (lambda cache: cache.put(KEY, Tile(8)), 1),
@@ -146,7 +146,7 @@ def test_threads_may_write_at_once(cache):
     assert len(cache) == 800
 
 
-# --- what equals what ---
+# --- equality of values ---
 
 
 def test_equal_fields_of_different_types_are_different_configurations():

@@ -130,7 +130,7 @@ def test_a_walk_that_finds_nothing_for_long_says_so(monkeypatch):
 
 @st.composite
 def tied_spaces(draw):
-    """A space with constraints between any axes, and what they allow, by going through all assignments."""
+    """A space with constraints between any axes, and its valid configurations, by brute force."""
     axes = {name: list(range(draw(st.integers(1, 4)))) for name in "abcd"[: draw(st.integers(1, 4))]}
     rules = []
     for _ in range(draw(st.integers(0, 3))):

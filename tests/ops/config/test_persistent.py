@@ -502,7 +502,7 @@ def test_no_content_of_a_file_is_an_exception(content):
 )
 def test_a_type_that_may_not_be_named_is_a_warned_miss(cache, name):
     cache.put(KEY, CFG)
-    cache.load(KEY)  # what decoding itself needs is imported when it is first used
+    cache.load(KEY)  # the decoder's own imports happen at its first use
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
     with pytest.warns(CacheWarning, match=r"is no dataclass or named tuple that files may name here; .*pass cfg_type="):
@@ -690,7 +690,7 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
     assert outcome.returncode == 0
 
 
-# --- layers that are not there ---
+# --- missing layers ---
 
 
 def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwarn):
@@ -712,7 +712,7 @@ def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
     assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None
 
 
-# --- what a later get could not read ---
+# --- values that a later get could not read ---
 
 
 @nameable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may happen on a miss: the policy's fields, and overrides of them."""
+"""The policy: permitted actions on a miss, its fields, and overrides of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tiers, who is named as the source, and what is remembered where."""
+"""The order of the tiers, the source of an answer, and the answers kept in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
 
 X = np.ones(4, np.float32)
-# What each tier answers, in the order in which they are asked.
+# The answer of each tier, in the order of lookup.
 ANSWERS = {"override": 10, "overlay": 20, "memory": 30, "persistent": 40, "autotune": 50, "heuristic": 60}
 
 
@@ -49,7 +49,7 @@ class Bare(Kernel[int, jax.Array]):
 
 
 class FakeTuner:
-    """Finds what it is told to find, and counts."""
+    """Returns a given configuration, and counts its calls."""
 
     def __init__(self, config=ANSWERS["autotune"], error=None):
         self.config, self.error, self.calls = config, error, []
@@ -422,7 +422,7 @@ def test_asking_for_a_forwards_configuration_tunes_nothing(inv, backward, tuner)
     assert tuner.calls == []
 
 
-# --- choosers of one's own ---
+# --- custom choosers ---
 
 
 def test_a_bare_chooser_is_the_source(kernel, inv):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration spaces: what they hold, how they are sampled, and what a search sees of them."""
+"""Configuration spaces: content, sampling, and the view of a search."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that no longer hold reach nobody, and whoever chooses by itself is asked."""
+"""Answers that are no longer valid are never used, and choosers with their own rules are asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = np.ones(3, np.float32)
 
 
 class SizeAsConfig(Kernel[int, Any]):
-    """Shows its configuration; all sizes are one bucket, whose heuristic is the size itself."""
+    """Shows its configuration. All sizes are one bucket, with the size as the heuristic."""
 
     def run(self, x, *, cfg):
         return 0 * x.sum() + cfg
@@ -181,7 +181,7 @@ def _on_the_instance():
 
 
 class Resolves(Chooses):
-    """Says last what `resolve` does."""
+    """Overrides `resolve`, which has the last word."""
 
     def resolve(self, inv, kernel):
         return dataclasses.replace(ConfigSelectorChain.resolve(self, inv, kernel), config=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain function of JAX can do, a call can: references, transposes, effects, arrays in disguise, methods."""
+"""Calls support the features of plain JAX functions: references, transposes, effects, array-like objects, methods."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_weight_of_rms_norm_may_be_a_parameter(disguise):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Has a method that is tuned."""
+    """Has a tuned method."""
 
     scale: float
 

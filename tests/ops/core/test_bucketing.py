@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: which calls share a key, what is measured for them, and what a kernel must keep to."""
+"""Buckets: calls that share a key, their measurements, and the rules for a kernel."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_weak_types_stay_in_the_key():
     assert (weak.call_key == strong.call_key) == (weak.args[0].weak_type == strong.args[0].weak_type)
 
 
-# --- what shares a key shares a configuration ---
+# --- calls with the same key share a configuration ---
 
 
 class Block(Kernel[int, jax.Array]):
@@ -296,7 +296,7 @@ def test_autotune_of_one_call_is_for_its_bucket():
     assert autotune(Sized(), np.ones(5, np.float32), num_iters=1) == 8
 
 
-# --- what a kernel must keep to ---
+# --- rules for a kernel ---
 
 
 class Chunks(BucketedPlain):
@@ -453,7 +453,7 @@ def test_every_configuration_of_a_bucket_runs_for_every_length(length):
 
 
 def test_lengths_that_another_set_of_implementations_runs_are_a_bucket_of_their_own():
-    """Where cuDNN does not run an odd length, what was found for an even one must not be used."""
+    """If cuDNN does not run an odd length, the configuration of an even length must not be used."""
     kernel = attention_calls(100, bucket_lengths=True)["flash_attention"].kernel
     args, options = kernel.prepare(*[jax.ShapeDtypeStruct((2, n, 4, 64), "bfloat16") for n in (101, 101, 101)],
                                    attention_mask=jax.ShapeDtypeStruct((2, 101), bool))  # fmt: skip

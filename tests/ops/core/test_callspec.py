@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls taken apart: how arguments meet the signature of `run`, and what comes back together."""
+"""Calls taken apart: matching arguments to the signature of `run`, and joining them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sum(Kernel[int, np.ndarray]):
 
 
 def taken(kernel, *args, **kwargs):
-    """Return what the kernel would be called with."""
+    """Return the arguments of the kernel after a round trip."""
     spec, arrays = take_apart(kernel, args, kwargs)
     return spec.join(arrays)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are rebuilt from their descriptions: the same node, the same key, or a reason why not."""
+"""Calls rebuilt from their descriptions: the same node and the same key, or a reason."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_description_without_steps_has_no_wiring():
         assert "wiring" not in inv.description
 
 
-# --- what is refused ---
+# --- refused descriptions ---
 
 
 @pytest.fixture

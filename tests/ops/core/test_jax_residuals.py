@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX keeps of `run` as residuals: the forward runs once, and forward and backward may be configured apart."""
+"""JAX's residuals of `run`: the forward runs once, and forward and backward may have different configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layer(x, w, rows):
 
 
 def _forward(x, w, rows):
-    """Leave, beside arguments and output, the marker `cbrt`, and a table whose shape depends on the configuration."""
+    """Save the marker `cbrt`, and a table with a shape by configuration, beside arguments and output."""
     out = jnp.tanh(x @ w)
     return out, (x, w, out, jnp.cbrt(x), jnp.arange(rows))
 
@@ -103,7 +103,7 @@ def test_all_configurations_are_candidates_of_the_backward():
 
 
 class Chunked(Kernel[int, jax.Array]):
-    """What JAX keeps of it has as many rows as its configuration says."""
+    """JAX's residual of it has one row for each unit of its configuration."""
 
     keeps_residuals = True
 

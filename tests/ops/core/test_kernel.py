@@ -36,7 +36,7 @@ FORMS = ["mosaic_gpu", "triton", "gpu", "cuda", "pallas", "tpu", "cpu", "xla"]
 
 
 def kernel_with(*forms, plain=False):
-    """Return a kernel whose program tells by a constant which of its forms made it: 100 + its index; 100 is plain."""
+    """Return a kernel with the given forms; a constant in its program shows the form: 100 + its index; 100 is plain."""
 
     def form(number):
         return lambda self, x, *, cfg: x + number
@@ -248,7 +248,7 @@ def test_both_names_of_the_candidates_give_them():
     assert kernel.candidate_cfgs(inv) == kernel.config_space(inv) == [1]
 
 
-# --- hooks that are not there ---
+# --- missing hooks ---
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels in lowered programs: found under every transformation, read back, and without effect on what is compiled."""
+"""Labels in lowered programs: found under every transformation, read back, without effect on the compiled program."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_explain_says_which_label_a_call_has():
     assert [explained.label] == find_labels_in_lowered(lowered(functools.partial(executor, kernel), x, w))
 
 
-# What a label carries
+# --- content of a label ---
 
 
 def payloads(program):
@@ -277,7 +277,7 @@ def test_a_call_without_a_key_runs_without_a_label():
     assert find_labels_in_lowered(lowered(functools.partial(f, activation=lambda x: x), x, w)) == []
 
 
-# What stamping costs
+# --- cost of stamping ---
 
 
 def optimised(f, *arrays):

@@ -30,7 +30,7 @@ KEY = np.zeros(2, np.uint32)
 
 
 def bits(value):
-    """Return type and bits of what may hold numbers, which `==` does not tell apart."""
+    """Return the types and bits of a value, since `==` does not distinguish all numbers."""
     if isinstance(value, tuple | list):
         return type(value), [bits(item) for item in value]
     return type(value), value
@@ -83,7 +83,7 @@ def test_a_tracer_stays_a_tracer():
 
 
 class Signs(Kernel[int, Any]):
-    """A kernel whose parameters say in every way what they take."""
+    """A kernel that declares the types of its parameters in every way."""
 
     def run(
         self,
@@ -187,7 +187,7 @@ def test_float32_is_another_number_than_the_literal():
 
 @pytest.mark.parametrize("through", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_kernel_and_a_function_run_with_scalars_of_numpy_and_jax(through):
-    # Not `jnp.int32(3)` inside the function: under `jit` that is a tracer.
+    # Outside the function: under `jit`, `jnp.int32(3)` would be a tracer.
     three = jnp.int32(3)
     got = through(lambda x: SIGNS(x, x, count=np.int64(2), power=three, flip=np.bool_(True)))(X)
     assert float(got[0, 0]) == -8

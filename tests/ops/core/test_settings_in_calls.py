@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in force where a call is made is part of it: JAX's settings, ours, and the axes that have names."""
+"""Settings at the call site belong to the call: JAX's, ours, and the named axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def key_of(kernel):
 
 
 def inside(scope, function):
-    """Return `function`, which enters a context of its own while it is traced."""
+    """Return `function`, traced inside its own context."""
 
     def call(x):
         with scope():

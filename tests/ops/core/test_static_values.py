@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static arguments, eagerly and under transformations: what differs computes apart, and what is one key is one call."""
+"""Static arguments, eagerly and under transformations: different values compute separately, equal keys are one call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Applies(Kernel[int, Any]):
 
 
 class ByDescription(Applies):
-    """Computes with what distinguishes values that many tables take for one."""
+    """Computes with the difference between values that are equal as dictionary keys."""
 
     def run(self, x, value, *, cfg):
         return x * x * _number_of(value)
@@ -66,7 +66,7 @@ APPLIES, BY_DESCRIPTION = Applies("applies"), ByDescription("by_description")
 
 TRANSFORMATIONS = {
     "eager": lambda f: f(X),
-    "jit": lambda f: jax.jit(lambda x: jax.tree.map(f, x))(X),  # what is called need not be hashable
+    "jit": lambda f: jax.jit(lambda x: jax.tree.map(f, x))(X),  # the function need not be hashable
     "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
     "vmap": lambda f: jax.vmap(f)(X[None])[0],
 }
@@ -89,7 +89,7 @@ class Scale:
 
 
 class Layer:
-    """Looks like an array to who asks for a dtype alone."""
+    """Looks like an array to code that only checks for a dtype."""
 
     dtype, shape = np.dtype("float32"), (3,)
 
@@ -231,7 +231,7 @@ SCALES = Scales("scales")
 )
 def test_a_value_that_changed_is_computed_with_as_it_is_now(option, change, transform):
     option = option if change is None else copy.copy(option)
-    call = lambda x: SCALES(x, option)  # noqa: E731 - a function of its own for each `jit`
+    call = lambda x: SCALES(x, option)  # noqa: E731 - a new function for each `jit`
     np.testing.assert_array_equal(transform(call), 2 * X)
     if change is not None:
         change(option)
@@ -407,7 +407,7 @@ def test_kernels_that_are_dataclasses_have_keys_of_their_own():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Linear:
-    """A layer as many libraries have it: arrays, and fields that are static."""
+    """A layer as in many libraries: arrays, and static fields."""
 
     weight: Any
     activation: Any = dataclasses.field(metadata={"static": True}, default=square)

@@ -26,7 +26,7 @@ from ejkernel.ops.registry import recording
 X = np.arange(8, dtype=np.float32)
 
 
-# --- kernels that are called directly ---
+# --- direct calls of kernels ---
 
 
 def test_a_kernel_runs_through_the_default_executor():
@@ -82,7 +82,7 @@ def test_an_executor_runs_kernels_alone(executor):
 
 
 class Everything(Kernel[int, Any]):
-    """Gives back what it was given, in a tree."""
+    """Returns its arguments in a tree."""
 
     def run(self, tree, scale=1, *, cfg, activation=None):
         out = jax.tree.map(lambda leaf: leaf * scale, tree)
@@ -388,11 +388,11 @@ def test_a_sharded_call_takes_arrays_by_position(executor, sharded):
         executor(Everything(), tree=X, **sharded)
 
 
-# --- configurations that were saved, and do not run any more ---
+# --- saved configurations that no longer run ---
 
 
 class Rows(Kernel[int, jax.Array]):
-    """Sums by rows, of which there must be a divisor of the length."""
+    """Sums in `cfg` rows, which must divide the length."""
 
     def run(self, x, *, cfg):
         return x.reshape(cfg, -1).sum(0).sum()

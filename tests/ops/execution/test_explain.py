@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explanations: which key a call has, what every tier said, and which label it carries."""
+"""Explanations: the key of a call, the answer of every tier, and the label."""
 
 from __future__ import annotations
 

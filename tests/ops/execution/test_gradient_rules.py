@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient rules: what they are given, what they may return, and which configuration they run with."""
+"""Gradient rules: their arguments, valid results, and their configurations."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _random(*shape):
 x, w, X = _random(4, 5), _random(5, 3), _random(6, 4, 5)
 
 
-# What a rule is given, and what it may return
+# --- arguments and results of a rule ---
 
 
 class Recorder(Plain):
-    """Notes what its rule is given, and returns `answer`."""
+    """Records the arguments of its rule, and returns `answer`."""
 
     def __init__(self, output, answer=None):
         super().__init__()
@@ -193,7 +193,7 @@ def test_a_rule_may_call_another_kernel(transform):
 
 @pytest.fixture
 def shown():
-    """A kernel whose gradient is 100 more than its configuration, its chain, and the keys of both directions."""
+    """A kernel with 100 plus its configuration as gradient, its chain, and the keys of both directions."""
     f, chooser = logged(ShowsConfig())
     jax.grad(f)(x)
     forward, backward = [inv.key for inv in chooser.asked]

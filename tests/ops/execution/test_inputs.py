@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`autotune(inputs=...)`: what a kernel is measured with, and what is said where that is not what was given."""
+"""`autotune(inputs=...)`: the inputs for measuring, and the messages if they differ from the given ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning apart from running: of lowered programs, of what was recorded, of functions - and what the next run finds."""
+"""Tuning apart from running: lowered programs, recorded calls and functions; and the configurations of the next run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cube(Square):
 
 
 class FakeTuner:
-    """Finds 7 for everything, and notes what it was asked to tune; `fails` names operations it finds nothing for."""
+    """Finds 7 for every call, and records the calls; for operations in `fails` it raises."""
 
     def __init__(self, fails=()):
         self.fails, self.asked = fails, []
@@ -227,7 +227,7 @@ def test_the_result_applies_to_functions_that_are_already_compiled(executor, cha
     assert (before, inside, function(X)) == (X.sum(), 7 * X.sum(), X.sum())
 
 
-# --- what was recorded ---
+# --- recorded calls ---
 
 
 def test_everything_that_was_recorded_here_is_tuned(chain, executor, kernel):

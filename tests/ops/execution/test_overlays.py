@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlays, results and policies against code that is already compiled: in force inside, gone outside, cheap again."""
+"""Overlays, results and policies over compiled code: in force inside, gone outside, and cheap when repeated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIR = np.ones(2, np.float32)
 
 
 class CountingChain(ConfigSelectorChain):
-    """Counts what it resolves."""
+    """Counts its resolutions."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -78,7 +78,7 @@ def looped(f):
     return lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (0, x))[1]
 
 
-# Programs of a scalar whose result is the configuration; 100 more for the gradients.
+# Programs of a scalar that return the configuration, plus 100 for gradients.
 PROGRAMS = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -192,7 +192,7 @@ def test_a_pullback_belongs_to_the_overlay_of_its_forward(kernel, f):
     assert (int(value), int(pull(ONE)[0])) == (7, 107)
 
 
-# What an overlay is made of
+# --- content of an overlay ---
 
 
 def test_an_explicit_configuration_wins_over_an_overlay(kernel, f):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are found in a program's text, and tuned from it."""
+"""Calls found in a program's text, and tuned from it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_text_is_tuned_without_a_recording(stamped):
 
 
 def test_a_call_is_tuned_with_its_own_precision(stamped):
-    """Not with what is in force where the tuning is started."""
+    """It does not use the settings of the tuning process."""
     seen = []
 
     class Watched(WithResiduals):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run one program: two and four of them, on this machine's loopback, and what each of them found."""
+"""Processes that run one program: two and four of them, on this machine's loopback, and their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def free_port():
 
 
 def launched(count, folder):
-    """Return what each process of one launch found, question by question."""
+    """Return the answers of each process of one launch, by question."""
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -44,7 +44,7 @@ def launched(count, folder):
             process.kill()
     statuses = [process.returncode for process in processes]
     assert statuses == [*[0] * (count - 1), -signal.SIGKILL], "\n".join(errors for _, errors in outputs)
-    # what Gloo says stands between the lines
+    # Gloo prints between the lines
     return [dict(map(json.loads, (line for line in said.splitlines() if line.startswith('["')))) for said, _ in outputs]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under JAX's transformations: results as of the plain function, and only what runs is resolved."""
+"""Kernels under JAX's transformations: results equal the plain function's, and only executed calls are resolved."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_transformed_kernel_gives_what_the_plain_function_gives(program, kerne
     assert_trees_close(actual, expected)
 
 
-# What each program resolves, in any order: the suffix of the operation, and the batch sizes from the outermost in.
+# The resolved calls of each program, in any order: suffix of the operation, and batch sizes from the outermost in.
 RESOLVED = {
     "f": [("", ())],
     "vmap": [("", (6,))],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches under every transformation: what is open around them, what is tuned, and on which inputs."""
+"""Searches under every transformation: the surrounding trace, the tuned calls, and their inputs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_candidate_may_call_a_kernel_that_is_tuned_in_turn():
 
 
 def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_it():
-    """One thread tunes a call whose candidate makes a second call, which another thread is about to tune."""
+    """One thread tunes a call with a candidate that makes a second call; another thread is about to tune that one."""
     kernel = Double()
     first, second = (Invocation(kernel=kernel, args=(np.ones(size, np.float32),)) for size in (1, 2))
     first_is_measured, second_has_its_lock = threading.Event(), threading.Event()
@@ -193,11 +193,11 @@ def test_candidates_are_not_recorded_or_stamped():
     assert seen == []
 
 
-# --- what is tuned: batched and derived calls, and their inputs ---
+# --- tuned calls: batched and backward calls, and their inputs ---
 
 
 class Square(Kernel[int, jax.Array]):
-    """`x * x` whose `vjp` fails unless the residuals belong to the arguments."""
+    """`x * x`; its `vjp` fails unless the residuals belong to the arguments."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that say which arguments a part of their call has: what a part computes may depend on where it lies."""
+"""Kernels that choose the arguments of a shard: its result may depend on its position."""
 
 import functools
 
@@ -19,7 +19,7 @@ from ejkernel.ops.execution.discovery import discover
 
 
 class Numbered(Kernel[int, jax.Array]):
-    """The squares of rows, each times its number and another one; rows are counted from `first` on."""
+    """The square of each row, times its number and a scale; row numbers begin at `first`."""
 
     def __init__(self, **hooks):
         super().__init__(name="numbered")
@@ -42,14 +42,14 @@ class Numbered(Kernel[int, jax.Array]):
 
 
 class WithRule(Numbered):
-    """The same, with a gradient of its own."""
+    """The same, with a gradient rule."""
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         return gradients(*primals, *cotangents, kwargs.get("first", 0))
 
 
 class WithResiduals(Numbered):
-    """The same, whose gradient uses what the forward left."""
+    """The same, with a gradient from residuals."""
 
     def sharding_rule(self, inv):
         rule = super().sharding_rule(inv)

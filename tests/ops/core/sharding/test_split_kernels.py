@@ -31,7 +31,7 @@ from ejkernel.ops.execution.discovery import discover
 
 
 class Product(Kernel[int, jax.Array]):
-    """A product of matrices, in so many pieces; the shapes that were run are noted."""
+    """A product of matrices in `cfg` pieces; records the shapes it runs with."""
 
     rule: ShardingRule | None = ShardingRule("m k, k n -> m n", split="m n k")
 
@@ -111,7 +111,7 @@ def test_kernel_without_a_rule_sees_the_whole_arrays():
 
 
 def unruled():
-    """Return a product without `sharding_rule` whose gradient rule sums over what may be sharded."""
+    """Return a product without `sharding_rule`; its gradient rule sums over a dimension that may be sharded."""
 
     class Unruled(Kernel[int, jax.Array]):
         def heuristic_cfg(self, inv):
@@ -292,7 +292,7 @@ def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
 def test_a_mesh_of_another_platforms_devices_is_of_as_many_as_that_one_has(monkeypatch):
     of = jax.devices
     arrays = placed((X, P("a")), (Y, P()))
-    # As on a machine with one GPU, whose program is for several devices of the CPU.
+    # As on a machine with one GPU, and a program for several devices of the CPU.
     monkeypatch.setattr(jax, "devices", lambda backend=None: of(backend) if backend else of()[:1])
     kernel = Product(_name="product_c")
     close(jax.jit(kernel)(*arrays), X @ Y)
@@ -319,7 +319,7 @@ def test_rule_of_a_function_that_is_none_is_an_error():
 
 
 class OneArray(Product):
-    """A function of one array, with a rule of its own."""
+    """A function of one array, with its own rule."""
 
     def __init__(self, rule, function, name="one_array"):
         super().__init__(rule=ShardingRule(*rule), function=function, _name=name)
