@@ -133,7 +133,7 @@ def test_a_calm_machine_gives_a_calm_verdict(demo, results_of):
     ]
 
 
-def test_rounds_end_at_the_deadline_but_not_before_there_is_an_interval(results_of):
+def test_rounds_end_at_the_deadline_but_not_without_an_interval(results_of):
     builds = {"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}
     assert results_of(builds, deadline=0.0)["rounds"] == 6
     assert results_of(builds, deadline=100.0)["rounds"] == 21

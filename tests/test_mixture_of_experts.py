@@ -14,7 +14,7 @@ RUN = Path(__file__).resolve().parents[1] / "examples" / "mixture_of_experts" / 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("library", "needs"), [("plain", "jax"), ("equinox", "equinox"), ("nnx", "flax")])
-def test_a_layer_of_experts_learns_what_it_learns_with_the_products_of_jax(library, needs):
+def test_a_layer_of_experts_matches_jax_s_products(library, needs):
     pytest.importorskip(needs)
     command = [sys.executable, str(RUN), "--library", library, "--steps", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -31,7 +31,7 @@ def example(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_who_runs_out_of_memory_is_left_out_with_the_reason(example, monkeypatch):
+def test_a_contender_out_of_memory_is_left_out_with_the_reason(example, monkeypatch):
     def too_large(parameters, x):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 TiB.\nMore.")
 

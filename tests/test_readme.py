@@ -61,7 +61,7 @@ def test_a_command_has_the_options_that_it_is_shown_with(command, arguments):
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"EJKERNEL_\w+", README))))
-def test_a_variable_is_one_that_is_read(name):
+def test_only_variables_in_use_are_documented(name):
     assert f'"{name}"' in Path(settings.__file__).read_text(encoding="utf-8")
 
 

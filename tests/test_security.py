@@ -100,7 +100,7 @@ DOCUMENT = (Path(__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
-def test_the_document_names_tests_that_there_are():
+def test_the_document_names_existing_tests():
     """Every point about a forbidden effect names a test."""
     named = set(re.findall(r"`(test_\w+)`", DOCUMENT))
     assert named <= set(globals())
@@ -139,7 +139,7 @@ def modules(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_description_names_what_was_registered_and_nothing_else(modules):
+def test_a_description_names_only_registered_objects(modules):
     names = names_of(takes)
     for number, data in enumerate(HOSTILE):
         places = list(wrapped(data))
@@ -201,7 +201,7 @@ def test_a_partial_is_made_and_not_called():
     assert function.func is jnp.tanh
 
 
-def test_what_the_kernel_declares_may_be_named():
+def test_objects_declared_by_the_kernel_may_be_named():
     options = {"dataclass": f"{HERE}.Options", "fields": {"scale": describe(1.0), "nested": nested()}}
     inv = rebuild(called_with(options=options, mode={"enum": f"{HERE}.Mode", "name": "SAFE"}))
     assert inv.kwargs["options"] == Options(1.0, Nested(Level.LOW))
@@ -216,11 +216,11 @@ def nested():
     }
 
 
-def test_what_is_marked_nameable_may_be_named():
+def test_objects_marked_nameable_may_be_named():
     assert rebuild(called_with({"name": f"{HERE}.swish"})).args[1] is swish
 
 
-def test_a_name_that_was_pointed_elsewhere_finds_nothing(monkeypatch):
+def test_a_rebound_name_finds_nothing(monkeypatch):
     """It finds neither the current object, which is not registered, nor the registered one, which lost its name."""
     monkeypatch.setattr(sys.modules[HERE], "swish", fire)
     with pytest.raises(DescriptionError):
@@ -379,7 +379,7 @@ def step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["program.mlir", "train:step"])
-def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
+def test_no_process_runs_a_file_that_only_has_a_module_s_name(tmp_path, target):
     """Neither the command, nor its workers, nor their processes that compile, nor Python's own helper."""
     folder, command = tmp_path / "here", tmp_path / "bin" / "command.py"
     folder.mkdir()
@@ -398,7 +398,7 @@ def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
     assert len(list((tmp_path / "cache").rglob("*.json"))) == (":" in target)
 
 
-def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
+def test_a_file_can_ask_for_an_existing_implementation_only():
     from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
@@ -410,7 +410,7 @@ def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
 
 
 @pytest.mark.parametrize("name", [*TYPES, *NAMES])
-def test_a_configuration_is_of_a_type_that_was_registered(modules, name):
+def test_a_configuration_has_a_registered_type(modules, name):
     with pytest.raises(ConfigError, match="files may name here"):
         decode_config({"rows": 1}, name)
 
@@ -437,7 +437,7 @@ def test_types_that_files_may_name():
 KEY = ConfigKey("cpu", "takes@v0", "0" * 16)
 
 
-def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, monkeypatch):
+def test_an_entry_of_an_unregistered_type_is_a_miss_with_a_warning(tmp_path, monkeypatch):
     cache = PersistentCache(tmp_path, shipped=False)
     monkeypatch.setattr(entries, "type_name", lambda config: f"{HERE}.Fires")
     cache.put(KEY, Config(2))
@@ -502,7 +502,7 @@ def test_names_in_a_shared_place_name_no_files(tmp_path):
     assert (bucket.read, list(tmp_path.rglob("*"))) == ([], [])
 
 
-def test_what_is_fetched_of_a_shared_place_is_bounded_and_has_to_be_what_its_name_says(tmp_path):
+def test_downloads_from_a_shared_place_are_bounded_and_must_match_their_digest(tmp_path):
     small, large = (f"{digit * 32}.pack" for digit in "0f")
     bucket = Bucket(**{small: 10, large: packs.LARGEST + 1})
     layer = layer_over(tmp_path, bucket)
@@ -531,7 +531,7 @@ def test_a_url_is_shown_without_its_secrets(tmp_path):
     assert "secret" not in f"{cache!r} {cache.shared[0]} {Store(url)!r} {cache.shared[0].copy.folder}"
 
 
-def test_who_writes_the_folder_chooses_the_configuration(tmp_path):
+def test_writers_of_the_folder_choose_the_configuration(tmp_path):
     """Among those that the kernel's type accepts."""
     inv = Invocation(kernel=takes, args=(X,))
     cache = PersistentCache(tmp_path, shipped=False)
@@ -542,14 +542,14 @@ def test_who_writes_the_folder_chooses_the_configuration(tmp_path):
         assert ConfigSelectorChain(persistent=cache).resolve(inv, takes).source == "heuristic"
 
 
-def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
+def test_a_result_of_an_unregistered_type_is_an_error(monkeypatch):
     monkeypatch.setattr(result, "type_name", lambda config: f"{HERE}.Fires")
     text = AutotuningResult("cpu", (Entry(KEY.op, KEY.call, Config(2)),)).dumps()
     with pytest.raises(ConfigError, match="files may name here"):
         AutotuningResult.loads(text)
 
 
-def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
+def test_a_decision_has_a_registered_type(monkeypatch):
     class Untyped(Kernel):
         def run(self, x, *, cfg):
             return x
@@ -566,7 +566,7 @@ def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
         agreement.decoded("untyped", decision, inv)
 
 
-def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):
+def test_a_log_of_an_unregistered_type_is_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "type_name", lambda config: f"{HERE}.Fires")
     store = MeasurementStore(tmp_path)
     store.save(Autotuner(rounds=1, warmup=1).tune(Invocation(kernel=takes, args=(jnp.ones(4),)), takes))
@@ -585,14 +585,14 @@ def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     assert len(calls_in_bundle(folder).calls) == 1
 
 
-def test_a_program_that_is_a_link_is_not_read(tmp_path):
+def test_a_linked_program_is_not_read(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"code")
     (tmp_path / "000-0000.bin").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CandidateError, match="not a regular file but a link"):
         CodeFile(tmp_path / "000-0000.bin", digest_of(b"code")).read()
 
 
-def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):
+def test_a_bundle_of_unregistered_types_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bundles, "type_name", lambda config: f"{HERE}.Fires")
     with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # it reads its own output
         compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), tmp_path / "bundle")
@@ -656,7 +656,7 @@ def test_loaded_modules_are_not_searched_by_a_files_names():
     }
 
 
-def test_what_is_described_is_what_may_be_read():
+def test_only_readable_values_are_described():
     """The two directions speak of the same names."""
     for value in (swish, by_default, Mode.SAFE, Options(2.0, Nested()), jnp.tanh, jax.lax.Precision.HIGHEST):
         description = called_with(describe(value))

@@ -61,13 +61,13 @@ def kinds(tally):
 # --- content of files ---
 
 
-def test_a_digest_that_is_not_checked_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_unchecked_digest(budget, tally, monkeypatch):
     monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(2000, only=("entry",)), tally)
     assert ("wrong", "entry") in kinds(tally)
 
 
-def test_a_reader_that_raises_what_it_does_not_say_and_one_that_hangs_are_found(budget, tally, monkeypatch):
+def test_the_torture_finds_undeclared_errors_and_hanging_readers(budget, tally, monkeypatch):
     monkeypatch.setattr(part, "PATIENCE", 0.01)
     Judge.judge(judge(tally, lambda raw: raw[0]), 7, b"", sealed=False)
     Judge.judge(judge(tally, lambda raw: threading.Event().wait()), 8, b"", sealed=False)
@@ -81,7 +81,7 @@ def judge(tally, read):
     return Judge(made, tally)
 
 
-def test_what_is_of_no_legal_form_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_illegal_forms(budget, tally, monkeypatch):
     monkeypatch.setattr("benchmarks.torture.formats.decoded", lambda entry, cfg_type: entry.config)
     monkeypatch.setattr("benchmarks.torture.formats._is_tile", _has_fields)
     fuzzing.mutation(budget(300, only=("entry",)), tally)
@@ -103,7 +103,7 @@ def test_the_same_seed_and_number_make_the_same_input(budget):
     assert budget(1, seed=1).random("a").random() != budget(1).random("a").random()
 
 
-def test_nothing_is_found_in_what_is_there(budget, tally):
+def test_the_torture_finds_no_defect_without_a_planted_one(budget, tally):
     fuzzing.damage(budget(20), tally)
     bombs.bombs(budget(100, only=("entry",), folder=budget(1).folder / "bombs"), tally)
     assert tally.findings == []
@@ -129,13 +129,13 @@ def not_atomic(file, text, *, durable=True, root=None):
                 raise OSError("the disk is full")
 
 
-def test_files_that_are_not_replaced_in_one_step_are_found(budget, tally, monkeypatch):
+def test_the_torture_finds_files_not_replaced_atomically(budget, tally, monkeypatch):
     monkeypatch.setattr(persistent, "write_file", not_atomic)
     surroundings.disks(budget(8), tally)
     assert ("lost", "a limit of a file's size") in kinds(tally)
 
 
-def test_what_waits_for_a_pipe_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_a_read_that_waits_for_a_pipe(budget, tally, monkeypatch):
     monkeypatch.setattr(part, "PATIENCE", 0.2)
     monkeypatch.setattr("ejkernel.ops.config._files._READ", os.O_RDONLY)
     surroundings.places(budget(None, only=("a pipe as entry",)), tally)
@@ -148,7 +148,7 @@ def test_an_order_that_trusts_the_clock_is_found(budget, tally, monkeypatch):
     assert ("wrong", "clock") in kinds(tally)
 
 
-def test_what_a_killed_process_was_told_and_is_not_there_is_found(tmp_path):
+def test_the_torture_finds_a_lost_acknowledged_put(tmp_path):
     plan = Plan(folder=str(tmp_path), seed=0, processes=1, operations=100, every=10)
     writer = Writer(plan, 0, {})
     for number in range(100):
@@ -178,7 +178,7 @@ def older(found):
         "exchange.FolderPlace._check = lambda place, members, rivals: None",
     ],
 )
-def test_a_command_that_removes_or_replaces_what_it_has_not_judged_is_found(tmp_path, defect):
+def test_the_torture_finds_a_command_that_removes_or_replaces_unjudged_files(tmp_path, defect):
     """Runs in a new process, which forks before JAX has threads."""
     program = (
         "import json, sys, time\n"
@@ -202,14 +202,14 @@ def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, 
         commands.status_of(["show"])
 
 
-def test_an_overlay_that_is_not_in_force_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_ignored_overlay(budget, tally, monkeypatch):
     monkeypatch.setattr(threads, "overlay_cache", lambda entries: contextlib.nullcontext())
     threads.threads(budget(160), tally)
     assert kinds(tally) == {("wrong", "threads")}
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
-def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeypatch):
+def test_the_torture_finds_and_ends_a_process_left_behind(budget, tally, monkeypatch):
     monkeypatch.setattr(candidates, "_LEAVE", 0.0)
     # By the shell alone: while a process becomes another program, its environment cannot be read.
     ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -237,7 +237,7 @@ def save_unmeasured(folder, number):
         chain.search(inv, searches.INTERRUPTED)
 
 
-def test_a_winner_that_was_never_measured_is_found_in_the_cache(tmp_path, tally, monkeypatch):
+def test_the_torture_finds_an_unmeasured_winner_in_the_cache(tmp_path, tally, monkeypatch):
     save_unmeasured(tmp_path, 0)
     searches.check(tmp_path, 0, None, tally)
     assert (tally.findings, tally.counts["entries that were saved"]) == ([], 0)  # the library saves no such winner
@@ -253,7 +253,7 @@ def test_a_winner_that_was_never_measured_is_found_in_the_cache(tmp_path, tally,
 # --- the program ---
 
 
-def test_what_is_found_is_told_with_the_command_that_repeats_it_and_kept(monkeypatch, capsys, tmp_path):
+def test_findings_are_printed_with_the_command_that_repeats_them_and_saved(monkeypatch, capsys, tmp_path):
     def broken(budget, tally):
         tally.counts["tries"] += 5
         tally.found("lost", "it's gone", 3, "it is not there")
@@ -309,7 +309,7 @@ def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
     assert {kind.strip("`") for kind, *_ in rows("SECURITY.md")} == set(formats(tmp_path))
 
 
-def test_the_guarantees_name_tests_that_there_are():
+def test_the_guarantees_name_existing_tests():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")))
     defined = {
         name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())
@@ -318,7 +318,7 @@ def test_the_guarantees_name_tests_that_there_are():
     assert named <= defined
 
 
-def test_what_was_found_is_repeated_by_its_number(budget, tally, monkeypatch):
+def test_a_finding_is_repeated_by_its_number(budget, tally, monkeypatch):
     monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(None, only=("result",)), tally)
     found, again = tally.findings[3], Tally("part")

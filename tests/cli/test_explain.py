@@ -131,7 +131,7 @@ def test_an_implementation_that_cannot_run_here_has_a_reason(monkeypatch, capsys
     assert callable(flash)
 
 
-def test_list_has_the_kernels_of_a_module_that_is_named(folder, capsys):
+def test_list_includes_the_kernels_of_a_named_module(folder, capsys):
     status, out, _ = run(capsys, "list", "--import", "explained_program")
     assert status == 0
     assert ["explained@v0", "run", "yes"] in [line.split() for line in out.splitlines()]
@@ -202,5 +202,5 @@ def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
     assert "36m" not in plain
 
 
-def test_what_goes_to_a_pipe_is_whole():
+def test_output_to_a_pipe_is_complete():
     assert report.width() is None

@@ -126,7 +126,7 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
+def test_key_heads_fewer_than_devices_are_replicated(mode, groups):
     query, key, value = ATTENTION[2]
     arrays = (query, key[:, :, :groups], value[:, :, :groups])
     mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=MODES[mode])
@@ -135,7 +135,7 @@ def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
 
 
 @pytest.mark.parametrize("batch", [8, 1])
-def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
+def test_a_split_sequence_is_moved_to_examples_or_heads(batch):
     arrays = [x[:batch] for x in ATTENTION[2]]
     mesh = mesh_of("auto")
     given = placed(arrays, [P(None, "model")] * 3, mesh)
@@ -230,7 +230,7 @@ def test_one_explicit_device_keeps_the_sharding_of_its_arrays():
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
-def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape):
+def test_a_mesh_with_axes_of_different_factors_is_split_in_its_own_order(shape):
     arrays = [random(6, 8, 6, 8, seed=seed) for seed in range(3)]
     mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:6], axis_types=MODES["auto"])
     given = placed(arrays, [P("data", None, "model")] * 3, mesh)
@@ -242,7 +242,7 @@ def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("axis", ["columns", "inner"])
-def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, transposed, mode):
+def test_a_grouped_product_is_split_by_columns_and_by_the_summed_dimension(axis, transposed, mode):
     sizes = jnp.asarray([5, 0, 9], jnp.int32)
     lhs, rhs = random(16, 8), random(3, 8, 16, seed=1)
     lhs_spec = P(None, "model" if axis == "inner" else None)
@@ -270,7 +270,7 @@ def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode
     assert [inv.array_types[1].shape[1] for inv in calls] == [8]
 
 
-def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
+def test_a_grouped_product_with_an_activation_refuses_a_summed_dimension_on_an_explicit_axis():
     function, arrays = activated()
     with pytest.raises(ArgumentError, match=r"axis 1 of lhs.* every device needs all of it"):
         compiled(

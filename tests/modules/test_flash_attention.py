@@ -88,7 +88,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_transformations_give_what_the_formula_gives(name):
+def test_transformations_agree_with_the_formula(name):
     transform, arrays = TRANSFORMATIONS[name], make_qkv()
     assert_same(jax.jit(transform(causal_reference))(*arrays), transform(causal_attention)(*arrays))
 
@@ -149,7 +149,7 @@ def test_masks_may_be_numpy_arrays_and_key_padding():
     assert_same(reference(query[1:], key[1:, :10], value[1:, :10]), found[1:])
 
 
-def test_segments_are_calls_of_their_own():
+def test_segments_have_separate_keys():
     query, key, value = make_qkv()
     segments = jnp.asarray([[0] * 10 + [1] * 14] * 2)
     found = flash_attention(query, key, value, causal=True, segment_ids=segments, cfg=SMALL)
@@ -250,7 +250,7 @@ def gpu_invocation(length=4096, device="gpu:nvidia_h200", dtype="bfloat16", **op
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
-def test_the_heuristic_prefers_what_was_fastest_of_what_runs():
+def test_the_heuristic_prefers_the_fastest_supported_implementation():
     has_own = compat.mosaic_gpu_reason() is None
     assert KERNEL.heuristic_cfg(gpu_invocation(causal=True)).implementation == ("mosaic_gpu" if has_own else "cudnn")
     assert KERNEL.heuristic_cfg(gpu_invocation(256, causal=True)).implementation == "cudnn"
@@ -306,7 +306,7 @@ def test_examples_show_every_row_a_key_and_segments_rise():
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, args)
 
 
-def test_tuning_finds_a_configuration_that_is_right():
+def test_tuning_finds_a_correct_configuration():
     inv = Invocation(kernel=KERNEL, args=KERNEL.prepare(*make_qkv())[0], kwargs=KERNEL.prepare(*make_qkv())[1])
     tuned = Autotuner(rounds=2, warmup=1).tune(inv, KERNEL, candidates=[SMALL])
     assert {"measured"} == {outcome.status for outcome in tuned.outcomes}, [o.reason for o in tuned.outcomes]

@@ -232,7 +232,7 @@ def invocation(device="gpu:nvidia_h200", **options):
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
-def test_what_says_nothing_is_not_in_the_key():
+def test_arguments_without_effect_are_not_in_the_key():
     plain = invocation()
     same = {"return_lse": False, "deterministic": np.bool_(False), "precision": None, "dropout_rate": 0.0}
     assert plain.call_key == invocation(**same, soft_cap_after_bias=True).call_key
@@ -251,13 +251,13 @@ def test_what_says_nothing_is_not_in_the_key():
         ({"deterministic": True, "backward": True}, "deterministic .* XLA_FLAGS=--xla_gpu_deterministic_ops=true"),
     ],
 )
-def test_cudnn_refuses_what_it_does_not_know(changes, words):
+def test_cudnn_refuses_unsupported_calls(changes, words):
     call = dataclasses.replace(KERNEL.call_of(invocation(causal=True)), **changes)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(KERNEL.implementations.unsupported("cudnn", call))
 
 
-def test_cudnn_runs_what_it_can():
+def test_cudnn_runs_supported_calls():
     assert KERNEL.able(invocation(causal=True, return_lse=True, precision="highest", deterministic=True))[0] == "cudnn"
 
 

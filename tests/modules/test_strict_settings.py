@@ -123,7 +123,7 @@ def test_a_module_computes_the_same_under_a_strict_setting(module, switch):
 
 
 @pytest.mark.parametrize("transformation", [lambda run: run, jax.jit, lambda run: jax.grad(lambda x: run(x).sum())])
-def test_a_nan_is_found_by_those_who_look_for_them(transformation):
+def test_debug_nans_finds_a_nan(transformation):
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         transformation(lambda x: rms_norm(x, eps=0.0))(jnp.zeros((2, 4)))
 

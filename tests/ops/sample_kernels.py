@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,75 @@ class Times(Kernel[int, jax.Array]):
 
     def run(self, x, *, cfg):
         return cfg * x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+class Double(Kernel[Any, jax.Array]):
+    """`x + x`, with an optional static argument."""
+
+    def run(self, x, *, cfg, note=None):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The configuration of `Tiled`."""
+
+    rows: int
+    order: str = "row"
+
+
+class Tiled(Kernel[Tile, jax.Array]):
+    """`x + x` of one array, with a static argument."""
+
+    def run(self, x, *, causal=False, cfg):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return Tile(1)
+
+
+class Searched(Kernel[int, jax.Array]):
+    """`x + x` with the heuristic 1 and a search space; `faults` maps a configuration to its faulty function."""
+
+    def __init__(self, space=(1, 2, 3), faults=None):
+        super().__init__("Double")
+        self.space, self.faults = space, faults or {}
+
+    def run(self, x, *, cfg):
+        return self.faults.get(cfg, lambda x: told_apart(x + x, cfg))(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return list(self.space)
+
+
+class Applies(Kernel[int, Any]):
+    """Applies a function, its static argument; without one it doubles."""
+
+    def run(self, x, function=None, *, cfg):
+        return x * 2 if function is None else function(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+class Computes(Kernel[int, Any]):
+    """Computes the function that its instance was made with."""
+
+    def __init__(self, name, function):
+        super().__init__(name)
+        self.function = function
+
+    def run(self, *args, cfg):
+        return self.function(*args)
 
     def heuristic_cfg(self, inv):
         return 1

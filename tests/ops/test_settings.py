@@ -68,7 +68,7 @@ def test_nothing_beside_a_comma_is_an_error(name, raw):
         values({name: raw.replace("/a", "jax=use").replace("/b", "driver=use") if "STALE" in name else raw})
 
 
-def test_a_layer_that_is_named_twice_is_an_error():
+def test_a_repeated_layer_is_an_error():
     with pytest.raises(ConfigError, match="EJKERNEL_CACHE_LAYERS must list each item once, but lists '/a' twice"):
         _ = Settings({"EJKERNEL_CACHE_LAYERS": "/a,/b, /a"}).cache_layers
 
@@ -143,7 +143,7 @@ def test_the_cache_folder_is_chosen(env, expected):
     assert Settings(env).cache_dir == Path(expected).expanduser()
 
 
-def test_a_cache_folder_in_a_home_that_nobody_knows_is_an_error():
+def test_a_cache_folder_in_an_unknown_home_is_an_error():
     with pytest.raises(ConfigError, match="EJKERNEL_CACHE_DIR: cannot find the home folder in '~no-such-user/x'"):
         _ = Settings({"EJKERNEL_CACHE_DIR": "~no-such-user/x"}).cache_dir
 

@@ -74,7 +74,7 @@ def report_on(name, **options):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_kernel_that_is_wrong_in_places_is_found_by(name):
+def test_check_kernel_finds_a_partly_wrong_kernel_by(name):
     checks, groups = WRONG[name]
     report = report_on(name, without=[group for group in GROUPS if group not in groups])
     assert list(dict.fromkeys(row.check for row in report.failures)) == checks, str(report)

@@ -60,7 +60,7 @@ def simulated(mosaic, given, params, *, races=False, **options):
         (None, True, False, False),
     ],
 )
-def test_what_is_made_of_products_is_right_for_hostile_sizes(mosaic, activation, gate, row_scale, transpose_rhs):
+def test_epilogues_are_right_for_hostile_sizes(mosaic, activation, gate, row_scale, transpose_rhs):
     given = operands(gate=gate, row_scale=row_scale, transpose_rhs=transpose_rhs)
     options = {"transpose_rhs": transpose_rhs} | ({"activation": activation} if activation else {})
     run = simulated(mosaic, given, ProductParams(**SMALL), **options)
@@ -111,7 +111,7 @@ def test_nothing_of_one_group_reaches_another(mosaic):
 
 
 @pytest.mark.usefixtures("mosaic")
-def test_one_kernel_makes_the_output_and_what_the_backward_needs():
+def test_one_kernel_computes_the_output_and_the_residuals():
     rows, matrices = jax.ShapeDtypeStruct((1024, 256), "bfloat16"), jax.ShapeDtypeStruct((8, 256, 256), "bfloat16")
     sizes, row_scale = jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((1024,), "float16")
     cfg = GroupedMatmulActivationConfig(implementation="mosaic_gpu")

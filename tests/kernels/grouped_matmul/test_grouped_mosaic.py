@@ -68,7 +68,7 @@ def simulated(mosaic, operation, arrays, params, *, races=False, **options):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic, transpose_rhs):
+def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mosaic, transpose_rhs):
     lhs = by_numpy.normal(by_numpy.ROWS, K)
     rhs = by_numpy.normal(4, *((N, K) if transpose_rhs else (K, N)), seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL), transpose_rhs=transpose_rhs)
@@ -78,7 +78,7 @@ def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic, 
 
 
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_a_weights_gradient_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic):
+def test_a_weights_gradient_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mosaic):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(by_numpy.ROWS, N, seed=1)
     run = simulated(mosaic, grouped_matmul_wgrad, (lhs, rhs), WgradParams(**SMALL, largest_first=True, snake=True))
     for sizes in by_numpy.HOSTILE.values():
@@ -88,7 +88,7 @@ def test_a_weights_gradient_is_right_for_hostile_sizes_whatever_lies_behind_them
 
 @pytest.mark.parametrize("own", [slice(1, 3), slice(3, 4)], ids=["in the middle", "the last"])
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold(mosaic, own):
+def test_a_range_of_groups_is_right_for_hostile_sizes_with_garbage_in_other_groups(mosaic, own):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     dout, first = by_numpy.normal(by_numpy.ROWS, N, seed=2), jnp.int32(own.start)
     groups = (jax.ShapeDtypeStruct((4,), jnp.int32), first)
@@ -110,7 +110,7 @@ def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold
 
 @pytest.mark.parametrize(("first", "there"), [(-1, [None, 0]), (3, [3, None]), (9, [None, None])], ids=str)
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_groups_that_are_not_there_are_empty(mosaic, first, there):
+def test_groups_out_of_range_are_empty(mosaic, first, there):
     sizes = by_numpy.HOSTILE["uneven"]
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     padded = jnp.stack([jnp.full_like(rhs[0], jnp.nan) if g is None else rhs[g] for g in there])

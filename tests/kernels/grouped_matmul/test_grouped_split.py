@@ -86,7 +86,7 @@ def test_split_product_is_the_whole_one_with_no_more_bytes_between_devices_than_
     ("mode", "split"),
     [("auto", "rows and experts"), ("auto", "experts and columns"), ("explicit", "experts"), ("mixed", "rows")],
 )
-def test_what_is_made_of_products_is_split_as_they_are(mode, split, activation):
+def test_epilogues_are_split_like_their_products(mode, split, activation):
     rows, matrices, sizes = [*SPLITS[split][:2], P()]
     gate, row_scale = by_numpy.normal(GROUPS, K, K, dtype="float32", seed=2), by_numpy.normal(ROWS, dtype="float32")
 
@@ -162,7 +162,7 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     assert shapes == {((32, K), (2, K, K), (GROUPS,), ())}
 
 
-def test_rows_are_split_beside_experts_that_somebody_split_by_hand():
+def test_rows_are_split_beside_experts_split_by_hand():
     mesh = mesh_of("auto")
 
     def by_hand(lhs, rhs, sizes):
@@ -187,7 +187,7 @@ def test_part_of_the_rows_alone_is_a_call_as_any_other():
 
 
 @pytest.mark.parametrize(("columns", "moved"), [(16, "rhs"), (4, "rhs"), (256, "lhs")])
-def test_rows_or_experts_are_moved_whichever_are_fewer(columns, moved):
+def test_the_smaller_of_rows_and_experts_is_moved(columns, moved):
     """They are on the same devices, which can be divided by one of them alone."""
     rhs = by_numpy.normal(GROUPS, K, columns, dtype="float32")
     mesh = mesh_of("auto")

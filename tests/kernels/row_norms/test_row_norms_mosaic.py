@@ -134,7 +134,7 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     assert all(6 % params.block_rows == 0 for params in found.space(call))
 
 
-def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
+def test_up_to_sixteen_short_rows_are_taken_at_once_as_registers_allow():
     found, operation = OPERATIONS["layer_norm"].implementations["mosaic_gpu"], OPERATIONS["layer_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 128, 256)), backward=True)
     assert "need block_rows to be a multiple of 16 and stages=1, got 8 and 1" in found.params_fault(
@@ -195,7 +195,7 @@ def test_parameters_are_positive_integers(wrong):
         (8, 1024, "bfloat16", "tpu", "needs a Hopper GPU"),
     ],
 )
-def test_what_does_not_run_says_why(rows, dim, dtype, platform, reason):
+def test_unsupported_calls_give_the_reason(rows, dim, dtype, platform, reason):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), platform=platform)
     call = dataclasses.replace(call, rows=rows, dim=dim, dtype=dtype, backward=dim == 448)
@@ -248,7 +248,7 @@ def test_they_are_lowered_within_shard_map_and_under_strict_settings():
 
 
 @pytest.mark.parametrize(("dim", "params"), [(1024, (1, 2, 8)), (8192, (2, 2, 1)), (16384, (1, 1, 1))], ids=str)
-def test_a_guess_has_as_many_blocks_of_threads_as_there_is_room_for(dim, params):
+def test_a_heuristic_fills_the_device_with_thread_blocks(dim, params):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), rows=8192, dim=dim, backward=True)
     guess = operation.implementations["mosaic_gpu"].heuristic(call)

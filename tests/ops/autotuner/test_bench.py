@@ -65,7 +65,7 @@ def raced(there, runners, rounds=1, **options):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compiled_first(monkeypatch, seed):
+def test_the_first_of_candidates_with_equal_programs_counts_in_any_order_of_compilation(monkeypatch, seed):
     order = random.Random(seed).sample(range(4), 4)
     results = preparation.CompileThreads
 
@@ -86,7 +86,7 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
     assert same.compiled is third.compiled is None
 
 
-def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
+def test_candidates_with_equal_programs_share_one_measurement(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(float))
     there, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
     raced(there, [c for c in candidates if c.compiled is not None], rounds=2)
@@ -127,7 +127,7 @@ def test_programs_that_differ_in_a_constant_alone_are_not_one():
 # --- right by accident ---
 
 
-def test_a_candidate_that_is_right_on_the_first_inputs_alone_does_not_win(monkeypatch):
+def test_a_candidate_right_on_the_first_inputs_only_does_not_win(monkeypatch):
     inv = Invocation(kernel=Sum("sum"), args=(X,))
     (known,) = map(np.asarray, example_arrays(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")))
 
@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(mon
         (1 << 14, True, 1 << 22, "warm"),  # half of it holds 32 sets
     ],
 )
-def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, elements, cold_cache, room, expected):
+def test_inputs_are_cold_on_request_where_possible(monkeypatch, elements, cold_cache, room, expected):
     monkeypatch.setattr(measurement, "_CACHE_BYTES", 1 << 20)
     if room is not None:
         monkeypatch.setattr(timing, "device_bytes", lambda: room)
@@ -250,7 +250,7 @@ def fates(candidates):
     return {candidate.config: candidate.status for candidate in candidates}
 
 
-def test_what_spills_much_is_never_loaded_if_another_is_right_that_does_not():
+def test_a_spilling_candidate_is_not_loaded_if_another_is_right():
     loaded = []
     spills = {1: 0, 2: 511, 3: 512, 4: None}
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, loaded))
@@ -259,13 +259,13 @@ def test_what_spills_much_is_never_loaded_if_another_is_right_that_does_not():
 
 
 @pytest.mark.parametrize("spills", [{1: 900, 2: 600}, {1: 900, 2: 600, 103: 0}, {1: 900, 2: 600, 3: None}])
-def test_what_spills_much_is_run_if_no_other_is_known_to_be_better(spills):
+def test_a_spilling_candidate_runs_if_no_better_one_is_known(spills):
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, []))
     assert [candidate.status for candidate in candidates[:2]] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("first", [1, 11])
-def test_the_baseline_is_run_whatever_it_spills_and_whoever_has_its_program(first):
+def test_the_baseline_runs_even_if_it_spills_or_has_a_twin(first):
     spills = {1: 900, 11: 900, 2: 0}
     order = [first, 12 - first, 2]
     elsewhere = compiled_elsewhere(spills, [], order)
@@ -274,7 +274,7 @@ def test_the_baseline_is_run_whatever_it_spills_and_whoever_has_its_program(firs
     assert candidates[1].twin is candidates[0]
 
 
-def test_what_was_measured_before_is_not_pruned():
+def test_candidates_measured_before_are_not_pruned():
     there, candidates = prepared(Sum("sum"), [1], compile_elsewhere=compiled_elsewhere({1: 0, 2: 900}, []))
     known = Outcome(config=2, status="measured", measurement=Measurement(samples=(1.0,), method="made up"), spilled=900)
     candidates.append(Candidate(2))
@@ -284,7 +284,7 @@ def test_what_was_measured_before_is_not_pruned():
     assert fates(candidates) == {1: "ready", 2: "ready"}
 
 
-def test_what_fails_to_load_fails_alone_even_if_it_was_held_back():
+def test_a_held_back_candidate_that_fails_to_load_fails_alone():
     class Damaged(Remote):
         def load(self):
             raise ValueError("damaged")

@@ -78,11 +78,11 @@ def test_one_wrong_value_is_wrong(dtype):
         check(wrong, truth)
 
 
-def test_a_small_value_may_be_off_by_what_the_others_allow():
+def test_a_small_value_has_the_tolerance_of_larger_values():
     check(*arrays([1e-6, 1.0], [2e-6, 1.0]))
 
 
-def test_the_message_holds_both_values_the_difference_and_what_is_allowed():
+def test_the_message_shows_both_values_the_difference_and_the_tolerance():
     text = r"result 0 differs from the reference: 2 instead of 1, 0.5 relative \(allowed: 0.002\)"
     with pytest.raises(CandidateError, match=text):
         check(*arrays([2.0], [1.0]))
@@ -120,7 +120,7 @@ def test_a_special_value_elsewhere_is_wrong(got, want):
         check(*arrays([got, 1.0], [want, 1.0]))
 
 
-def test_results_that_are_special_everywhere_are_right():
+def test_equal_special_values_are_correct():
     check(*arrays([NAN, INF], [NAN, INF]))
 
 
@@ -186,6 +186,6 @@ def test_a_reference_of_less_precision_allows_more():
         check(truth, truth.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_the_message_has_the_names_that_are_given():
+def test_the_message_has_the_given_names():
     with pytest.raises(CandidateError, match=r"^the gradient of w differs from the reference"):
         check_results(arrays(1.0), arrays(2.0), platform="cpu", precision=None, names=["the gradient of w"])

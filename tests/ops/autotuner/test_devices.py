@@ -89,13 +89,13 @@ def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch):
     assert {gpu for _, gpu in found} == {"5", "GPU-7"}
 
 
-def test_what_fails_is_a_result_and_the_rest_is_done(in_memory):
+def test_a_failure_is_a_result_and_the_other_tasks_are_done(in_memory):
     done = spread(lambda item: 6 // item, [0, 1, 2], devices=1, fingerprint=device_fingerprint())
     assert isinstance(done[0], ZeroDivisionError)
     assert done[1:] == [6, 3]
 
 
-def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch, in_memory):
+def test_missing_devices_are_a_warning_and_the_others_do_the_work(monkeypatch, in_memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     names = {"0": "rare", "1": "common"}
     monkeypatch.setattr(devices, "device_fingerprint", os.getpid)

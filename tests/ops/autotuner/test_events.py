@@ -58,7 +58,7 @@ def test_a_search_begins_has_candidates_and_ends(isolate):
         assert statuses(events, outcome.config)[-1] == outcome.status
 
 
-def test_nobody_listens_any_more_after_the_with_block():
+def test_events_stop_after_the_with_block():
     events = []
     with on_event(events.append):
         pass
@@ -117,7 +117,7 @@ def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
     assert told == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
 
 
-def test_a_counter_tells_searches_apart_and_never_more_than_there_are():
+def test_a_counter_separates_searches_and_never_exceeds_their_number():
     told, other = [], INV.key._replace(call="0" * 16)
     counter = Counter(lambda *numbers: told.append(numbers), [INV.key, other])
     for event in (SearchStarted(INV.key, 1), SearchStarted(other, 9), *finished(INV.key, 1, 2), *finished(other, 1)):

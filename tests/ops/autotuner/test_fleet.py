@@ -78,7 +78,7 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_st
     assert [living.exists(), following.exists()] == [False, True]
 
 
-def test_what_is_said_is_heard_once_and_in_order(line):
+def test_messages_arrive_once_and_in_order(line):
     line.say(b"one")
     line.say(b"")
     assert list(line.heard()) == [b"one", b""]
@@ -105,7 +105,7 @@ def test_a_wish_holds_until_a_stronger_one_comes(line):
     assert line.instruction() == Instruction.END_AT_ONCE
 
 
-def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
+def test_a_worker_on_a_closed_connection_must_end_at_once(line):
     line.close()
     line.say(b"anybody?")
     assert line.instruction() == Instruction.END_AT_ONCE
@@ -180,7 +180,7 @@ def test_a_worker_with_another_device_refuses(line, monkeypatch):
     assert str(answer.error).endswith("but the call is for cpu:abacus_x7")
 
 
-def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
+def test_an_abandoned_task_is_not_carried_out(line):
     line.close()
     (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
     assert "KeyboardInterrupt" in str(answer.error)
@@ -254,7 +254,7 @@ def test_threads_have_a_worker_process_each_turn():
 
 
 @pytest.mark.slow
-def test_what_a_broken_pool_leaves_is_tuned_here():
+def test_tasks_of_a_broken_pool_are_tuned_here():
     ended = threading.Event()
 
     def end(event):
@@ -274,14 +274,14 @@ def test_what_a_broken_pool_leaves_is_tuned_here():
 # --- Ray ---
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install ray"):
         RayExecutor()
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_is_brought_to_the_workers_of_ray_is_brought_by_whoever_connects(monkeypatch, is_there):
+def test_modules_are_sent_to_ray_by_the_process_that_connects(monkeypatch, is_there):
     said = {}
 
     def options(**options):
@@ -315,7 +315,7 @@ def cluster():
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
+def test_killing_a_ray_worker_loses_no_result(cluster, monkeypatch):
     receive, killed, reasons = dispatch.ExecutorWorker.receive, [], []
 
     def kill_the_first(worker):

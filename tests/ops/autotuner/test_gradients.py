@@ -170,7 +170,7 @@ def test_vmap_over_the_integer_argument_sums_the_gradient(kernel):
 
 
 @each_project
-def test_a_keyword_after_a_positional_that_is_left_out_has_a_gradient(kernel):
+def test_a_keyword_after_an_omitted_positional_argument_has_a_gradient(kernel):
     class Shifted(type(kernel)):
         def run(self, tree, index, w, bias=None, shift=None, *, cfg):
             out = project(tree, index, w, bias)
@@ -267,7 +267,7 @@ def test_integer_results_do_not_disturb_gradients(kernel, program):
 
 
 @pytest.mark.parametrize("kernel", [Plain("plain"), WithRule("rule"), WithResiduals("residuals")], ids=str)
-def test_tangents_that_are_constant_zeros_do_not_disturb_gradients(kernel):
+def test_constant_zero_tangents_do_not_disturb_gradients(kernel):
     @jax.custom_jvp
     def without_gradient(w):
         return 2 * w

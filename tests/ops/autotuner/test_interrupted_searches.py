@@ -327,7 +327,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_whatever_ends_a_search_only_a_confirmed_winner_is_saved():
+def test_only_a_confirmed_winner_is_saved_after_any_end_of_a_search():
     options = settings(
         max_examples=40,
         stateful_step_count=3,

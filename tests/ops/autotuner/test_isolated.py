@@ -65,14 +65,14 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone():
     assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
 
 
-def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
+def test_in_this_process_a_hanging_candidate_is_abandoned_and_the_search_continues():
     with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*kind=never.* cannot be ended in this"):
         data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
     assert data.heuristic.status == "measured"
     assert fates(data)["never"][0] == "skipped"
 
 
-def test_what_candidates_close_is_there_for_the_others():
+def test_files_closed_by_a_candidate_stay_open_for_others():
     data = tune(faulty_kernels.closing, width=4)
     found = fates(data)
     assert found.pop("close all")[0] == "crashed"  # with the pipe to the parent
@@ -144,7 +144,7 @@ def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
 
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
-def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
+def test_any_exception_of_a_candidate_fails_only_that_candidate(isolate):
     data = tune(faulty_kernels.raising, isolate=isolate, width=2)
     assert data.config == BEST
     assert not data.interrupted
@@ -252,7 +252,7 @@ def wait_for_the_end_of(*pids):
     return not any(map(is_running, pids))
 
 
-def test_a_worker_takes_its_own_workers_with_it_and_what_they_started():
+def test_a_worker_ends_with_its_own_workers_and_their_processes():
     worker = Worker()
     pids = worker.call(start_a_worker_with_a_child)
     assert all(map(is_running, pids))

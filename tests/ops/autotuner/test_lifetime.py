@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Applies
 
-from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel, autotune, default_executor, tune
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, autotune, default_executor, tune
 from ejkernel.ops.core import primitive
 from ejkernel.ops.registry import recording
 
@@ -23,14 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("collect"),
     pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning"),
 ]
-
-
-class Applies(Kernel[int, Any]):
-    def run(self, x, function=None, *, cfg):
-        return x * 2 if function is None else function(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 class WithRule(Applies):
@@ -92,7 +84,7 @@ def test_a_kernel_is_collected_after_other_uses(use):
     assert is_collected(Applies, use)
 
 
-def test_a_kernel_that_was_tuned_is_collected():
+def test_a_tuned_kernel_is_collected():
     def make():
         @tune(space={"factor": [2.0, 3.0]})
         def scaled(x, *, factor=2.0):
@@ -119,7 +111,7 @@ def test_a_static_value_is_collected(make, use):
     ],
     ids=["partial", "method", "jit", "closure"],
 )
-def test_what_a_static_value_holds_is_collected(hold):
+def test_the_content_of_a_static_value_is_collected(hold):
     assert is_collected(Function, lambda function: APPLIES(X, hold(function)))
 
 
@@ -141,11 +133,11 @@ def test_an_executor_is_collected(use):
     assert is_collected(make, lambda executor: use(lambda x: executor(APPLIES, x)))
 
 
-def test_an_array_that_was_passed_is_collected():
+def test_an_array_argument_is_collected():
     assert is_collected(lambda: jnp.arange(3.0) + 1, lambda x: (APPLIES(x), jax.grad(lambda x: APPLIES(x).sum())(x)))
 
 
-def test_an_executor_keeps_nothing_of_kernels_that_are_gone():
+def test_an_executor_keeps_nothing_of_collected_kernels():
     executor = Executor(ConfigSelectorChain())
     kernels = [Applies("many") for _ in range(3)]
     for kernel in kernels:
@@ -192,7 +184,7 @@ def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeyp
     ],
     ids=["grad", "vmap"],
 )
-def test_programs_of_configurations_that_were_replaced_are_dropped(use, call):
+def test_programs_of_replaced_configurations_are_dropped(use, call):
     class Shifts(Applies):
         def run(self, x, *, cfg):
             return x * cfg

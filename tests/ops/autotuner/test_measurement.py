@@ -92,7 +92,7 @@ def test_sets_are_cold_when_they_are_three_times_the_cache(size, sets):
 
 
 @pytest.mark.parametrize(("count", "cache"), [(1, "warm"), (2, "warm"), (3, "cold"), (4, "cold")])
-def test_a_measurement_is_cold_when_there_are_sets_enough(clock, count, cache):
+def test_a_measurement_with_enough_input_sets_is_cold(clock, count, cache):
     runner = Runner(lambda x: None, [(X,)] * count, cache_bytes=X.nbytes)
     (got,) = interleaved([runner], rounds=1)
     assert got.cache == cache
@@ -139,7 +139,7 @@ def test_the_first_sample_does_not_count(clock):
     assert got.samples == (2.0, 3.0)
 
 
-def test_a_race_says_who_is_sampled(clock):
+def test_a_sampling_chooses_the_functions_of_each_round(clock):
     sampling = Sampling(3, plan=SamplingPlan(rounds=5, hopeless=((2, 1.5),)))
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], sampling=sampling)
     assert [len(measurement.samples) for measurement in got] == [5, 2, 5]
@@ -238,7 +238,7 @@ def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(cloc
     ]
 
 
-def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
+def test_failed_functions_stay_out_when_measuring_starts_again(clock, device):
     device(5)  # two to see whether it works; then the first function fails in the second of two rounds
     errors = []
     got = interleaved(
@@ -259,7 +259,7 @@ def test_where_others_disturb_the_clock_samples_are_of_processor_time(clock, mon
     assert (got.method, got.samples) == ("processor", (0.5,) * 4)
 
 
-def test_on_a_quiet_machine_samples_are_of_the_clock_whatever_the_work(clock, monkeypatch):
+def test_on_a_quiet_machine_samples_come_from_the_clock(clock, monkeypatch):
     spent = itertools.count(0.0, 0.5)
     monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
     (got,) = interleaved([clock.takes("a", 2.0)], rounds=4)
@@ -308,7 +308,7 @@ def test_work_for_another_device_is_done_on_another_thread():
     assert other is not on_measuring_thread(threading.current_thread)
 
 
-def test_work_inside_work_has_a_thread_of_its_own():
+def test_nested_work_has_a_separate_thread():
     outer, inner = on_measuring_thread(
         lambda: (threading.current_thread(), on_measuring_thread(threading.current_thread))
     )

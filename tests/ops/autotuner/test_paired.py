@@ -20,7 +20,7 @@ NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a call 
 # --- comparison ---
 
 
-def test_a_challenger_that_is_faster_in_every_round_wins():
+def test_a_challenger_faster_in_every_round_wins():
     verdict = compare([1.0] * 8, [2.0] * 8)
     assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (True, 2.0, 1 - 1 / 256, 8)
 
@@ -56,7 +56,7 @@ def test_of_two_only_one_can_beat_the_other(pairs):
 
 
 @given(st.lists(SECONDS))
-def test_nobody_beats_itself(samples):
+def test_a_candidate_does_not_beat_itself(samples):
     verdict = compare(samples, samples)
     assert (verdict.wins, verdict.confidence) == (False, 0.0)
 
@@ -94,7 +94,7 @@ def calls(work, stretches, threads=1):
     return [Sample(work * stretch, Work(work, threads * work)) for stretch in stretches]
 
 
-def test_on_a_quiet_machine_the_clock_decides_whatever_the_processors_spend():
+def test_on_a_quiet_machine_the_clock_decides_not_cpu_time():
     parallel, serial = ([Sample(seconds, Work(work, total))] * 10 for seconds, work, total in ((1, 1, 4), (2, 2, 2)))
     assert judge(parallel, serial).wins
     waits, works = ([Sample(seconds, Work(work, work))] * 10 for seconds, work in ((3, 1), (2, 2)))
@@ -127,7 +127,7 @@ def test_a_clock_that_says_the_opposite_settles_nothing():
     assert (verdict.wins, verdict.settled) == (False, False)
 
 
-def test_work_that_is_nearly_the_same_is_no_win():
+def test_nearly_equal_work_is_not_a_win():
     verdict = judge(calls(0.95, NOISE), calls(1.0, NOISE[::-1]))
     assert (verdict.wins, verdict.settled) == (False, False)
     assert judge(calls(1.0, NOISE), calls(1.0, NOISE[::-1])).settled

@@ -134,7 +134,7 @@ def tune(inv, **options):
 
 
 @pytest.mark.parametrize("name", BREAKING)
-def test_a_forward_whose_residuals_depend_on_the_configuration_is_not_used(name):
+def test_a_forward_with_residuals_by_configuration_is_not_used(name):
     kernel = BREAKING[name]
     with told(re.escape(CONTRACT)):
         result = autotune(jax.grad(total(kernel)), X)
@@ -165,7 +165,7 @@ def test_the_backward_call_of_a_forward_has_the_key_that_the_program_gives_it():
     assert keys == {"Sine@v0": forward.call_key, "Sine.bwd@v0": backward.call_key}
 
 
-def test_a_forward_is_not_saved_beside_a_backward_that_is_wrong():
+def test_a_forward_is_not_saved_beside_a_wrong_backward():
     class Misread(Sine):
         """Its backward configuration 3 is wrong."""
 
@@ -212,7 +212,7 @@ def test_residual_types_are_compared_where_nothing_is_validated():
     assert data.config == 1
 
 
-def test_without_residuals_there_is_no_pair():
+def test_without_residuals_no_pair_is_checked():
     class Plain(Sine):
         fwd_with_residuals, vjp = Kernel.fwd_with_residuals, Kernel.vjp
 

@@ -49,7 +49,7 @@ WRONG_ALIKE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_ALIKE)
-def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
+def test_a_rule_wrong_under_every_configuration_is_reported(name):
     kernel, text = WRONG_ALIKE[name]
     with pytest.warns(GradientWarning, match=f"^{kernel.op_id}: .*{text}"):
         data = tune(kernel)
@@ -74,7 +74,7 @@ def test_the_warning_says_how_far_the_gradient_is_off():
         tune(wrong_kernels.GradientOfOneArgument())
 
 
-def test_it_is_kept_with_what_is_saved():
+def test_the_fault_is_saved_with_the_entry():
     with pytest.warns(GradientWarning):
         autotune(wrong_kernels.GradientOfOneArgument(), x, w)
     ((_, entry),) = default_executor().chooser.persistent.entries()
@@ -84,7 +84,7 @@ def test_it_is_kept_with_what_is_saved():
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "under vmap"])
 @pytest.mark.parametrize("name", ["of run", "of residuals"])
-def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batched):
+def test_without_a_reference_a_backward_is_compared_with_run(name, batched):
     kernel, text = WRONG_ALIKE[name]
     function = backward(kernel)
     args = (np.stack([x, x + 1]), w) if batched else (x, w)
@@ -93,7 +93,7 @@ def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batche
     assert re.search(rf"{kernel.op_id}\.bwd: .*{text}", str(caught[-1].message))
 
 
-def test_a_backward_that_is_wrong_throughout_names_the_argument():
+def test_a_completely_wrong_backward_names_the_argument():
     with pytest.warns(TuningWarning, match=r"\.bwd: none of 1 candidate .* the gradient of w differs from the ref"):
         autotune(backward(WrongWithReference("alike")), x, w)
 
@@ -115,7 +115,7 @@ def test_nothing_is_said_of_a_right_kernel(kernel, args):
     assert tune(kernel, *args).rule_fault == ""
 
 
-def test_nothing_is_looked_at_where_nothing_is_to_be_validated():
+def test_rules_are_not_checked_without_validation():
     data = tune(wrong_kernels.GradientOfOneArgument(), policy=AutotunePolicy(validate=False))
     assert data.rule_fault == ""
 

@@ -37,7 +37,7 @@ def test_one_that_nobody_looked_for_comes_at_the_end():
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_one_that_is_ignored_stays_so(handler):
+def test_an_ignored_ctrl_c_stays_ignored(handler):
     signal.signal(signal.SIGINT, handler)
     with interrupts_held_back() as held:
         assert signal.getsignal(signal.SIGINT) is handler

@@ -209,12 +209,12 @@ def priors_of_a_bowl():
     return [Prior(TILES, record, SearchOptions())]
 
 
-def test_a_record_of_configurations_that_are_not_in_the_space_counts_for_nothing():
+def test_records_outside_the_space_are_ignored():
     other = Record("other", tuple(({"block_q": i, "block_kv": 7, "warps": 1, "order": "row"}, 1.0) for i in range(9)))
     assert search(ModelSearch(TILES), evaluations=9) == search(ModelSearch(TILES, records=[other]), evaluations=9)
 
 
-def test_a_configuration_that_was_not_asked_for_may_be_told():
+def test_an_unrequested_configuration_may_be_reported():
     told = {"block_q": 64, "block_kv": 64, "warps": 4, "order": "row"}
     searcher = ModelSearch(TILES)
     searcher.tell(told, seconds(told))
@@ -228,7 +228,7 @@ def test_the_time_of_a_configuration_outside_the_space_is_taken_note_of():
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, 0.0, -1.0])
-def test_what_is_no_time_is_a_failure(time):
+def test_an_invalid_time_is_a_failure(time):
     searcher = ModelSearch(TILES)
     asked = search(searcher, lambda config: time, evaluations=12)
     assert len({key(config) for config, _ in asked}) == 12
@@ -348,7 +348,7 @@ TEMPTING = {
 
 
 @pytest.mark.parametrize("fails", TEMPTING.values(), ids=TEMPTING)
-def test_what_fails_is_left_alone_however_much_it_promises(fails):
+def test_failing_regions_are_avoided_despite_good_predictions(fails):
     """The larger the blocks, the faster; the largest fail."""
 
     def measure(config):
@@ -366,7 +366,7 @@ def test_without_failures_everything_is_taken_to_work():
     np.testing.assert_array_equal(failing.chance(), np.ones(9))
 
 
-def test_the_chance_to_work_falls_towards_what_failed():
+def test_the_probability_of_success_falls_near_failures():
     pool = Pool([np.linspace(0, 1, 9)[:, None]], np.zeros((0, 9)))
     failing = Failing(pool, [0, 2, 6, 8], [False, False, True, True], None)
     before = failing.chance()

@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 
-import jax
 import numpy as np
 import pytest
 from tests.ops.autotuner.fake_workers import FakeWorker, killed, only
+from tests.ops.sample_kernels import Times
 
-from ejkernel.ops import AutotunePolicy, Invocation, Kernel
+from ejkernel.ops import AutotunePolicy, Invocation
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.process.messages import (
     Arrived,
@@ -307,12 +307,7 @@ def test_two_workers_do_not_affect_each_other():
 # --- searches: failure attribution, and continuing after it ---
 
 
-class Scale(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x * cfg
-
-
-SCALE = Scale("scale")
+SCALE = Times("scale")
 CALL = Invocation(kernel=SCALE, args=(np.ones(4, np.float32),)).abstract()
 HEURISTIC, A, B = 1, 2, 3
 STARTED = Happened(SearchStarted(CALL.key, 3, HEURISTIC))
@@ -363,7 +358,7 @@ def test_the_heuristic_has_a_second_attempt(monkeypatch):
     assert [fates(task).keys() for task in tasks] == [set(), set(), {HEURISTIC}]
 
 
-def test_a_candidate_that_is_silent_or_sends_garbage_has_crashed(monkeypatch):
+def test_a_silent_candidate_or_one_sending_garbage_has_crashed(monkeypatch):
     _, tasks, _ = search(monkeypatch, [STARTED, running(A), 11.0], [running(B), b"garbage"], [FOUND])
     assert {config: status for config, (status, _) in fates(tasks[2]).items()} == {A: "crashed", B: "crashed"}
     assert fates(tasks[2])[A][1] == "no sign of life for 11.0 s while running (allowed: 10.0 s)"
@@ -392,7 +387,7 @@ def test_two_deaths_without_a_candidate_end_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [ctrl_c, killed()], ids=["second ctrl-c", "death"])
-def test_after_ctrl_c_the_search_ends_with_what_it_has_and_starts_no_worker(monkeypatch, end):
+def test_after_ctrl_c_the_search_ends_with_its_results_and_starts_no_worker(monkeypatch, end):
     script = [STARTED, measured(HEURISTIC), ctrl_c, end]
     if end is ctrl_c:
         with pytest.raises(KeyboardInterrupt):

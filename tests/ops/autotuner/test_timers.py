@@ -92,7 +92,7 @@ def test_the_work_of_a_call_is_that_of_the_busiest_thread_and_of_all():
     assert work_between(before, after, 2) == Work(busiest=1.0, total=2.0)
 
 
-def test_where_the_system_does_not_tell_there_is_no_work(monkeypatch, tmp_path):
+def test_without_support_of_the_system_work_is_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(timers, "_THREADS", str(tmp_path / "nowhere"))
     assert thread_seconds() == {}
     assert work_between({}, {}, 1) is None
@@ -121,7 +121,7 @@ def test_cupti_tells_the_seconds_of_one_call(monkeypatch):
     assert cupti_sample(lambda: 1, 3) == 2.0
 
 
-def test_cupti_that_is_silent_is_an_error(monkeypatch):
+def test_silent_cupti_is_an_error(monkeypatch):
     monkeypatch.setattr(compat, "cupti_seconds", lambda work: None)
     with pytest.raises(TimerError, match="CUPTI reported no kernel"):
         cupti_sample(lambda: None, 1)
@@ -177,5 +177,5 @@ def test_a_trace_inside_a_trace_is_an_error(tmp_path):
 # --- choice ---
 
 
-def test_where_the_device_has_no_account_of_its_own_the_wall_clock_is_read():
+def test_devices_without_their_own_timer_use_the_wall_clock():
     assert choose_timer([lambda: None]).method == "wall"

@@ -102,7 +102,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("kernel", [sine, Sin()], ids=["function", "class"])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_same_candidate_wins_wherever_the_call_is_tuned(situation, kernel):
+def test_the_same_candidate_wins_for_every_way_of_tuning(situation, kernel):
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner())
     executor = Executor(chain)
     jax.block_until_ready(SITUATIONS[situation](lambda x: executor(kernel, x)))
@@ -114,7 +114,7 @@ def test_the_same_candidate_wins_wherever_the_call_is_tuned(situation, kernel):
 
 
 @pytest.mark.parametrize("situation", ["jit", "scan", "a thread", "jit in a thread"])
-def test_what_was_tuned_outside_is_not_tuned_again(situation):
+def test_calls_tuned_outside_are_not_tuned_again(situation):
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner())
     executor = Executor(chain)
     executor(sine, X)

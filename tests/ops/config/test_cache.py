@@ -75,12 +75,12 @@ def test_the_last_put_wins(cache):
     assert cache.items() == [(KEY, Tile(2))]
 
 
-def test_what_is_put_comes_from_memory(cache):
+def test_put_entries_come_from_memory(cache):
     cache.put(KEY, Tile())
     assert cache.remembered(KEY).source == "memory"
 
 
-def test_removing_says_whether_there_was_something(cache):
+def test_removing_returns_whether_an_entry_existed(cache):
     cache.put(KEY, Tile())
     assert [cache.remove(*KEY), cache.remove(KEY), KEY in cache] == [True, False, False]
 
@@ -222,7 +222,7 @@ def test_the_innermost_overlay_wins(run, key):
         assert (inner, run()) == (7, 5)
 
 
-def test_an_outer_overlay_answers_what_the_inner_does_not_hold(run, key):
+def test_an_outer_overlay_answers_calls_missing_in_the_inner(run, key):
     with overlay_cache({key: 5}), overlay_cache({}):
         assert run() == 5
 
@@ -254,7 +254,7 @@ def test_a_cache_is_read_once_on_entry(run, key):
         assert run() == 1
 
 
-def test_an_overlay_reaches_a_function_that_is_already_compiled(kernel, key):
+def test_an_overlay_reaches_a_compiled_function(kernel, key):
     executor, seen = Executor(ConfigSelectorChain()), []
     compiled = jax.jit(lambda x: executor(kernel, x))
     for overlay in ({}, {key: 5}, {}, {key: 5}):
@@ -306,7 +306,7 @@ def test_an_overlay_ends_with_an_error(run, key):
     assert run() == 1
 
 
-def test_an_eager_call_sees_what_is_put_into_memory(kernel, key):
+def test_an_eager_call_sees_new_entries_in_memory(kernel, key):
     executor = Executor(ConfigSelectorChain())
     seen = [int(executor(kernel, X)[0])]
     for config in (3, 4):

@@ -102,7 +102,7 @@ def test_an_entry_that_the_class_before_saved_is_a_miss(tmp_path):
 
 
 @pytest.mark.parametrize("config", [4, (4,), {"rows": 4}, "four"])
-def test_a_configuration_that_was_plain_data_is_a_miss_for_a_class(config):
+def test_plain_data_is_a_miss_for_a_configuration_class(config):
     chain = ConfigSelectorChain()
     after, new = second_cell()
     chain.cache.put(invocation(after).key, config)
@@ -185,7 +185,7 @@ def test_a_configuration_of_any_kind_that_the_kernel_has_is_taken(kernel, config
     assert chain.resolve(invocation(kernel), kernel).config == config
 
 
-def test_a_kernel_without_an_answer_of_its_own_takes_what_is_remembered():
+def test_a_kernel_without_its_own_answer_uses_memory():
     class Silent(Kernel):
         def run(self, x, *, cfg):
             return x
@@ -198,7 +198,7 @@ def test_a_kernel_without_an_answer_of_its_own_takes_what_is_remembered():
 # --- functions, and operations ---
 
 
-def test_a_function_that_is_tuned_and_defined_again_finds_no_configuration_of_before():
+def test_a_redefined_function_finds_no_earlier_configuration():
     def total(x, *, rows=2):
         return x * rows
 
@@ -251,7 +251,7 @@ def test_an_operation_may_be_defined_again_with_the_same_class_of_configurations
         assert chain.resolve(invocation(after), after).config == Config(fwd=new())
 
 
-def test_another_operation_needs_a_class_of_its_own():
+def test_another_operation_needs_a_separate_class():
     operation("rows")
     with pytest.raises(KernelError, match="Config is the configuration type of another operation"):
         operation("rows", path="Tripled")

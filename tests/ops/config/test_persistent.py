@@ -147,7 +147,7 @@ def test_entries_yields_each_key_with_its_entry(cache):
     assert {KEY: cache.load(KEY), OTHER: cache.load(OTHER)} == dict(cache.entries())
 
 
-def test_an_entry_keeps_what_was_given_with_it(cache):
+def test_an_entry_keeps_its_metadata(cache):
     measured = {"winner_ms": 0.5, "heuristic_ms": 0.75, "candidates": 12}
     cache.put(KEY, CFG, call={"args": [[1, 2]]}, measured=measured)
     entry = cache.load(KEY)
@@ -220,7 +220,7 @@ def test_none_is_no_configuration(cache):
 
 
 @pytest.mark.parametrize("given", [{"cfg": len}, {"cfg": {"a": float("nan")}}, {"cfg": CFG, "call": object()}])
-def test_what_has_no_json_form_is_an_error_and_leaves_no_file(cache, given):
+def test_a_value_without_a_json_form_is_an_error_and_leaves_no_file(cache, given):
     with pytest.raises(SerializationError):
         cache.put(KEY, given["cfg"], call=given.get("call"))
     assert not cache.path.exists()
@@ -561,7 +561,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
     assert KEY not in cache
 
 
-def test_what_is_in_memory_is_read_as_strictly(tmp_path):
+def test_entries_in_memory_are_read_as_strictly(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
     with pytest.warns(CacheWarning, match="cannot be written"):
@@ -650,7 +650,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no umask")
-def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
+def test_files_respect_the_umask(cache):
     before = os.umask(0o022)
     try:
         cache.put(KEY, CFG)
@@ -693,7 +693,7 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
 # --- missing layers ---
 
 
-def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwarn):
+def test_a_missing_layer_is_one_warning_with_its_name(tmp_path, recwarn):
     (tmp_path / "a file").write_text("")
     names = [str(tmp_path / "typo"), str(tmp_path / "a file"), "~nobody-of-this-name/x"]
     there = PersistentCache(tmp_path / "there")
@@ -737,6 +737,6 @@ def test_a_put_of_fields_that_do_not_fit_their_types_warns_at_once(cache):
 
 
 @pytest.mark.parametrize("config", [Marked(), {"rows": 2}, 3, Tile(4)])
-def test_a_put_of_what_can_be_read_does_not_warn(cache, config):
+def test_putting_a_readable_value_does_not_warn(cache, config):
     cache.put(KEY, config)
     assert cache.get(KEY) == config

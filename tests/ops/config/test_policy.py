@@ -8,22 +8,14 @@ import threading
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Double
 
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.ops.execution.executor import Executor
 
 X = np.ones(4, np.float32)
-
-
-class Double(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def test_nothing_is_tuned_by_default():
@@ -38,7 +30,7 @@ def test_a_flag_must_be_a_bool(name):
 
 
 @pytest.mark.parametrize("value", [1, "gradients", None])
-def test_what_is_validated_is_all_nothing_or_the_outputs(value):
+def test_validate_is_true_false_or_outputs(value):
     assert AutotunePolicy(validate="outputs").validate == "outputs"
     with pytest.raises(ConfigError, match="validate must be True, False or 'outputs', got "):
         AutotunePolicy(validate=value)
@@ -89,7 +81,7 @@ def test_an_unknown_field_is_an_error_with_the_known_ones():
         (True, r"got True; pass fields of the policy by name, e\.g\. policy_override\(autotune=True\)\.$"),
     ],
 )
-def test_a_selector_that_is_not_a_chain_is_an_error_with_the_right_call(selector, message):
+def test_a_selector_must_be_a_chain(selector, message):
     with pytest.raises(ConfigError, match=f"selector must be a ConfigSelectorChain, {message}"):
         policy_override(selector).__enter__()
 
@@ -114,7 +106,7 @@ def test_an_override_holds_in_its_thread_alone():
     assert seen == [False]
 
 
-def test_an_override_reaches_a_function_that_is_already_compiled():
+def test_an_override_reaches_a_compiled_function():
     executor, kernel = Executor(ConfigSelectorChain()), Double()
     compiled = jax.jit(lambda x: executor(kernel, x))
     compiled(X)

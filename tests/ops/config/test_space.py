@@ -142,7 +142,7 @@ def test_constraints_that_nothing_meets_are_an_error(use):
 
 
 @pytest.mark.slow
-def test_none_is_claimed_only_of_a_space_that_was_gone_through():
+def test_a_space_is_called_empty_only_after_a_complete_listing():
     axes = {f"axis{i}": list(range(10)) for i in range(12)}
     space = ConfigSpace(axes, constraints=lambda a: False)
     assert not space.empty()

@@ -69,7 +69,7 @@ def test_the_names_of_new_folders_are_kept_too(steps, tmp_path):
     assert set(steps[2:]) == {tmp_path, tmp_path / "device", tmp_path / "device" / "op"}
 
 
-def test_a_write_that_is_not_durable_does_not_sync(steps, tmp_path):
+def test_a_non_durable_write_does_not_sync(steps, tmp_path):
     write_file(tmp_path / "file.json", "text", durable=False)
     assert steps == [("renamed", tmp_path / "file.json")]
 
@@ -138,7 +138,7 @@ def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path,
     assert "an abandoned temporary file cannot be removed" in caplog.text
 
 
-def test_a_process_rewrites_a_temporary_file_that_was_removed_as_abandoned(monkeypatch, tmp_path):
+def test_a_process_rewrites_a_temporary_file_removed_as_abandoned(monkeypatch, tmp_path):
     replace, taken = os.replace, []
 
     def take(source, target):

@@ -10,25 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Computes
 
 from ejkernel.modules import rms_norm
 from ejkernel.ops import ArgumentError, GradientError, Kernel, autotune, default_executor, tune
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
-
-
-class Computes(Kernel[int, Any]):
-    """Computes a function that it was made for."""
-
-    def __init__(self, name, function):
-        super().__init__(name)
-        self.function = function
-
-    def run(self, *args, cfg):
-        return self.function(*args)
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def with_own_reference(x):
@@ -60,12 +47,12 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_run_may_make_references_of_its_own(program):
+def test_run_may_create_references(program):
     np.testing.assert_allclose(program(OWN_REFERENCE), program(with_own_reference), rtol=1e-6)
 
 
 @pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_reference_that_is_passed_is_written(program):
+def test_a_reference_argument_is_written(program):
     results = []
     for function in (ADD_TO, add_to):
         ref = jax.new_ref(jnp.ones(3))
@@ -85,11 +72,11 @@ def through_reference(function):
 
 
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "vmap", "jit of vmap")])
-def test_a_reference_that_is_made_around_a_call_is_written(program):
+def test_a_reference_created_around_a_call_is_written(program):
     np.testing.assert_array_equal(program(through_reference(ADD_TO)), program(through_reference(add_to)))
 
 
-def test_two_references_and_what_is_between_them_keep_their_order():
+def test_two_references_and_the_arguments_between_them_keep_their_order():
     def call(f):
         def program(x):
             first, second = jax.new_ref(x), jax.new_ref(2 * x)
@@ -102,7 +89,7 @@ def test_two_references_and_what_is_between_them_keep_their_order():
     np.testing.assert_array_equal(call(ADD_TO), call(add_to))
 
 
-def test_a_gradient_through_a_reference_that_is_passed_is_an_error_that_says_what_to_do():
+def test_a_gradient_through_a_reference_argument_is_an_error_with_the_fix():
     with pytest.raises(GradientError, match=r"add_to: a call that takes a reference .* pass the reference's value"):
         jax.grad(lambda x: through_reference(ADD_TO)(x).sum())(X)
 
@@ -125,7 +112,7 @@ def test_a_linear_call_is_transposed(program, x, outer):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_call_that_is_linear_in_one_argument_is_transposed_in_that_one(which):
+def test_a_call_linear_in_one_argument_is_transposed_in_it(which):
     def transposed(f):
         def linear(value):
             return f(value, 2 * X)[0] if which == 0 else f(2 * X, value)[0]
@@ -137,7 +124,7 @@ def test_a_call_that_is_linear_in_one_argument_is_transposed_in_that_one(which):
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning")
 @pytest.mark.parametrize("program", [lambda f: jax.jit(f)(X), lambda f: jax.grad(f)(X), lambda f: jax.vmap(f)(X)])
-def test_a_traced_array_that_was_closed_over_is_an_error_that_says_what_to_do(program):
+def test_a_closed_over_traced_array_is_an_error_with_the_fix(program):
     with pytest.raises(ArgumentError, match=r"applies: .* uses a traced array .* pass it as an argument"):
         program(lambda x: APPLIES(X, lambda v: v * x).sum())
 

@@ -43,7 +43,7 @@ def test_a_keyword_for_a_positional_parameter_becomes_positional(args, kwargs, p
     assert taken(Sum(), *args, **kwargs) == (positional, keywords)
 
 
-def test_a_default_that_is_passed_over_is_the_same_call_as_one_that_is_given():
+def test_an_omitted_default_is_the_same_call_as_an_explicit_one():
     kernel = Sum()
     assert take_apart(kernel, (ONE,), {"c": THREE}) == take_apart(kernel, (ONE, None, THREE), {})
 

@@ -440,7 +440,7 @@ def test_processes_find_the_same_keys_in_a_script_and_in_a_module(tmp_path):
     assert len(set(found[0])) == 11
 
 
-def test_keys_are_what_they_have_always_been():
+def test_keys_have_never_changed():
     """A change here makes all stored configurations useless: raise the schema and say so in the changelog."""
     inv = Invocation(op_id="matmul", args=(X, X.T), kwargs={"causal": True, "scale": 0.5})
     assert inv.call_key == "f03b8fc8cfa57493"

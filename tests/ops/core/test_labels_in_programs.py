@@ -140,7 +140,7 @@ def test_labels_are_distinct_and_in_order_of_first_appearance():
     assert operations(lowered(model, x, w)) == ["first@v0", "second@v0"]
 
 
-def test_calls_of_different_shapes_have_labels_of_their_own():
+def test_calls_of_different_shapes_have_separate_labels():
     f, _ = logged(KERNELS[0])
     program = lowered(lambda x, w: (f(x, w), f(x[:4], w), jax.vmap(f)(x[None], w[None])), x, w)
     assert operations(program) == ["plain@v0"] * 3
@@ -253,7 +253,7 @@ def test_json_and_hash_have_the_same_label(monkeypatch):
     assert by_hash == find_labels_in_lowered(lowered(f, x, w))
 
 
-def test_without_stamping_there_are_no_labels(monkeypatch):
+def test_without_stamping_programs_have_no_labels(monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "none")
     f, _ = with_options()
     assert find_labels_in_lowered(lowered(f, x, w)) == []
@@ -309,7 +309,7 @@ def test_stamping_leaves_the_optimised_program_as_it_is(kernel, transform, monke
     assert programs["none"] == programs["json"]
 
 
-def test_a_forward_compiles_to_what_the_plain_function_does():
+def test_a_forward_compiles_to_the_plain_function_s_program():
     f, _ = logged(KERNELS[0])
 
     def model(x, w, f):

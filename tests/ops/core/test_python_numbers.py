@@ -113,7 +113,7 @@ SIGNS = Signs()
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.asarray], ids=["numpy", "jax"])
-def test_parameters_that_are_numbers_take_arrays_without_axes(make):
+def test_number_parameters_take_arrays_without_axes(make):
     two = make(2)
     given = {"flip": make(True), "scale": two, "count": two, "pair": (two, two), "power": two}
     _, kwargs = with_python_numbers(SIGNS, (X, X), given)
@@ -142,7 +142,7 @@ def test_a_call_without_such_scalars_is_not_copied():
     assert (found[0] is args, found[1] is kwargs) == (True, True)
 
 
-def test_what_prepare_returns_is_converted_too():
+def test_results_of_prepare_are_converted_too():
     class Scaled(Signs):
         def prepare(self, x, **options):
             return (x, x), {"scale": 1 / np.sqrt(16.0), **options}
@@ -212,7 +212,7 @@ def test_an_eager_call_with_a_numpy_scalar_shares_its_program_with_the_number():
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_a_scalar_is_static_whatever_arrays_came_before(cfg):
+def test_a_scalar_is_static_after_any_arrays(cfg):
     seen = []
 
     class Notes(Kernel[int, Any]):

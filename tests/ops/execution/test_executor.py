@@ -136,14 +136,14 @@ class Sign(Kernel[int, jax.Array]):
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_zeros_of_either_sign_are_told_apart_whatever_came_before(executor, cfg):
+def test_signed_zeros_are_distinguished_in_any_order(executor, cfg):
     kernel = Sign()
     options = (2.0, 0.0, -0.0, -2.0, 0.0)
     assert [float(executor(kernel, X[0], option=option, cfg=cfg)) for option in options] == [1, 1, -1, -1, 1]
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_a_call_that_was_made_before_is_not_traced_again(executor, cfg):
+def test_a_repeated_call_is_not_traced_again(executor, cfg):
     kernel = Sign()
     for option in (2.0, 0.0, -0.0) * 2:
         executor(kernel, X, option=option, cfg=cfg)
@@ -208,7 +208,7 @@ def test_run_on_an_instance_is_used(executor):
     assert executor(kernel, X)[0] == 100
 
 
-def test_a_configuration_that_is_a_dictionary_is_fine(executor):
+def test_a_configuration_may_be_a_dictionary(executor):
     class Dictionary(Kernel[dict, jax.Array]):
         def run(self, x, *, cfg):
             return cfg["scale"] * x
@@ -237,7 +237,7 @@ def test_a_configuration_must_be_hashable_or_data(executor):
         executor(Times(), X, cfg=Neither())
 
 
-def test_a_configuration_that_is_hashable_need_not_be_data(executor):
+def test_a_hashable_configuration_need_not_be_data(executor):
     class Opaque:
         pass
 
@@ -413,6 +413,6 @@ def test_a_saved_configuration_that_does_not_run_is_a_warning_and_the_heuristic_
         assert float(jax.jit(lambda x: executor(kernel, x))(X)) == X.sum()
 
 
-def test_a_configuration_that_was_given_and_does_not_run_is_an_error(executor):
+def test_a_given_configuration_that_does_not_run_is_an_error(executor):
     with pytest.raises(TypeError, match="reshape"):
         executor(Rows("rows"), X, cfg=3)

@@ -37,7 +37,7 @@ def times(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "rows"), [(None, 2), ([1, 1], 2), ([1, 3], 4)])
-def test_calls_share_the_configuration_that_is_the_best_over_all(kernel, times, weights, rows):
+def test_calls_share_the_configuration_with_the_best_mean(kernel, times, weights, rows):
     assert autotune(kernel, calls=[(SHORT,), (LONG,)], weights=weights) == {"rows": rows}
     for x in (SHORT, LONG):
         answer = default_executor().explain(kernel, x)
@@ -91,7 +91,7 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
         ((), {"calls": [(SHORT,)], "inputs": (1,)}, "inputs must be True or left out if calls are given"),
     ],
 )
-def test_what_does_not_go_together_is_an_error_that_names_it(kernel, args, options, message):
+def test_arguments_that_conflict_are_an_error_with_their_names(kernel, args, options, message):
     with pytest.raises(ArgumentError, match=message):
         autotune(kernel, *args, **options)
 

@@ -45,12 +45,12 @@ def why(store, *args, kernel=SCALE, **kwargs):
     return why_no_entry(store, inv, inv.key)
 
 
-def test_an_operation_that_was_never_tuned_has_no_entry(store):
+def test_an_untuned_operation_has_no_entry(store):
     put(store, X, kernel=Scale("scaled"))
     assert why(store, X) == "no entry"
 
 
-def test_the_nearest_call_and_what_differs_are_told(store):
+def test_the_nearest_call_and_its_differences_are_shown(store):
     put(store, jnp.ones((4, 4096)))
     put(store, jnp.ones((4, 16)))
     put(store, jnp.ones((9, 9)))

@@ -229,7 +229,7 @@ def test_unregistered_attributes_of_a_module_are_not_found():
     assert callable(given)
 
 
-def test_what_wraps_files_among_jaxs_functions_is_known_by_its_parameters():
+def test_jaxs_functions_that_wrap_files_are_known_by_their_parameters():
     """A new function of that kind in a newer JAX must be refused too."""
     found = set()
     for module in (jnp, jax.nn, jax.lax, jax.scipy.special):
@@ -264,7 +264,7 @@ def test_a_modules_getattr_does_not_run(monkeypatch):
         undescribe({"name": f"{__name__}.absent"}, HERE)
 
 
-def test_a_type_that_was_not_registered_is_refused():
+def test_an_unregistered_type_is_refused():
     with pytest.raises(DescriptionError, match=r"test_description.Options' may not be named here"):
         again(Options(), Names())
 

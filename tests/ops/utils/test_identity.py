@@ -149,7 +149,7 @@ def test_containers_are_distinguished_by_their_values(left, right):
 
 
 @given(data)
-def test_a_value_that_is_made_again_is_the_same(value):
+def test_a_recreated_value_is_the_same(value):
     again = Frozen(value)
     assert identity(Frozen(value)) == identity(again)
     assert hash(identity(Frozen(value))) == hash(identity(again))
@@ -220,7 +220,7 @@ def test_values_that_may_compute_differently_are_distinguished(left, right):
         lambda: np.int8,
     ],
 )
-def test_values_that_are_made_anew_each_time_are_the_same(make):
+def test_recreated_values_are_the_same(make):
     first, second = make(), make()
     if type(first).__name__ == "PjitFunction":  # a new object each time
         second = first

@@ -25,7 +25,7 @@ def copy(tmp_path):
     return LocalCopy(tmp_path / "copy")
 
 
-def test_a_folder_that_is_not_there_is_empty(copy):
+def test_a_missing_folder_is_empty(copy):
     assert (copy.find(entry().key), list(copy.entries()), copy.packs()) == ([], [], [])
     copy.merge()
     assert not copy.folder.exists()
@@ -87,7 +87,7 @@ def test_a_folder_that_has_not_changed_for_long_is_not_listed_again(copy, monkey
     assert copy.find(entry(0).key)
 
 
-def test_a_pack_that_is_merged_after_it_was_listed_is_read_where_it_is_now(copy, monkeypatch):
+def test_a_pack_merged_after_listing_is_read_at_its_new_place(copy, monkeypatch):
     for number in range(MOST_PACKS + 1):
         added(copy, entry(number))
     copy.packs()
@@ -114,7 +114,7 @@ def test_a_merge_that_loses_its_sources_changes_nothing(copy, monkeypatch):
     assert len(list(LocalCopy(copy.folder).entries())) == MOST_PACKS + 1
 
 
-def test_a_pack_that_is_damaged_is_not_merged(copy):
+def test_a_damaged_pack_is_not_merged(copy):
     names = [added(copy, entry(number)) for number in range(MOST_PACKS + 1)]
     file = copy.folder / names[0]
     file.write_bytes(file.read_bytes().replace(b'"rows":64', b'"rows":65'))

@@ -34,7 +34,7 @@ def test_a_set_is_copied_as_a_whole(tmp_path):
     assert rows(target) == {1: 7, 2: 7}
 
 
-def test_a_set_of_which_one_call_has_something_better_stays_away_and_is_shown(tmp_path):
+def test_a_set_with_a_better_local_entry_is_not_pulled_and_is_shown(tmp_path):
     target = folder(tmp_path / "a", entry(1, 1, speedup=1.9))
     found = bring(target, folder(tmp_path / "b", *tuned_together(1, 2, rows=7)))
     assert rows(target) == {1: 1}

@@ -113,7 +113,7 @@ def gradient(function):
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.slow
-def test_every_part_is_computed_as_what_it_is_of_the_whole_forward_and_backward(mode, kind, spec):
+def test_every_shard_agrees_with_the_whole_forward_and_backward(mode, kind, spec):
     mesh = mesh_of(mode)
     with jax.set_mesh(mesh):
         found = jax.jit(gradient(kind()))(*placed(mesh, (X, spec), (SCALE, P(*spec[1:]))))
@@ -133,7 +133,7 @@ STACKED = {"vmap": ((3,), ()), "vmap of the last axis, and of both": ((3,), (3,)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, kind):
+def test_shards_agree_with_the_whole_under_every_transformation(name, kind):
     lead = STACKED.get(name, ((), ()))
     x, scale = (jnp.broadcast_to(array, (*more, *array.shape)) for array, more in zip((X, SCALE), lead, strict=True))
     spec = P(*[None] * len(lead[0]), ("a", "b"))
@@ -143,7 +143,7 @@ def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, k
     close(found, TRANSFORMED[name](plain)(x, scale))
 
 
-def test_part_has_the_key_of_the_call_that_one_would_write_inside_shard_map():
+def test_a_shard_has_the_key_of_the_call_inside_shard_map():
     kernel, mesh = Numbered(), mesh_of()
 
     def by_hand(x, scale):
@@ -176,7 +176,7 @@ def test_part_of_another_axis_alone_is_a_call_as_any_other():
     assert part.key == call.key
 
 
-def test_what_is_known_of_a_part_may_be_static():
+def test_static_arguments_of_a_shard_are_supported():
     seen = []
 
     def part_arguments(part, x, scale, **options):
@@ -204,7 +204,7 @@ def test_what_is_known_of_a_part_may_be_static():
         (lambda part, x, scale: ((x, scale), 1 / 0), "part_arguments raised ZeroDivisionError"),
     ],
 )
-def test_hook_that_is_wrong_is_an_error_of_the_kernel_that_says_how(hook, says):
+def test_a_wrong_hook_is_a_kernel_error_with_the_reason(hook, says):
     with pytest.raises(TypeError, match=f"numbered: {says}"):
         jax.jit(Numbered(part_arguments=hook))(*placed(mesh_of(), (X, P("a")), (SCALE, P())))
 

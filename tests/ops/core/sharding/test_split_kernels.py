@@ -179,7 +179,7 @@ def test_configuration_that_a_caller_insists_on_runs_on_every_device():
     assert ((4, 16), (16, 8), 2) in kernel.seen
 
 
-def test_tuned_part_is_what_each_device_runs_then():
+def test_each_device_runs_the_tuned_configuration_of_its_shard():
     kernel = Product()
     arrays = placed((X, P("a")), (Y, P()))
     result = autotune(kernel, jax.ShapeDtypeStruct((4, 16), X.dtype), jax.ShapeDtypeStruct((16, 8), X.dtype))
@@ -215,7 +215,7 @@ def test_explanation_is_that_of_the_part():
     assert "each device computes the whole call" in str(default_executor().explain(Product(rule=None), X, Y))
 
 
-def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_compiled():
+def test_an_overlay_at_lowering_holds_at_compilation():
     kernel = Product()
     arrays = placed((X, P("a")), (Y, P()))
     key = default_executor().explain(kernel, X[:4], Y).key
@@ -227,7 +227,7 @@ def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_
     assert ((4, 16), (16, 8), 2) in kernel.seen
 
 
-def test_error_of_a_part_reaches_whoever_compiles():
+def test_an_error_of_a_shard_reaches_the_caller_of_compile():
     class Small(Product):
         def run(self, x, y, *, cfg):
             if x.shape[0] < 8:
@@ -280,7 +280,7 @@ def test_program_that_gspmd_partitions_keeps_the_whole_call_and_says_so():
     close(found, X @ Y)
 
 
-def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
+def test_a_mesh_with_absent_devices_keeps_the_whole_call_with_a_warning():
     kernel = Product(_name="product_m")
     mesh = jax.sharding.AbstractMesh((64,), ("a",), axis_types=(AxisType.Auto,))
     shapes = [jax.ShapeDtypeStruct((64, 64), X.dtype, sharding=NamedSharding(mesh, P("a"))) for _ in range(2)]
@@ -289,7 +289,7 @@ def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
     assert {seen[0] for seen in kernel.seen} == {(64, 64)}
 
 
-def test_a_mesh_of_another_platforms_devices_is_of_as_many_as_that_one_has(monkeypatch):
+def test_a_mesh_of_another_platform_counts_that_platforms_devices(monkeypatch):
     of = jax.devices
     arrays = placed((X, P("a")), (Y, P()))
     # As on a machine with one GPU, and a program for several devices of the CPU.
@@ -310,7 +310,7 @@ def test_function_under_tune_may_have_a_rule(rule):
     assert [inv.array_types[0].shape for inv in discover(tuned_product, *arrays)] == [(4, 16)]
 
 
-def test_rule_of_a_function_that_is_none_is_an_error():
+def test_an_invalid_rule_of_a_function_is_an_error():
     with pytest.raises(TypeError, match=r"sharding_rule must be .*, or a function that returns one, got 'm'"):
 
         @tune(space={"pieces": [1, 2]}, sharding_rule="m")
@@ -328,7 +328,7 @@ class OneArray(Product):
         return self.function(x)
 
 
-def test_number_may_be_the_sum_of_what_all_devices_have():
+def test_a_number_may_be_a_sum_over_all_devices():
     total = OneArray(("m n ->", "m n"), jnp.sum)
     close(jax.jit(total)(*placed((X, P("a", "b")))), X.sum())
     assert [inv.array_types[0].shape for inv in discover(total, *placed((X, P("a", "b"))))] == [(4, 4)]
@@ -405,7 +405,7 @@ def test_16_bit_gradients_are_added_up_beside_automatic_axes():
     np.testing.assert_allclose(found.astype(jnp.float32), function(x, weight).astype(jnp.float32), atol=0.1)
 
 
-def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_path):
+def test_the_text_of_a_program_with_split_calls_shows_the_shards_to_tune(tmp_path):
     text = tmp_path / "step.mlir"
     text.write_text(jax.jit(Product()).lower(*placed((X, P("a")), (Y, P()))).as_text())
     with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir are partitioned over devices"):
