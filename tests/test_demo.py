@@ -32,7 +32,7 @@ def demo(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", [None, 5.0])
-def test_plain_jax_and_ejkernel_train_alike(demo, cap):
+def test_plain_jax_and_ejkernel_train_equally(demo, cap):
     train = demo("train")
     model = train.Model(layers=1, width=32, heads=4, groups=2, batch=2, seq=96, longest=40, dtype=jnp.float32, cap=cap)
     losses = []
@@ -71,7 +71,7 @@ def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes():
         ((1.07, 0.8, 1.3), "This machine is too noisy to tell whether tuned is faster than plain (0.80 to 1.30)."),
     ],
 )
-def test_a_verdict_follows_from_the_interval_alone(ratio, words):
+def test_a_decision_depends_only_on_the_interval(ratio, words):
     median, low, high = ratio
     assert words == rounds.verdict("tuned", "plain", {"median": median, "low": low, "high": high})
 

@@ -354,7 +354,7 @@ def test_calls_run_under_the_profiler(page, executor, tmp_path):
 # --- Constructors that the documents' sources use ---
 
 
-def test_an_entry_and_a_result_are_made_of_their_parts():
+def test_an_entry_and_a_result_are_built_from_their_fields():
     entry = ops.Entry("matmul@v1", "0123456789abcdef", MyConfig())
     result = ops.AutotuningResult("cpu:some", (entry,))
     assert ("cpu:some", (entry,)) == (result.device, result.entries)

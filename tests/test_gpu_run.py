@@ -10,7 +10,7 @@ from benchmarks import gpu_run
 from benchmarks.gpu_run import Step
 
 
-def test_a_step_that_fails_is_told_of_and_the_next_begins(monkeypatch, tmp_path, capsys):
+def test_a_failing_step_is_reported_and_the_next_begins(monkeypatch, tmp_path, capsys):
     steps = {
         "first one": Step(("-c", "raise SystemExit('too bad')"), 1),
         "second": Step(("-c", "import os, sys; print(os.environ['SAID'], sys.argv[1])", "{out}"), 1, {"SAID": "yes"}),

@@ -47,7 +47,7 @@ def test_a_contender_out_of_memory_is_left_out_with_the_reason(example, monkeypa
     assert example.disagreement(result, 1e-4) is None
 
 
-def test_losses_that_disagree_are_told(example):
+def test_differing_losses_are_reported(example):
     result = {"ejkernel": {"losses": [1.0, 2.0]}, "ragged_dot": {"losses": [1.0, 2.1]}, "dense": {"losses": [5.0, 4.0]}}
     assert "losses disagree" in example.disagreement(result, 1e-2)
     assert example.disagreement(result, 1e-1) is None

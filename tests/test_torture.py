@@ -103,14 +103,14 @@ def test_the_same_seed_and_number_make_the_same_input(budget):
     assert budget(1, seed=1).random("a").random() != budget(1).random("a").random()
 
 
-def test_the_torture_finds_no_defect_without_a_planted_one(budget, tally):
+def test_the_torture_finds_nothing_without_a_planted_defect(budget, tally):
     fuzzing.damage(budget(20), tally)
     bombs.bombs(budget(100, only=("entry",), folder=budget(1).folder / "bombs"), tally)
     assert tally.findings == []
     assert tally.counts["entry"] > 40
 
 
-def test_without_atheris_it_is_said_that_nothing_was_guided(budget, tally, monkeypatch):
+def test_without_atheris_guided_fuzzing_is_reported_as_left_out(budget, tally, monkeypatch):
     monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
     fuzzing.guided(budget(1), tally)
     assert "atheris is not installed" in tally.left_out[0]
@@ -142,7 +142,7 @@ def test_the_torture_finds_a_read_that_waits_for_a_pipe(budget, tally, monkeypat
     assert ("hang", "a pipe as entry") in kinds(tally)
 
 
-def test_an_order_that_trusts_the_clock_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_order_that_trusts_the_clock(budget, tally, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.autotuner.store.measurements._after", lambda stamp: "20000101T000000")
     surroundings.clocks(budget(3), tally)
     assert ("wrong", "clock") in kinds(tally)
@@ -193,7 +193,7 @@ def test_the_torture_finds_a_command_that_removes_or_replaces_unjudged_files(tmp
     assert json.loads(done.stdout)["problems"][0].startswith("lost: ")
 
 
-def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_tracebacks_and_terminal_codes_of_a_command(budget, tally, monkeypatch):
     monkeypatch.setattr(commands, "main", lambda words: 1 // (len(words) - 2))
     commands.commands(budget(40), tally)
     assert kinds(tally) == {("uncaught", "command line")}
@@ -287,7 +287,7 @@ def totals():
     return json.loads((ROOT / "benchmarks/results/torture.json").read_text())["totals"]
 
 
-def test_each_guarantee_stands_beside_the_figures_of_its_part():
+def test_each_guarantee_has_the_figures_of_its_part():
     found = rows("docs/guarantees.md")
     assert {name.strip("`") for _, name, *_ in found} == set(program.PARTS)
     for _, name, tried, *kinds in found:
@@ -301,7 +301,7 @@ def shown(counts):
     return {"inputs": sum(counts.values())} if "entry" in counts else counts
 
 
-def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
+def test_each_kind_of_content_has_its_number_of_attempts(tmp_path):
     for kind, *figures in rows("SECURITY.md"):
         parts = ("damage", "mutation", "guided", "bombs")
         counts = [totals()[part]["counts"].get(kind.strip("`"), 0) for part in parts]

@@ -356,7 +356,7 @@ def test_nothing_is_removed_through_a_link(folder, tmp_path, capsys, words):
     assert (other / "missed").is_symlink()
 
 
-def test_verify_tells_of_links(folder, tmp_path, capsys):
+def test_verify_reports_links(folder, tmp_path, capsys):
     (folder / "linked").symlink_to(tmp_path)
     status, out, _ = run(capsys, "verify", cache=folder)
     assert (status, "linked: it is a link, and links inside a cache are not followed" in out) == (1, True)

@@ -34,7 +34,7 @@ class Config:
 
 
 class Noisy(Kernel[Config, jax.Array]):
-    """Adds ones, in as many steps as it is told; its integers have no gradient, which would be compiled."""
+    """Adds 1, after a loop of `repeats`; integers have no gradient, so only the forward is compiled."""
 
     def run(self, x, *, cfg):
         if os.environ.get("COMPILING_IS_FORBIDDEN"):
@@ -155,7 +155,7 @@ def test_a_second_process_measures_a_bundle_without_compiling(folder):
     assert "--import" in err
 
 
-def test_several_devices_on_a_cpu_are_an_error_that_says_why(folder):
+def test_several_devices_on_a_cpu_are_an_error_with_the_reason(folder):
     status, out, err = run(folder, "tune", "prog:step", "--devices", "2")
     assert (status, out) == (1, "")
     assert "--devices 2 requires GPUs, got cpu:" in err

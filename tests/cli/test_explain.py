@@ -62,7 +62,7 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.parametrize("name", ["EJKERNEL_ON_MISS", "EJKERNEL_STALE", "EJKERNEL_OPS_STAMP"])
-def test_a_bad_variable_is_told_before_the_program_begins(folder, capsys, monkeypatch, name):
+def test_a_bad_variable_is_reported_before_the_program_begins(folder, capsys, monkeypatch, name):
     monkeypatch.setenv(name, "banana")
     status, out, err = run(capsys, "explain", "explained_program:step", "--cache", "cache")
     assert (status, out) == (1, "")

@@ -101,7 +101,7 @@ def test_an_invalid_line_is_an_error_with_its_number(tmp_path, plain_sum, line, 
         found(tmp_path, NORM % (8, ""), line)
 
 
-def test_a_mark_of_the_encoding_is_no_part_of_the_first_line(tmp_path):
+def test_a_byte_order_mark_is_skipped(tmp_path):
     assert len(found(tmp_path, "\ufeff" + NORM % (8, "")).calls) == 1
 
 

@@ -218,7 +218,7 @@ def test_a_better_concurrent_put_is_not_replaced(capsys, url, mine, theirs, monk
     assert rows(FolderPlace(mine)) == [12, 13, 99]
 
 
-def test_a_call_that_another_process_keeps_saving_is_left_alone(capsys, mine, theirs, monkeypatch):
+def test_a_call_constantly_saved_by_another_process_is_skipped(capsys, mine, theirs, monkeypatch):
     judge, speedups = exchange.judge, iter(range(100))
 
     def put_concurrently(ours, other):

@@ -36,7 +36,7 @@ class Config:
 
 
 class Product(Kernel[Config, jax.Array]):
-    """A product that takes longer the more repeats it is told, or is wrong, or fails."""
+    """A product that is slower with more repeats, wrong, or fails."""
 
     def run(self, a, b, *, cfg):
         if cfg.repeats < 0:
@@ -175,7 +175,7 @@ def test_the_result_is_json_on_request(program, capsys):
     assert {failure["status"] for failure in entries[0]["measured"]["failures"]} == {"wrong", "failed"}
 
 
-def test_verbose_tells_the_fate_of_every_candidate(program, capsys):
+def test_verbose_prints_the_status_of_every_candidate(program, capsys):
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--verbose")
     assert "RuntimeError: this candidate fails" in out
     assert re.search(r"repeats=\d +wrong .* result 0 differs from the reference", out)
@@ -412,7 +412,7 @@ OWN_LINES = {
 
 
 @pytest.mark.parametrize("case", OWN_LINES)
-def test_an_error_of_the_program_shows_its_own_lines_alone(program, capsys, case):
+def test_an_error_of_the_program_shows_only_its_own_lines(program, capsys, case):
     text, target, message = OWN_LINES[case]
     (program / "other.py").write_text(text)
     status, out, err = run(capsys, "tune", "--in-process", target)
@@ -471,7 +471,7 @@ def test_show_describes_the_arguments_of_a_call(program, capsys):
     assert "f32[128,128] x2" in out
 
 
-def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program, capsys):
+def test_show_log_prints_the_status_of_every_candidate_of_the_last_search(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     status, out, _ = run(capsys, "show", "--cache", "saved", "--log", "product.bwd")
@@ -496,7 +496,7 @@ def test_show_log_of_a_call_without_a_search_is_an_error(program, capsys):
     assert "'nothing'" in err
 
 
-def test_show_of_an_empty_folder_says_so_and_is_a_failure(tmp_path, capsys):
+def test_show_of_an_empty_folder_is_a_clear_failure(tmp_path, capsys):
     status, out, _ = run(capsys, "show", "--cache", str(tmp_path))
     assert status == 1
     assert "Nothing is saved" in out

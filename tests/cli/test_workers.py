@@ -101,7 +101,7 @@ def test_compiled_candidates_are_measured(tune, tmp_path):
     assert Path(tmp_path / "cache").exists()
 
 
-def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
+def test_a_kernel_that_cannot_be_sent_to_a_worker_fails_alone(tune):
     status, out, err = tune("waves:with_a_local_kernel")
     assert status == 0, err
     assert "local: not tuned, because its kernel cannot be sent to a worker process" in err

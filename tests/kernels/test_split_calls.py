@@ -147,7 +147,7 @@ def test_a_split_sequence_is_moved_to_examples_or_heads(batch):
 @pytest.mark.parametrize(
     ("spec", "says"), [(P(None, "model"), "axis 1 of query"), (P("data", None, None, "model"), "axis 3 of query")]
 )
-def test_explicit_axis_that_cannot_be_split_is_an_error_that_says_what_to_do(spec, says):
+def test_an_indivisible_explicit_axis_is_an_error_with_the_fix(spec, says):
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"flash_attention: {says}.*jax\.sharding\.reshard"):
         jax.jit(attention)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
@@ -259,7 +259,7 @@ def test_a_grouped_product_is_split_by_columns_and_by_the_summed_dimension(axis,
 
 
 @pytest.mark.parametrize(("axis", "mode"), [("columns", "auto"), ("inner", "auto"), ("columns", "explicit")])
-def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode):
+def test_a_grouped_product_with_an_activation_is_split_only_by_columns(axis, mode):
     function, arrays = activated()
     spec = P(None, None, "model") if axis == "columns" else P(None, "model")
     specs = [P(None, "model") if axis == "inner" else P(), spec, P(), spec, P()]

@@ -101,9 +101,9 @@ def test_second_derivatives(transform):
         fwd=FwdParams(q_blocksize=4, kv_blocksize=3), bwd=BwdParams(q_blocksize=3, kv_blocksize=4)
     )
     ours = functools.partial(flash_attention, causal=True, cfg=cfg)
-    truth = functools.partial(reference, scale=2**-0.5, right=0)
+    plain = functools.partial(reference, scale=2**-0.5, right=0)
     found = jax.jit(transform(lambda q: total(ours)(q, key, value)))(query)
-    assert_same(jax.jit(jax.hessian(lambda q: total(truth)(q, key, value)))(query), found)
+    assert_same(jax.jit(jax.hessian(lambda q: total(plain)(q, key, value)))(query), found)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

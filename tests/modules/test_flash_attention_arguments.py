@@ -180,7 +180,7 @@ def test_a_rate_of_weights_is_dropped_and_neighbours_do_not_know_of_each_other()
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
 
 
-def test_a_part_of_the_mask_is_that_part():
+def test_a_slice_of_the_mask_equals_that_slice():
     rules = Rules(scale=1.0, dropout_rate=0.5)
     words, rows = jax.random.key_data(KEY), jnp.arange(6)
     whole = kept(words, rows, jnp.arange(40), jnp.arange(50), rules)
@@ -314,7 +314,7 @@ def test_a_wrong_argument_is_named(changes, words):
         flash_attention(**{"query": QUERY, "key": KEYS, "value": VALUE} | changes)
 
 
-def test_a_named_implementation_that_does_not_know_an_argument_says_so():
+def test_a_named_implementation_without_an_argument_gives_the_reason():
     call = functools.partial(flash_attention, implementation="cudnn", dropout_rate=0.5, dropout_key=KEY)
     with pytest.raises(UnsupportedError, match="dropout_rate: not available with implementation='cudnn'; use 'xla'"):
         jax.eval_shape(call, *make(2, dtype="bfloat16"))

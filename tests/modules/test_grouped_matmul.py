@@ -122,7 +122,7 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         XlaParams(block_rows=0)
 
 
-def test_types_in_the_place_of_arrays_are_told():
+def test_types_in_place_of_arrays_are_reported():
     with pytest.raises(
         ArgumentError,
         match=r"grouped_matmul: an argument is a type without values, float32\[20, 8\]; .* jax.eval_shape",
@@ -219,7 +219,7 @@ def test_second_derivatives_of_the_sums_are_those_of_a_loop_over_groups():
     assert_equal(*(jax.jit(jax.hessian(loss_of(product), (0, 1)))(LHS, DOUT) for product in (plain, ours)))
 
 
-def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
+def test_a_batch_equals_its_examples_one_by_one_even_if_only_sizes_are_batched():
     sizes = jnp.array([[3, 0, 9, 4], [20, 0, 0, 0], [1, 1, 1, 1]])
     found = jax.vmap(jax.grad(lambda lhs, sizes: grouped_matmul(lhs, RHS, sizes).sum()), (None, 0))(LHS, sizes)
     for own, of_example in zip(sizes, found, strict=True):
@@ -262,7 +262,7 @@ def test_sizes_may_be_integers_of_any_width(dtype):
     by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
 
 
-def test_whole_rows_by_xla_are_right_too():
+def test_whole_rows_in_xla_are_correct():
     """Imitate the kernel on TPUs: correct everywhere if the input has no NaN."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
     np.testing.assert_allclose(out, plainly(LHS, RHS), atol=1e-5)
@@ -385,7 +385,7 @@ def test_sizes_to_measure_with_add_up(rows, groups, seed):
         assert sizes.sum() == rows
 
 
-def test_sizes_to_measure_with_are_balanced_skewed_or_of_some_groups_alone():
+def test_example_sizes_are_balanced_skewed_or_partly_empty():
     drawn = example_sizes(8000, 100, np.random.default_rng(0))
     assert set(drawn["balanced"]) == {80}
     assert max(drawn["zipf"]) > 10 * np.median(drawn["zipf"])

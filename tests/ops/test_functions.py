@@ -104,7 +104,7 @@ def test_an_untuned_call_runs_with_the_defaults():
 
 
 @pytest.mark.parametrize("call", [shown, lambda **kw: int(jax.jit(lambda x: shows(x, **kw))(X))], ids=["eager", "jit"])
-def test_a_call_that_gives_everything_overrides_for_itself_alone(call):
+def test_a_call_with_all_tunable_arguments_overrides_only_itself(call):
     assert call(rows=4, cols=3) == 403  # 3 is not a value of the space
     assert call() == 208
 
@@ -228,7 +228,7 @@ def test_given_arguments_narrow_a_config_space():
         {"space": lambda inv: []},
     ],
 )
-def test_where_nothing_is_left_the_heuristic_is_the_only_candidate(options):
+def test_the_heuristic_is_the_only_candidate_if_all_others_fail(options):
     kernel = made(lambda x, *, rows=7, cols=8: x, name="none", **options)
     assert [config["rows"] for config in listed(kernel, X)][:1] == [7]
 
@@ -551,7 +551,7 @@ def test_example_inputs_are_positional_arguments_or_all_of_them():
         assert kwargs == {}
 
 
-def test_keeping_residuals_is_said_to_the_decorator():
+def test_the_decorator_takes_keeps_residuals():
     assert made(rows_only, name="keeps", keeps_residuals=True).keeps_residuals
     assert not made(rows_only, name="keeps_not").keeps_residuals
 

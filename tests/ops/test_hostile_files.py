@@ -332,7 +332,7 @@ def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
             assert any(MARKED in text for text in printed)
 
 
-def test_markup_is_shown_as_it_is(capsys):
+def test_markup_is_shown_unchanged(capsys):
     with made() as files:
         files.cache.put(INV.key, {"a": MARKED}, call={"kwargs": {"b": MARKED}})
         assert main(["show", "--cache", str(files.cache.path)]) == 0

@@ -202,7 +202,7 @@ def test_wrong_arguments_of_tune_are_errors_with_the_function_and_the_argument(o
         tune(tuned(**{"space": {"n": [1, 2]}, **options}))
 
 
-def test_a_static_argument_without_a_name_is_said_with_the_kernel_and_the_argument():
+def test_a_static_argument_without_a_name_is_an_error_with_the_kernel_and_the_argument():
     inv = Invocation(kernel=Apply("apply"), args=(X,), kwargs={"f": lambda x: x})
     with pytest.raises(UnstableKeyError, match=r"^apply: f: <function .* has no name .* pass a number"):
         assert inv.call_key

@@ -268,7 +268,7 @@ def test_an_implementation_for_another_platform_is_lowered_for_it_only(named):
             wanted(EVEN)
 
 
-def test_residuals_that_only_another_platforms_implementation_leaves_are_an_error_that_says_so():
+def test_residuals_of_another_platforms_implementation_are_a_clear_error():
     class Leaves(Local):
         residuals = "the argument"
 
@@ -445,7 +445,7 @@ def test_a_substitute_backward_must_take_the_residuals():
         jax.grad(lambda x: WithPrivate()(x, cfg=cfg).sum())(ODD)
 
 
-def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
+def test_another_implementation_computes_a_missing_gradient():
     class Forward(Fast):
         name = "forward"
         backward = Implementation.backward

@@ -193,7 +193,7 @@ def test_a_module_has_no_names_but_its_own(path):
 
 
 @pytest.mark.slow
-def test_import_leaves_the_environment_alone():
+def test_import_does_not_change_the_environment():
     in_a_fresh_process("import os; before = dict(os.environ); import ejkernel.ops; assert before == dict(os.environ)")
 
 

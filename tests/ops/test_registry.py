@@ -35,7 +35,7 @@ def test_a_call_is_kept_by_device_operation_and_key(kernel):
     assert get_invocations() == expected
 
 
-def test_one_device_has_its_part(kernel):
+def test_one_device_has_its_shard(kernel):
     record_invocation(kernel, Invocation(kernel=kernel, args=(X,)))
     assert get_invocations(ops.device_fingerprint()) == get_invocations()[ops.device_fingerprint()]
 
@@ -107,7 +107,7 @@ def test_a_block_records_an_eager_call_that_has_run_before(kernel):
     assert [inv.op_id for inv in seen] == ["Double"]
 
 
-def test_each_block_records_anew(kernel):
+def test_each_block_records_separately(kernel):
     counts = []
     for _ in range(2):
         with recording() as seen:

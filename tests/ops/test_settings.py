@@ -46,7 +46,7 @@ def test_all_variables_are_tested_here():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_bad_variable_is_an_error_where_it_is_asked_for_and_nowhere_else(name):
+def test_a_bad_variable_is_an_error_only_when_it_is_read(name):
     env = {name: "s3://banana,,"}
     for field in FIELDS[name]:
         with pytest.raises(ConfigError, match=f"{name} must .*banana"):
@@ -148,7 +148,7 @@ def test_a_cache_folder_in_an_unknown_home_is_an_error():
         _ = Settings({"EJKERNEL_CACHE_DIR": "~no-such-user/x"}).cache_dir
 
 
-def test_current_settings_are_read_anew(monkeypatch):
+def test_current_settings_are_read_again(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
     before = settings.current().on_miss
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "0")
@@ -201,7 +201,7 @@ def test_a_worker_leaves_unknown_variables_to_its_parent(monkeypatch, untold):
     settings.current()
 
 
-def test_other_programs_variables_are_no_concern_of_ours(monkeypatch, untold):
+def test_variables_of_other_programs_are_ignored(monkeypatch, untold):
     monkeypatch.setenv("EASYDEL_EJKERNEL", "1")
     settings.current()
 

@@ -81,7 +81,7 @@ def test_check_kernel_finds_a_partly_wrong_kernel_by(name):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_kernel_that_looks_alike_passes(name):
+def test_a_similar_correct_kernel_passes(name):
     report = report_on(name, without=["tangents", "vmap", "platforms", "key", "pickle", "export", "split"])
     assert report.ok, str(report)
 

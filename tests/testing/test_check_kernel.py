@@ -78,7 +78,7 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_found_where_it_is_wrong(name):
+def test_check_kernel_locates_the_error_of_a_wrong_kernel(name):
     checks, without = WRONG[name]
     assert failed(make(name), x, w, without=without) == checks
 
@@ -248,7 +248,7 @@ def test_paired_implementation_takes_the_backward_of_another(monkeypatch):
         paired(LayerNorm(), "xla", backward="pallas")
 
 
-def test_a_sample_of_a_large_space_is_said():
+def test_the_report_mentions_a_sample_of_a_large_space():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
     assert "the heuristic and 24 of about 100 configurations, at random" in str(report)

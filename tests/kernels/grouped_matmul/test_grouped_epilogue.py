@@ -95,13 +95,13 @@ def test_some_of_the_groups_give_zeros_in_rows_of_the_others(mosaic):
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, which multiplies for the interpreter
 def test_nothing_of_one_group_reaches_another(mosaic):
-    sizes, foreign = (70, 43, 60, 127), slice(70, 113)
+    sizes, other_rows = (70, 43, 60, 127), slice(70, 113)
     given = operands(gate=True, row_scale=True)
     run = simulated(mosaic, given, ProductParams(**SMALL), activation="silu")
-    poisoned = {name: given[name].at[foreign].set(jnp.nan) for name in ("lhs", "row_scale")}
+    poisoned = {name: given[name].at[other_rows].set(jnp.nan) for name in ("lhs", "row_scale")}
     poisoned["gate"] = given["gate"].at[1].set(jnp.inf)
     found = np.asarray(run(sizes, given | poisoned)[0], np.float32)
-    assert np.isnan(found[foreign]).all()
+    assert np.isnan(found[other_rows]).all()
     expected = by_numpy.product(sizes=sizes, activation="silu", **given)
     others = np.r_[:70, 113:300]
     by_numpy.assert_near(expected[others], found[others])

@@ -126,17 +126,17 @@ def test_groups_out_of_range_are_empty(mosaic, first, there):
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_nothing_of_one_group_reaches_another(mosaic):
     """Rows and matrices of one group are NaN, and its neighbours begin and end in the middle of a step."""
-    sizes, foreign = (70, 43, 60, 127), slice(70, 113)
+    sizes, other_rows = (70, 43, 60, 127), slice(70, 113)
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL))
-    found = np.asarray(run(sizes, lhs.at[foreign].set(jnp.nan), rhs.at[1].set(jnp.nan)), np.float32)
-    assert np.isnan(found[foreign]).all()
+    found = np.asarray(run(sizes, lhs.at[other_rows].set(jnp.nan), rhs.at[1].set(jnp.nan)), np.float32)
+    assert np.isnan(found[other_rows]).all()
     by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes)[113:], found[113:])
     by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes)[:70], found[:70])
 
     dout = by_numpy.normal(by_numpy.ROWS, N, seed=2)
     sums = simulated(mosaic, grouped_matmul_wgrad, (lhs, dout), WgradParams(**SMALL))
-    found = np.asarray(sums(sizes, lhs.at[foreign].set(jnp.nan), dout.at[foreign].set(jnp.inf)))
+    found = np.asarray(sums(sizes, lhs.at[other_rows].set(jnp.nan), dout.at[other_rows].set(jnp.inf)))
     others = np.array([0, 2, 3])
     by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[others], found[others])
 
@@ -282,7 +282,7 @@ def test_a_call_that_it_runs_has_no_reason(monkeypatch):
         ({"block_n": 256, "stages": 2, "rows": 256}, "256 accumulator registers"),
     ],
 )
-def test_parameters_that_do_not_fit_are_told_before_they_are_tried(changes, words):
+def test_unsupported_parameters_are_reported_before_compiling(changes, words):
     changes = dict(changes)
     rows = changes.pop("rows", 128)
     assert words in MosaicGpu().params_fault(CALL, ProductParams(**changes, block_m=rows))

@@ -179,7 +179,7 @@ def test_rows_are_split_beside_experts_split_by_hand():
     assert [x.shape for x in parts[0].array_types] == [(32, K), (2, K, K), (GROUPS,), ()]
 
 
-def test_part_of_the_rows_alone_is_a_call_as_any_other():
+def test_a_shard_of_the_rows_is_an_ordinary_call():
     mesh = mesh_of("auto")
     (part,) = discover(grouped_matmul, *placed(ARRAYS, [P("model"), P(), P()], mesh))
     (plain,) = discover(grouped_matmul, LHS[:16], RHS, SIZES)
@@ -214,7 +214,7 @@ def test_experts_that_do_not_divide_are_split_as_far_as_they_do_and_columns_beyo
     assert part.array_types[1].shape == expected[groups]
 
 
-def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_which_to_move():
+def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_with_the_fix():
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"axis 0 of rhs, .* over 'model', .*reshard"):
         jax.jit(grouped_matmul)(*placed(ARRAYS, SPLITS[CONTENDED[0]], mesh))
@@ -222,7 +222,7 @@ def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_wh
 
 @pytest.mark.parametrize("some", [{}, {"first_group": jnp.int32(3)}], ids=["all groups", "some of them"])
 @pytest.mark.parametrize("kernel", [GroupedMatmul(), GroupedMatmulWgrad()], ids=lambda kernel: kernel.name)
-def test_rules_and_parts_stand_the_check_of_kernels(kernel, some):
+def test_rules_and_shards_pass_check_kernel(kernel, some):
     is_product = kernel.name == "grouped_matmul"
     other = (RHS[4:] if some else RHS) if is_product else LHS[:, ::2]
     options = some | ({"groups": 4} if some and not is_product else {})

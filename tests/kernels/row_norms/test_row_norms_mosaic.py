@@ -27,7 +27,7 @@ OPERATIONS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The kernels run in the interpreter, with races told, by two blocks of threads that have several rows each."""
+    """Run the kernels in the interpreter with race detection: two thread blocks, each with several rows."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
@@ -161,7 +161,7 @@ def test_up_to_sixteen_short_rows_are_taken_at_once_as_registers_allow():
         ("layer_norm", 256, True, 0, 0),
     ],
 )
-def test_short_rows_are_left_to_xla_where_it_is_as_fast(name, dim, residual, forward, backward):
+def test_short_rows_use_xla_where_it_is_as_fast(name, dim, residual, forward, backward):
     operation = OPERATIONS[name]
     found = operation.implementations["mosaic_gpu"]
     call = operation.describe(*arguments(operation, 1 << 10, dim, residual=residual))
@@ -251,5 +251,5 @@ def test_they_are_lowered_within_shard_map_and_under_strict_settings():
 def test_a_heuristic_fills_the_device_with_thread_blocks(dim, params):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), rows=8192, dim=dim, backward=True)
-    guess = operation.implementations["mosaic_gpu"].heuristic(call)
-    assert params == (guess.block_rows, guess.stages, guess.occupancy)
+    heuristic = operation.implementations["mosaic_gpu"].heuristic(call)
+    assert params == (heuristic.block_rows, heuristic.stages, heuristic.occupancy)

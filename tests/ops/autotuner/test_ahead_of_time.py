@@ -46,7 +46,7 @@ def test_a_program_is_for_the_first_device():
 
 
 @pytest.mark.parametrize("offset", [1.0, 2.0])
-def test_constants_are_part_of_a_program_and_tell_it_from_others(offset):
+def test_programs_with_different_constants_differ(offset):
     constant = np.arange(1000, dtype=np.float32) + offset
     x = np.ones(1000, np.float32)
     program = made(lambda x: x + jnp.asarray(constant), x)

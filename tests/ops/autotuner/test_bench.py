@@ -93,7 +93,7 @@ def test_candidates_with_equal_programs_share_one_measurement(monkeypatch):
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
-def test_a_candidate_finishes_with_the_fate_that_it_has_in_the_end():
+def test_a_candidate_finishes_with_its_final_status():
     last = {}
     _, candidates = prepared(Sum("sum"), [1, 11, 21, 31, 2], finished=lambda c: last.update({c.config: c.status}))
     assert last == {c.config: c.status for c in candidates}
@@ -246,7 +246,7 @@ def compiled_elsewhere(spills, loaded, order=()):
     return compile_elsewhere
 
 
-def fates(candidates):
+def statuses(candidates):
     return {candidate.config: candidate.status for candidate in candidates}
 
 
@@ -254,7 +254,7 @@ def test_a_spilling_candidate_is_not_loaded_if_another_is_right():
     loaded = []
     spills = {1: 0, 2: 511, 3: 512, 4: None}
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, loaded))
-    assert fates(candidates) == {1: "ready", 2: "ready", 3: "pruned", 4: "ready"}
+    assert statuses(candidates) == {1: "ready", 2: "ready", 3: "pruned", 4: "ready"}
     assert sorted(loaded) == [1, 2, 4]
 
 
@@ -270,7 +270,7 @@ def test_the_baseline_runs_even_if_it_spills_or_has_a_twin(first):
     order = [first, 12 - first, 2]
     elsewhere = compiled_elsewhere(spills, [], order)
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=elsewhere, width=3)
-    assert fates(candidates) == {1: "ready", 11: "same", 2: "ready"}
+    assert statuses(candidates) == {1: "ready", 11: "same", 2: "ready"}
     assert candidates[1].twin is candidates[0]
 
 
@@ -281,7 +281,7 @@ def test_candidates_measured_before_are_not_pruned():
     candidates[1].take_over(known)
     assert candidates[1].outcome() == known
     there.prepare(candidates[1:])
-    assert fates(candidates) == {1: "ready", 2: "ready"}
+    assert statuses(candidates) == {1: "ready", 2: "ready"}
 
 
 def test_a_held_back_candidate_that_fails_to_load_fails_alone():
@@ -293,5 +293,5 @@ def test_a_held_back_candidate_that_fails_to_load_fails_alone():
         return (Damaged if choice.config == 2 else Remote)(choice.config, str(choice.config), 900, [])
 
     _, candidates = prepared(Sum("sum"), [1, 2], compile_elsewhere=compile_elsewhere)
-    assert fates(candidates) == {1: "ready", 2: "failed"}
+    assert statuses(candidates) == {1: "ready", 2: "failed"}
     assert candidates[1].reason == "ValueError: damaged"

@@ -81,7 +81,7 @@ def tune(kernel, call, *args, isolate=False):
     return Autotuner().tune(inv, kernel, compiled=call, policy=AutotunePolicy(isolate=isolate))
 
 
-def fates(outcomes):
+def statuses(outcomes):
     return {outcome.config: outcome.status for outcome in outcomes}
 
 
@@ -92,9 +92,9 @@ def outcomes_of(call):
 # --- making one ---
 
 
-def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_path):
+def test_the_heuristic_comes_first_and_every_candidate_has_a_status(twice, tmp_path):
     call = bundle(twice, tmp_path)
-    assert list(fates(outcomes_of(call)).items()) == [
+    assert list(statuses(outcomes_of(call)).items()) == [
         (2, "ready"),
         (1, "ready"),
         (3, "ready"),
@@ -125,7 +125,7 @@ def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
 
 def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
     call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
-    assert fates(outcomes_of(call))[faulty_kernels.Fault("wrong gradient")] == "ready"  # the identity, as it is
+    assert statuses(outcomes_of(call))[faulty_kernels.Fault("wrong gradient")] == "ready"  # the identity, as it is
     assert call.reference is not None
 
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_bundle(twice, tmp_path, m
 def test_an_executor_compiles(twice, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="cluster") as executor:
         call = bundle(twice, tmp_path, executor=executor)
-    assert fates(outcomes_of(call)) == fates(outcomes_of(bundle(twice, tmp_path / "other")))
+    assert statuses(outcomes_of(call)) == statuses(outcomes_of(bundle(twice, tmp_path / "other")))
 
 
 def test_candidates_of_a_broken_executor_are_left(twice, tmp_path):
@@ -165,7 +165,7 @@ def test_candidates_of_a_broken_executor_are_left(twice, tmp_path):
             raise concurrent.futures.BrokenExecutor("some process ended")
 
     call = bundle(twice, tmp_path, executor=Broken())
-    assert set(fates(outcomes_of(call)).values()) == {"left"}
+    assert set(statuses(outcomes_of(call)).values()) == {"left"}
     assert tune(twice, call).config == 3
 
 
@@ -324,7 +324,7 @@ def test_a_program_that_differs_from_its_row_is_compiled_here(twice, tmp_path, d
         (call,) = read_bundle(tmp_path / "bundle")
     data = tune(twice, call)
     assert data.config == 3
-    assert fates(data.outcomes)[4] == "wrong"
+    assert statuses(data.outcomes)[4] == "wrong"
     assert set(twice.traced) == ({4, 5, 1} if damage is swap else {4, 5})
 
 
@@ -344,7 +344,7 @@ def test_only_left_candidates_are_traced_and_compiled_again(twice, tmp_path):
     data = tune(twice, call)
     assert twice.traced == [5]
     assert data.config == 3
-    assert fates(data.outcomes) == {
+    assert statuses(data.outcomes) == {
         2: "measured", 1: "measured", 3: "measured", 30: "same", 4: "wrong", 5: "measured", -1: "failed",
     }  # fmt: skip
     assert {outcome.config: outcome.reason for outcome in data.outcomes}[-1] == "ValueError: it raises"
@@ -371,7 +371,7 @@ def test_a_damaged_program_file_is_a_failed_candidate(twice, tmp_path):
     programs[1].code.path.write_bytes(b"no machine code")
     data = tune(twice, call)
     assert data.config == 2
-    assert {config: status for config, status in fates(data.outcomes).items() if config in (1, 3)} == {
+    assert {config: status for config, status in statuses(data.outcomes).items() if config in (1, 3)} == {
         1: "failed",
         3: "failed",
     }

@@ -115,7 +115,7 @@ def together(kernel, lengths, weights=None, **options):
     return Autotuner().tune(first, kernel, weight=weight, others=shared, **options)
 
 
-def fates(tuned):
+def statuses(tuned):
     return {outcome.config: (str(outcome.status), outcome.reason) for outcome in tuned.outcomes}
 
 
@@ -124,7 +124,7 @@ def fates(tuned):
 
 @given(st.lists(st.tuples(st.floats(1e-9, 1e3), st.floats(0.01, 10)), min_size=1, max_size=6), st.floats(0.1, 10))
 @settings(max_examples=50)
-def test_the_mean_lies_between_the_values_and_grows_with_them_as_one(pairs, factor):
+def test_the_mean_lies_between_the_values_and_scales_with_them(pairs, factor):
     mean = geometric_mean(pairs)
     values = [value for value, _ in pairs]
     assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
@@ -176,7 +176,7 @@ def test_every_round_samples_each_candidate_on_each_case():
                 assert mean == pytest.approx(math.sqrt(own[0] * own[1]))
 
 
-def test_one_that_fails_on_a_case_is_out_and_the_error_says_on_which():
+def test_a_candidate_that_fails_on_one_case_is_out_and_the_error_names_the_case():
     failed = {}
     functions = [OnEach((runner(None, "few"), runner(fault, "many"))) for fault in (None, ValueError("boom"))]
     good, bad = interleaved(functions, rounds=2, on_error=failed.__setitem__)
@@ -203,7 +203,7 @@ def test_a_candidate_wrong_on_one_draw_is_out_and_the_reason_names_the_draw(time
     times({n: {"few": 1.0 / n, "many": 1.0 / n} for n in (1, 2, 3)})
     tuned = on_draws(Scaled(faults={(3, 300): 50.0}))
     assert tuned.config == 2
-    status, reason = fates(tuned)[3]
+    status, reason = statuses(tuned)[3]
     assert status == "wrong"
     assert reason.startswith("on many: result 0 differs from the reference")
 
@@ -310,7 +310,7 @@ def test_the_winner_is_the_best_over_all_calls_by_their_weights(times, weights, 
 def test_a_configuration_unsupported_by_one_call_is_refused_with_the_reason(times):
     times({n: {SHORT: 1.0, LONG: 1.0} for n in (2, 4, 8, 3)})
     tuned = together(Plain("plain"), (16, 48))
-    assert fates(tuned)[3] == ("failed", "is not in config_space of f32[16]")
+    assert statuses(tuned)[3] == ("failed", "is not in config_space of f32[16]")
 
 
 @SEVERAL
@@ -325,7 +325,7 @@ def test_why_not_overrides_the_spaces(times):
     times({n: {SHORT: 1.0 / n, LONG: 1.0 / n} for n in (2, 4, 8, 3)})
     tuned = together(Choosy("choosy"), (16, 48))
     assert tuned.config == 8
-    assert fates(tuned)[3] == ("failed", "does not run for f32[48]: it is odd.")
+    assert statuses(tuned)[3] == ("failed", "does not run for f32[48]: it is odd.")
 
 
 @SEVERAL
@@ -353,7 +353,7 @@ def test_a_search_of_a_large_space_learns_of_refused_proposals():
     assert tuned.config["tile"] <= 30
 
 
-def test_where_no_configuration_runs_for_all_calls_it_is_an_error_that_says_why():
+def test_no_configuration_for_all_calls_is_an_error_with_the_reason():
     class Apart(Plain):
         def heuristic_cfg(self, inv):
             return 2 if inv.args[0].shape[0] == 16 else 3

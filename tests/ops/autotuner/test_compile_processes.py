@@ -59,7 +59,7 @@ def platforms_and_caching():
 TIMEOUT = AdaptiveTimeout(first=600.0, least=600.0)
 
 
-def fates(data):
+def statuses(data):
     return {outcome.config: outcome.status for outcome in data.outcomes}
 
 
@@ -93,15 +93,15 @@ def test_processes_and_threads_compile_the_same_program(monkeypatch):
         data = Autotuner().tune(inv, failing_on_device, policy=AutotunePolicy(compile_processes=count))
         assert data.config == BEST
         # which of the others leads, and is confirmed by its gradient, depends on their times
-        found[count] = {c: fate for c, fate in fates(data).items() if c.kind != "wrong gradient"}, set(traced)
+        found[count] = {c: status for c, status in statuses(data).items() if c.kind != "wrong gradient"}, set(traced)
     assert found[0][0] == found[1][0]
     assert {"raise", "nan", "wrong", "terabyte"} <= found[0][1]
     assert not {"raise", "nan", "wrong", "terabyte"} & found[1][1]
 
 
-def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone():
+def test_a_candidate_that_ends_its_compiling_process_fails_alone():
     data = tune([Fault("abort while tracing", says="LLVM ERROR: no such register\n"), Fault("wrong"), BEST])
-    assert list(fates(data).values()) == ["measured", "failed", "wrong", "measured"]
+    assert list(statuses(data).values()) == ["measured", "failed", "wrong", "measured"]
     assert data.outcomes[1].reason == "the worker was killed by SIGABRT while compiling: LLVM ERROR: no such register"
     assert data.config == BEST
 
@@ -203,7 +203,7 @@ def test_a_crash_costs_one_candidate_and_its_output_is_the_reason(capfd):
     assert compile_with(pool).code == b"code"
 
 
-def test_a_compilation_that_never_ends_is_given_up():
+def test_an_endless_compilation_is_abandoned():
     pool, (hanging, _) = pool_of([0.5, PROGRAM], [PROGRAM])
     with pytest.raises(GivenUpError, match=r"no sign of life for 0.5 s while compiling \(allowed: 0.3 s\)"):
         compile_with(pool, allowed=0.3)
@@ -264,7 +264,7 @@ def spills(count, repeats=1):
 
 def test_a_spilling_candidate_does_not_run_if_another_spills_little():
     data = tune([spills(1892), spills(20, repeats=2), spills(512, repeats=3)])
-    assert list(fates(data).values()) == ["measured", "pruned", "measured", "pruned"]
+    assert list(statuses(data).values()) == ["measured", "pruned", "measured", "pruned"]
     assert data.outcomes[1].reason == "it spills 1892 bytes of registers per thread, much more than others"
     assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 20, 512]
     assert data.config == spills(20, repeats=2)
@@ -272,13 +272,13 @@ def test_a_spilling_candidate_does_not_run_if_another_spills_little():
 
 def test_a_heuristic_that_spills_is_measured_all_the_same():
     data = tune([spills(900, repeats=3), BEST], spilling)
-    assert list(fates(data).values()) == ["measured", "pruned", "measured"]
+    assert list(statuses(data).values()) == ["measured", "pruned", "measured"]
     assert data.speedup > 1
 
 
 def test_spilling_candidates_are_measured_if_all_correct_ones_spill():
     data = tune([Fault("wrong", says=spill(0)), spills(900)], spilling)
-    assert list(fates(data).values()) == ["measured", "wrong", "measured"]
+    assert list(statuses(data).values()) == ["measured", "wrong", "measured"]
     assert data.config == spills(900)
 
 
@@ -291,7 +291,7 @@ def test_spilling_candidates_from_a_bundle_are_pruned_too(tmp_path):
     )
     call = dataclasses.replace(call, candidates=(call.candidates[0], edited))
     data = Autotuner().tune(inv, plain, policy=AutotunePolicy(), compiled=call)
-    assert list(fates(data).values()) == ["measured", "pruned"]
+    assert list(statuses(data).values()) == ["measured", "pruned"]
 
 
 # --- the end; the shared process is closed ---

@@ -54,7 +54,7 @@ def test_results_come_as_jobs_end_and_not_in_their_order():
     assert found == [(1, "second"), (0, True)]
 
 
-def test_a_job_that_never_ends_is_given_up_and_the_rest_goes_on():
+def test_an_endless_job_is_abandoned_and_the_rest_continues():
     never = threading.Event()
     jobs = [never.wait, lambda: "after it"]
     found = results(jobs, width=1, timeout=AdaptiveTimeout(first=0.2, least=LONG))
@@ -120,7 +120,7 @@ def test_a_process_has_one_thread_a_core_at_least():
 # --- the timeout ---
 
 
-def test_patience_is_long_until_something_is_known():
+def test_the_timeout_is_long_without_earlier_times():
     assert AdaptiveTimeout(first=300.0, least=30.0).seconds == 300.0
 
 
@@ -140,7 +140,7 @@ def test_where_little_time_is_left_half_of_it_is_allowed_but_never_less_than_oth
     assert [timeout.within(left) for left in (100.0, 20.0, 5.0, 0.0)] == [30.0, 10.0, 4.0, 4.0]
 
 
-def test_a_job_that_never_ends_is_given_up_sooner_where_little_time_is_left():
+def test_an_endless_job_is_abandoned_sooner_near_the_deadline():
     never = threading.Event()
     timeout = AdaptiveTimeout(first=LONG, least=LONG)
     timeout.note(0.01)
@@ -150,7 +150,7 @@ def test_a_job_that_never_ends_is_given_up_sooner_where_little_time_is_left():
     assert found[1].result == "after it"
 
 
-def test_patience_learns_from_jobs_that_end_well_alone():
+def test_the_timeout_learns_only_from_successful_jobs():
     ticks = iter(range(1000))
     timeout = AdaptiveTimeout(first=1e6, least=0.0, factor=2.0)
     results([lambda: 1, raising(ValueError())], width=1, timeout=timeout, clock=lambda: float(next(ticks)))

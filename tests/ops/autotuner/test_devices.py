@@ -73,7 +73,7 @@ def ctrl_c(monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch):
+def test_each_device_has_a_worker_that_sees_only_it(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     together = threading.Barrier(2)  # so that no worker does it all
 
@@ -109,13 +109,13 @@ def test_without_any_device_nothing_is_done(in_memory):
         spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
 
 
-def ask_until(worker_is_told, begun, started):
-    """Ask a worker that answers once it was told something."""
+def ask_until(awaited, begun, started):
+    """Ask a worker that answers after a certain instruction."""
     worker = started[-1]
 
     def wait():
         begun.set()
-        if worker_is_told not in worker.told:
+        if awaited not in worker.instructions:
             worker.script.append(wait)
 
     worker.script.append(wait)

@@ -51,7 +51,7 @@ FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, chec
 THERE = Location("elsewhere", 7)
 
 
-class Told(concurrent.futures.Executor):
+class Scripted(concurrent.futures.Executor):
     """Each task is carried out by the next of some functions of its assignment, which return an outcome, or raise."""
 
     def __init__(self, *workers):
@@ -96,7 +96,7 @@ def refuse(assignment):
 
 
 def tuned_by(*workers, calls=(CALL,), **options):
-    executor = Told(*workers)
+    executor = Scripted(*workers)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
     return tune_together(chain, [[SharedCall(inv=inv)] for inv in calls], **options), chain, executor
 
@@ -128,7 +128,7 @@ def test_calls_are_sent_side_by_side_and_come_back_in_order():
 
 
 def test_tasks_bound_to_this_process_run_here():
-    executor = Told(find)
+    executor = Scripted(find)
     chain = ConfigSelectorChain(policy=AutotunePolicy(devices=3))
     with policy_override(executor=executor, budget_s=9.0):
         tune_invocations(chain, [CALL])
@@ -176,7 +176,7 @@ def test_a_candidate_with_earlier_times_is_out_after_three_lost_workers():
     ]
 
 
-class Garbling(Told):
+class Garbling(Scripted):
     """Its first answers are no messages."""
 
     def __init__(self, *workers):
@@ -199,7 +199,7 @@ def test_garbage_of_an_executor_is_a_lost_worker():
     assert sum(isinstance(event, WorkerRestarted) for event in events) == 4
 
 
-def test_a_task_that_loses_twenty_workers_is_given_up():
+def test_a_task_is_abandoned_after_twenty_lost_workers():
     with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
     assert len(result) == 0
@@ -242,7 +242,7 @@ def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
         tuned_by(find, calls=[call])
 
 
-class Closing(Told):
+class Closing(Scripted):
     """Cancels its first task before it begins, and accepts no more."""
 
     def submit(self, function, sent):
@@ -287,7 +287,7 @@ def test_tasks_that_have_not_begun_are_cancelled():
 def test_running_tasks_return_the_best_so_far_which_is_kept():
     wishes = []
 
-    class Asked(Told):
+    class Asked(Scripted):
         def submit(self, function, sent):
             assignment, future = unpickled(sent).args[0], concurrent.futures.Future()
             say(assignment)
@@ -315,7 +315,7 @@ def test_running_tasks_return_the_best_so_far_which_is_kept():
 def test_an_answer_that_has_arrived_is_not_abandoned():
     slot = WorkerSlot(Worker)
     slot.cancellation.request()
-    executor = Told(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
+    executor = Scripted(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])

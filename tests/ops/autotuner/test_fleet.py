@@ -87,7 +87,7 @@ def test_messages_arrive_once_and_in_order(line):
     assert list(line.heard()) == []
 
 
-def test_half_a_message_is_heard_when_it_is_whole(line):
+def test_half_a_message_waits_for_the_rest(line):
     line.say(b"whole")
     said = line.folder / "said"
     data = said.read_bytes()
@@ -97,7 +97,7 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
     assert list(line.heard()) == [b"whole"]
 
 
-def test_a_wish_holds_until_a_stronger_one_comes(line):
+def test_a_request_holds_until_a_stronger_one(line):
     assert line.instruction() == Instruction.GO_ON
     line.tell(Instruction.END)
     assert line.instruction() == Instruction.END

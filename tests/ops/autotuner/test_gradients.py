@@ -194,7 +194,7 @@ def test_an_array_for_a_whole_tree_is_a_wrong_answer():
         gradients(f, x, w, None, None)
 
 
-def test_none_stands_for_the_zero_gradient_of_an_array_or_of_a_whole_tree():
+def test_none_means_a_zero_gradient_of_an_array_or_a_whole_tree():
     class Nothing(Project):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             return None, None, None

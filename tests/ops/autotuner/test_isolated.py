@@ -43,7 +43,7 @@ def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
     return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
 
 
-def fates(data):
+def statuses(data):
     return {outcome.config.kind: (outcome.status, outcome.reason) for outcome in data.outcomes[1:]}
 
 
@@ -51,12 +51,12 @@ def fates(data):
 
 
 @pytest.mark.smoke
-def test_a_candidate_that_ends_its_process_costs_itself_alone():
+def test_a_candidate_that_ends_its_process_fails_alone():
     events = []
     with on_event(events.append):
         data = tune(faulty_kernels.crashing, width=4)  # compiled side by side, and after a crash one by one
     assert data.config == BEST
-    found = fates(data)
+    found = statuses(data)
     assert found["abort"] == ("crashed", "the worker was killed by SIGABRT while running")
     assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
     assert found["abort while tracing"][0] == "crashed"
@@ -69,12 +69,12 @@ def test_in_this_process_a_hanging_candidate_is_abandoned_and_the_search_continu
     with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*kind=never.* cannot be ended in this"):
         data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
     assert data.heuristic.status == "measured"
-    assert fates(data)["never"][0] == "skipped"
+    assert statuses(data)["never"][0] == "skipped"
 
 
 def test_files_closed_by_a_candidate_stay_open_for_others():
     data = tune(faulty_kernels.closing, width=4)
-    found = fates(data)
+    found = statuses(data)
     assert found.pop("close all")[0] == "crashed"  # with the pipe to the parent
     assert {status for status, _ in found.values()} <= {"measured", "same"}
     assert data.heuristic.status == "measured"
@@ -87,7 +87,7 @@ def test_a_candidate_that_fails_or_is_wrong_is_an_outcome():
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert data.checked == ("outputs", "gradients")
-    found = fates(data)
+    found = statuses(data)
     assert found["raise"] == ("failed", "ValueError: it raises")
     assert found["nan"][0] == "wrong"
     assert found["wrong"][0] == "wrong"
@@ -103,8 +103,8 @@ def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
-    assert fates(data)["wrong gradient"][0] == "wrong"
-    assert fates(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
+    assert statuses(data)["wrong gradient"][0] == "wrong"
+    assert statuses(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
 
 
 def test_failed_candidates_leave_no_arrays():
@@ -148,7 +148,7 @@ def test_any_exception_of_a_candidate_fails_only_that_candidate(isolate):
     data = tune(faulty_kernels.raising, isolate=isolate, width=2)
     assert data.config == BEST
     assert not data.interrupted
-    assert {kind: reason for kind, (_, reason) in fates(data).items()} == {
+    assert {kind: reason for kind, (_, reason) in statuses(data).items()} == {
         "raise": "ValueError: it raises",
         "interrupt": "KeyboardInterrupt: no message",
         "quit": "SystemExit: 3",

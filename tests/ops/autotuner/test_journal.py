@@ -76,7 +76,7 @@ def test_only_a_candidate_running_alone_is_blamed(what, accused, crashed, suspec
     assert (search.crashed(), search.suspects()) == (crashed, suspects)
 
 
-def test_the_heuristic_is_out_when_it_was_alone_under_way_twice():
+def test_the_heuristic_is_out_after_crashing_alone_twice():
     search = Search()
     for _ in range(2):
         search.journal.attribute_crash("it ended", "running", [HEURISTIC])

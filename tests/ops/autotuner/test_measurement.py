@@ -214,7 +214,7 @@ def device(monkeypatch):
     return setup
 
 
-def test_a_device_that_tells_is_believed(clock, device):
+def test_a_device_with_a_working_timer_is_used(clock, device):
     device(99)
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=2)
     assert [(m.samples, m.method) for m in got] == [((2.0,) * 2, "device"), ((4.0,) * 2, "device")]
@@ -229,7 +229,7 @@ def test_a_device_that_does_not_tell_of_all_is_not_asked(clock, device, most, ca
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 7])
-def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(clock, device, most, caplog):
+def test_without_device_times_all_are_measured_again_by_the_wall_clock(clock, device, most, caplog):
     device(most)
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3)
     assert [(m.samples, m.method) for m in got] == [((1.0,) * 3, "wall"), ((2.0,) * 3, "wall")]
@@ -251,7 +251,7 @@ def test_failed_functions_stay_out_when_measuring_starts_again(clock, device):
 # --- processor time ---
 
 
-def test_where_others_disturb_the_clock_samples_are_of_processor_time(clock, monkeypatch):
+def test_on_a_busy_machine_samples_are_cpu_time(clock, monkeypatch):
     spent = itertools.count(0.0, 0.5)  # the CPU seconds of the only thread: half a second between two reads
     monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
     held_up = itertools.cycle([0.5, 4.0])

@@ -184,7 +184,7 @@ def told_of(**more):
 @pytest.mark.parametrize(
     "flags", [{}, {"undecided": True}, {"interrupted": True}, {"rule_fault": "rule_fault: the gradient of x differs"}]
 )
-def test_a_log_tells_why_a_search_came_out_so(flags):
+def test_a_log_has_the_reason_for_the_result(flags):
     data = told_of(**flags)
     stored = loaded(dump(data, {}))
     assert stored.challenge.data() == data.challenge.data()
@@ -269,7 +269,7 @@ def test_configurations_with_different_fields_are_written_whole():
     assert [o.config for o in found.outcomes] == [{"a": 1}, {"b": [2]}]
 
 
-def test_a_search_lies_beside_the_entry_and_is_no_entry(store, cache, folder):
+def test_a_search_is_a_file_beside_the_entry_but_not_an_entry(store, cache, folder):
     inv = call()
     cache.put(inv.key, Tile(1))
     store.save(searched(inv, {Tile(1): 2.0}))
@@ -481,7 +481,7 @@ def test_records_come_from_the_nearest_call_first(store):
     ],
     ids=["static argument", "dtype", "operation", "rank", "precision"],
 )
-def test_calls_that_differ_in_more_than_dimensions_are_not_alike(store, other):
+def test_calls_that_differ_in_more_than_dimensions_are_not_similar(store, other):
     store.save(searched(other, {Tile(1): 1.0}))
     assert store.records(call()) == []
 

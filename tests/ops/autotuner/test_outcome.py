@@ -81,7 +81,7 @@ def test_a_result_prints_a_table_of_speed_ups():
     assert lines[3].split() == ["other@v0", "0" * 16, "rows=5", "-", "-", "-", "-"]
 
 
-def test_a_result_that_kept_the_heuristic_says_so():
+def test_a_result_shows_a_kept_heuristic():
     tuned = search(measured(1, 20), measured(2, 30), winner=0)
     text = str(AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, {"rows": 1}),), (tuned,)))
     assert text.splitlines()[0] == "1 configuration for gpu:h200"

@@ -102,7 +102,7 @@ def test_on_a_quiet_machine_the_clock_decides_not_cpu_time():
     assert judge(works, waits).judged_by == "clock"
 
 
-def test_where_others_disturb_the_clock_the_work_decides():
+def test_on_a_busy_machine_cpu_time_decides():
     fast, slow = calls(1.0, NOISE), calls(1.5, NOISE[::-1])
     won, lost = judge(fast, slow), judge(slow, fast)
     assert (won.wins, won.settled, won.judged_by) == (True, True, "processor")
@@ -110,7 +110,7 @@ def test_where_others_disturb_the_clock_the_work_decides():
     assert (lost.wins, lost.settled, lost.judged_by) == (False, True, "processor")
 
 
-def test_without_the_work_a_disturbed_clock_settles_nothing():
+def test_without_cpu_time_a_disturbed_clock_decides_nothing():
     fast, slow = ([Sample(s.seconds) for s in samples] for samples in (calls(1.0, NOISE), calls(1.5, NOISE[::-1])))
     assert not judge(fast, slow).settled
     assert not judge(slow, fast).settled
@@ -121,7 +121,7 @@ def test_threads_that_share_the_work_otherwise_settle_nothing():
     assert not judge(parallel, serial).settled
 
 
-def test_a_clock_that_says_the_opposite_settles_nothing():
+def test_a_contradicting_clock_decides_nothing():
     idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
     verdict = judge(idle, busy)
     assert (verdict.wins, verdict.settled) == (False, False)

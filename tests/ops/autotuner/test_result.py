@@ -106,7 +106,7 @@ def test_a_result_ends_with_an_error(result, run):
     assert run() == 1
 
 
-def test_a_result_holds_in_its_thread_alone(result, run):
+def test_a_result_holds_only_in_its_thread(result, run):
     seen = []
     with result:
         thread = threading.Thread(target=lambda: seen.append(run()))
@@ -181,7 +181,7 @@ def test_results_of_different_devices_cannot_be_merged():
         _ = result_of() | result_of(device="gpu:other")
 
 
-def test_a_result_is_merged_with_results_alone():
+def test_a_result_is_merged_only_with_results():
     with pytest.raises(TypeError):
         _ = result_of() | {}
 

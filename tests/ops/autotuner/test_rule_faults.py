@@ -58,7 +58,7 @@ def test_a_rule_wrong_under_every_configuration_is_reported(name):
     assert json.loads(json.dumps(data.summary_data()))["rule_fault"] == data.rule_fault
 
 
-def test_where_the_outputs_alone_are_validated_no_rule_is_looked_at(monkeypatch):
+def test_rules_are_not_checked_if_only_outputs_are_validated(monkeypatch):
     class Wrong(wrong_kernels.GradientOfOneArgument):
         def config_space(self, inv):
             return [1, 2]
@@ -111,7 +111,7 @@ def test_a_completely_wrong_backward_names_the_argument():
     ],
     ids=lambda value: getattr(value, "op_id", ""),
 )
-def test_nothing_is_said_of_a_right_kernel(kernel, args):
+def test_a_correct_kernel_is_not_reported(kernel, args):
     assert tune(kernel, *args).rule_fault == ""
 
 
@@ -156,7 +156,7 @@ def test_an_array_by_keyword_is_no_reason_to_leave_a_rule_unchecked():
         Autotuner().tune(inv, inv.kernel)
 
 
-def test_the_warning_may_be_silenced_alone():
+def test_the_warning_may_be_silenced_separately():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GradientWarning)
         assert tune(wrong_kernels.GradientOfOneArgument()).rule_fault

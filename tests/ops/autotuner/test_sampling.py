@@ -265,7 +265,7 @@ def held_up(*stretches, work=1.0):
         ([], False),
     ],
 )
-def test_the_clock_is_disturbed_where_it_and_the_work_part(noted, disturbed):
+def test_the_clock_counts_as_disturbed_if_it_differs_from_the_work(noted, disturbed):
     assert is_disturbed(noted) is disturbed
 
 

@@ -19,7 +19,7 @@ def _as_in_a_shell():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_comes_when_it_is_looked_for():
+def test_ctrl_c_is_raised_when_polled():
     with interrupts_held_back() as held:
         signal.raise_signal(signal.SIGINT)
         assert len(held) == 1
@@ -27,7 +27,7 @@ def test_ctrl_c_comes_when_it_is_looked_for():
             held.pop()()
 
 
-def test_one_that_nobody_looked_for_comes_at_the_end():
+def test_an_unpolled_ctrl_c_is_raised_at_the_end():
     holding = interrupts_held_back()
     holding.__enter__()
     signal.raise_signal(signal.SIGINT)

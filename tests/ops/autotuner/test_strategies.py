@@ -215,10 +215,10 @@ def test_records_outside_the_space_are_ignored():
 
 
 def test_an_unrequested_configuration_may_be_reported():
-    told = {"block_q": 64, "block_kv": 64, "warps": 4, "order": "row"}
+    reported = {"block_q": 64, "block_kv": 64, "warps": 4, "order": "row"}
     searcher = ModelSearch(TILES)
-    searcher.tell(told, seconds(told))
-    assert told not in [config for config, _ in search(searcher, evaluations=40)]
+    searcher.tell(reported, seconds(reported))
+    assert reported not in [config for config, _ in search(searcher, evaluations=40)]
 
 
 def test_the_time_of_a_configuration_outside_the_space_is_taken_note_of():
@@ -235,7 +235,7 @@ def test_an_invalid_time_is_a_failure(time):
     assert {None} == set(searcher.times.values())
 
 
-def test_configurations_may_be_told_in_another_order_and_more_than_once():
+def test_configurations_may_be_reported_in_another_order_and_more_than_once():
     searcher = ModelSearch(TILES)
     for _ in range(6):
         configs = searcher.ask(4)

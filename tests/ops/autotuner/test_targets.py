@@ -98,13 +98,13 @@ def test_compiling_for_a_gpu_without_the_plugin_names_the_package_to_install(tmp
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")
 def test_programs_are_compiled_for_an_absent_gpu(tmp_path):
     (call,) = compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
-    fates = {compiled.outcome.config: compiled.outcome for compiled in call.candidates}
-    assert {config: outcome.status for config, outcome in fates.items()} == {
+    statuses = {compiled.outcome.config: compiled.outcome for compiled in call.candidates}
+    assert {config: outcome.status for config, outcome in statuses.items()} == {
         "xla": "ready",
         "mosaic": "ready",
         "product": "left",
     }
-    assert fates["product"].reason.startswith("XLA tunes some of its operations on the device")
+    assert statuses["product"].reason.startswith("XLA tunes some of its operations on the device")
     programs = dict(call.programs)
     assert {config: (p.inputs, p.outputs, p.mosaic) for config, p in programs.items()} == {
         "xla": (1, 1, False),

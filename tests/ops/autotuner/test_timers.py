@@ -116,7 +116,7 @@ def test_a_thread_that_works_is_the_busiest():
 # --- CUPTI ---
 
 
-def test_cupti_tells_the_seconds_of_one_call(monkeypatch):
+def test_cupti_measures_the_seconds_of_one_call(monkeypatch):
     monkeypatch.setattr(compat, "cupti_seconds", lambda work: work() and 6.0)
     assert cupti_sample(lambda: 1, 3) == 2.0
 
@@ -130,7 +130,7 @@ def test_silent_cupti_is_an_error(monkeypatch):
 # --- the profiler ---
 
 
-def test_a_trace_tells_the_time_of_programs_alone():
+def test_a_trace_has_only_the_time_of_programs():
     trace = [
         plane("/host:CPU", XLA_Modules=[9e9]),
         plane("/device:TPU:0", Steps=[8e9], XLA_Modules=[1e9, 2e9], XLA_Ops=[5e8, 5e8]),
@@ -146,11 +146,11 @@ def test_the_busiest_device_counts():
 @pytest.mark.parametrize(
     "trace", [[], [plane("/host:CPU", XLA_Modules=[1e9])], [plane("/device:TPU:0", Steps=[1e9])]], ids=len
 )
-def test_a_trace_without_programs_tells_nothing(trace):
+def test_a_trace_without_programs_has_no_time(trace):
     assert device_seconds(trace) is None
 
 
-def test_the_profiler_tells_the_seconds_of_one_call(monkeypatch):
+def test_the_profiler_measures_the_seconds_of_one_call(monkeypatch):
     calls = []
 
     def profiled(work):
@@ -162,7 +162,7 @@ def test_the_profiler_tells_the_seconds_of_one_call(monkeypatch):
     assert len(calls) == 4
 
 
-def test_a_trace_is_taken_and_read_even_where_no_device_tells():
+def test_a_trace_works_even_without_device_times():
     function, x = jax.jit(jnp.sin), jnp.ones(3)
     assert all(isinstance(found.name, str) for found in compat.profiled_planes(lambda: function(x)))
     with pytest.raises(TimerError, match="no events on a line 'XLA Modules'"):

@@ -49,7 +49,7 @@ def keys_in(chain):
     return [entry[0] for entry in chain.cache.items()]
 
 
-def fates(tuned):
+def statuses(tuned):
     return {outcome.config: (outcome.status, outcome.reason) for outcome in tuned.outcomes}
 
 
@@ -175,8 +175,8 @@ def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
     race({1: 2.0, 3: 1.0})
     tuned = tune(Searched(faults={2: function}))
     assert tuned.config == 3
-    assert fates(tuned)[2][0] == status
-    assert reason in fates(tuned)[2][1]
+    assert statuses(tuned)[2][0] == status
+    assert reason in statuses(tuned)[2][1]
 
 
 def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     tuned = tune(Searched(faults={2: jnp.cos}))
-    assert fates(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
+    assert statuses(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
 
 
 def test_the_heuristic_may_fail(race):
@@ -203,7 +203,7 @@ def test_the_heuristic_may_fail(race):
     assert (tuned.config, tuned.speedup, tuned.heuristic.status) == (3, None, "failed")
 
 
-def test_a_heuristic_that_stands_for_a_reference_must_work():
+def test_a_heuristic_used_as_reference_must_work():
     with pytest.raises(TuningError, match="the heuristic, used as reference, failed: NotImplementedError"):
         tune(Searched(faults={1: fails_at_lowering}))
 
@@ -211,9 +211,9 @@ def test_a_heuristic_that_stands_for_a_reference_must_work():
 def test_a_reference_must_work():
     class Referenced(Searched):
         def reference(self, x):
-            raise ValueError("no truth")
+            raise ValueError("no reference")
 
-    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no truth"):
+    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no reference"):
         tune(Referenced())
 
 
@@ -227,7 +227,7 @@ def test_a_search_without_survivors_is_an_error_with_the_reasons_and_how_often_e
         tune(Referenced(faults={3: fails_at_lowering}))
 
 
-def test_wrong_results_are_not_looked_for_where_the_policy_says_so(race):
+def test_the_policy_can_disable_validation(race):
     race({1: 2.0, 2: 1.0, 3: 3.0})
     tuned = tune(Searched(faults={2: lambda x: x * 9}), policy=AutotunePolicy(validate=False))
     assert tuned.config == 2
@@ -255,7 +255,7 @@ def test_an_error_without_a_text_has_a_reason(race):
         raise KeyError
 
     race({1: 1.0, 3: 1.0})
-    assert fates(tune(Searched(faults={2: silent})))[2][1] == "KeyError: no message"
+    assert statuses(tune(Searched(faults={2: silent})))[2][1] == "KeyError: no message"
 
 
 class Unspeakable(Exception):
@@ -291,8 +291,8 @@ def test_any_exception_while_tracing_fails_only_that_candidate(race, error, reas
 
     race({1: 2.0, 3: 1.0})
     tuned = tune(Searched(faults={2: raising}))
-    assert fates(tuned)[2][0] == "failed"
-    assert fates(tuned)[2][1].startswith(reason)
+    assert statuses(tuned)[2][0] == "failed"
+    assert statuses(tuned)[2][1].startswith(reason)
     assert tuned.config == 3
 
 
@@ -326,7 +326,7 @@ def test_a_spent_budget_skips_the_remaining_candidates(race):
     race({1: 2.0, 2: 1.0})
     tuned = tune_until(finished=2)
     assert tuned.config == 2
-    assert fates(tuned)[3] == ("skipped", "the budget was spent before its turn")
+    assert statuses(tuned)[3] == ("skipped", "the budget was spent before its turn")
 
 
 def test_a_spent_budget_still_measures_the_heuristic(race):
@@ -368,7 +368,7 @@ def test_candidates_with_equal_programs_are_measured_once(race):
     race({1: 2.0, 2: 1.0, 3: 1.0})
     tuned = tune(Same("same"))
     assert tuned.config == 1
-    assert fates(tuned)[2] == ("same", "the same program as 1")
+    assert statuses(tuned)[2] == ("same", "the same program as 1")
 
 
 def races_one_after_the_other(monkeypatch, *races):
@@ -443,7 +443,7 @@ def test_the_data_summary_and_event_show_an_undecided_search(race):
     assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
 
 
-def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
+def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
     tuned = tune(Searched())
     assert (tuned.challenge.challenger, tuned.challenge.came_out, tuned.challenge.is_confirmation) == (

@@ -400,7 +400,7 @@ def test_a_decision_of_another_form_is_an_error(ranks, kernel, x):
         ranks[1].run(kernel, x)
 
 
-def test_a_configuration_that_does_not_run_where_it_is_read_is_an_error(ranks, x, monkeypatch):
+def test_a_configuration_that_does_not_run_on_this_device_is_an_error(ranks, x, monkeypatch):
     typed = Typed("typed")
     ranks[0].chain.cache.put(key_of(typed, x), Config(12))
     ranks[0].run(typed, x)
@@ -458,7 +458,7 @@ def test_a_service_that_does_not_answer_is_not_waited_for_long(monkeypatch):
         CoordinationStore(Client({})).get("key")
 
 
-def test_without_a_service_each_process_chooses_and_says_so(ranks, kernel, x, monkeypatch):
+def test_without_a_service_each_process_chooses_with_a_warning(ranks, kernel, x, monkeypatch):
     def missing():
         raise LookupError("jax.distributed.initialize() was not called")
 
@@ -525,7 +525,7 @@ def test_the_processes_of_known_devices_are_part_of_a_calls_name(kernel, x):
     assert agreement.call_name(dataclasses.replace(inv, span=compat.Span(0))).endswith(", any devices")
 
 
-def test_a_mesh_that_stands_for_any_devices_tells_how_many_alone(ranks):
+def test_an_abstract_mesh_has_only_a_number_of_devices(ranks):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stands_for_others",))
     context = types.SimpleNamespace(mesh=mesh)
     assert processes.span_of_context(context, partitioned=False) is None

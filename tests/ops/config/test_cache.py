@@ -112,7 +112,7 @@ class Listener:
         (lambda cache: cache.clear(), 1),
     ],
 )
-def test_a_listener_hears_of_answers_that_no_longer_hold(cache, change, calls):
+def test_a_listener_is_notified_of_invalid_answers(cache, change, calls):
     cache.put(KEY, Tile())
     listener = Listener()
     cache.subscribe(listener.called)
@@ -208,7 +208,7 @@ def key(kernel):
     return Invocation(kernel=kernel, args=(X,)).key
 
 
-def test_an_overlay_wins_inside_its_block_alone(run, key):
+def test_an_overlay_wins_only_inside_its_block(run, key):
     seen = [run()]
     with overlay_cache({key: 5}):
         seen.append(run())
@@ -291,7 +291,7 @@ def test_a_program_traced_inside_and_lowered_outside_has_the_inside(kernel, key)
     assert traced.lower().compile()(X)[0] == 5
 
 
-def test_an_overlay_holds_in_its_thread_alone(run, key):
+def test_an_overlay_holds_only_in_its_thread(run, key):
     seen = []
     with overlay_cache({key: 5}):
         thread = threading.Thread(target=lambda: seen.append(run()))

@@ -41,7 +41,7 @@ def test_constraints_on_the_last_axis_are_sampled(whole):
 
 
 @pytest.mark.slow
-def test_a_sample_of_such_a_space_depends_on_the_generator_alone(whole):
+def test_a_sample_of_such_a_space_depends_only_on_the_generator(whole):
     one = whole.sample_points(np.random.default_rng(1), 20)
     whole.sample_points(np.random.default_rng(2), 20)
     assert one == whole.sample_points(np.random.default_rng(1), 20)
@@ -70,7 +70,7 @@ def test_a_configuration_is_found_in_a_space_without_going_through_it():
 
 
 @pytest.mark.slow
-def test_the_size_of_such_a_space_is_an_estimate_and_says_so(whole):
+def test_the_size_of_such_a_space_is_marked_as_an_estimate(whole):
     assert not whole.exact
     assert whole.points() is None
     assert 1 <= whole.size <= 5**12
@@ -121,7 +121,7 @@ def test_ends_of_a_walk_that_lead_nowhere_are_not_walked():
     assert list(itertools.islice(space.walk(), 1)) == [(7, *[0] * 10, 7)]
 
 
-def test_a_walk_that_finds_nothing_for_long_says_so(monkeypatch):
+def test_a_long_walk_without_a_result_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(space_module, "_WALKED", 5000)
     space = ConfigSpace(TWELVE, constraints=WHOLE["high"])
     with pytest.raises(ConfigError, match=r"5000 consecutive assignments of ConfigSpace.* violate a constraint"):
@@ -213,7 +213,7 @@ def test_a_long_axis_is_gone_through_once():
 
 
 @pytest.mark.slow
-def test_a_range_is_not_gone_through_at_all():
+def test_a_range_is_not_iterated():
     axes = {"rows": range(1, 10**15), "columns": range(0, 10**15, 128), "down": range(10**15, 0, -1)}
     space = ConfigSpace(axes, constraints=lambda rows, columns: rows <= columns)
     assert space.point({"rows": 7, "columns": 1280, "down": 10**15 - 2}) == (6, 10, 2)
@@ -227,7 +227,7 @@ def test_a_range_is_not_gone_through_at_all():
 
 
 @pytest.mark.parametrize("value", [3.0, np.int64(3)])
-def test_a_number_is_found_in_a_range_and_a_tuple_alike(value):
+def test_a_number_is_found_in_ranges_and_tuples(value):
     assert ConfigSpace({"a": range(9)}).locate({"a": value}) == ConfigSpace({"a": list(range(9))}).locate({"a": value})
 
 
@@ -278,7 +278,7 @@ def test_thousands_of_axes_are_a_space():
         ([np.bool_(True), 1], 2),
     ],
 )
-def test_values_of_any_kind_are_told_apart_and_encoded(values, distinct):
+def test_values_of_any_kind_are_distinguished_and_encoded(values, distinct):
     space = ConfigSpace({"a": values, "b": [1]})
     assert len(space) == distinct
     assert [space.locate({"a": value, "b": 1}) for value in values] == [(i, 0) for i in range(distinct)]

@@ -96,7 +96,7 @@ def test_any_value_with_a_json_form_is_a_key(cache, key):
 
 
 @pytest.mark.parametrize("config", [{"a": [1, 2.5, None]}, [1, "b"], "text", 3, False])
-def test_plain_data_comes_back_as_it_is(cache, config):
+def test_plain_data_survives_a_round_trip(cache, config):
     cache.put(KEY, config)
     assert config == cache.get(KEY)
     assert cache.load(KEY).config_type == "json"
@@ -120,7 +120,7 @@ def test_a_missing_key_is_a_silent_miss(cache):
     assert cache.keys() == []
 
 
-def test_nothing_is_made_on_disk_before_the_first_put(cache):
+def test_no_file_is_created_before_the_first_put(cache):
     cache.get(KEY)
     assert not cache.path.exists()
 
@@ -464,7 +464,7 @@ def test_a_repaired_entry_is_read_again(cache):
     assert cache.get(KEY) == CFG
 
 
-def test_other_files_in_the_folder_are_left_alone(cache):
+def test_other_files_in_the_folder_are_ignored(cache):
     cache.put(KEY, CFG)
     only_file(cache).with_name("notes.txt").write_text("mine", encoding="utf-8")
     (cache.path / "README").write_text("mine", encoding="utf-8")
@@ -702,9 +702,9 @@ def test_a_missing_layer_is_one_warning_with_its_name(tmp_path, recwarn):
         cache = PersistentCache(tmp_path / "mine", layers=[*names, there.path], shipped=False)
         assert cache.get("gpu:some", "op@v0", "0123456789abcdef") == {"rows": 3}
         assert len(cache.keys()) == 1
-    told = [str(warning.message) for warning in recwarn]
-    assert len(told) == 3
-    assert all(any(f"there is no folder {name}, a layer read after" in text for text in told) for name in names)
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == 3
+    assert all(any(f"there is no folder {name}, a layer read after" in text for text in messages) for name in names)
 
 
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):

@@ -42,14 +42,14 @@ def test_a_budget_must_be_positive(seconds):
         AutotunePolicy(budget_s=seconds)
 
 
-def test_an_override_holds_inside_its_block_alone():
+def test_an_override_holds_only_inside_its_block():
     base, chain = AutotunePolicy(), object()
     with policy_override(autotune=True):
         inside = effective_policy(base, chain)
     assert (inside.autotune, effective_policy(base, chain)) == (True, base)
 
 
-def test_an_override_leaves_the_other_fields_alone():
+def test_an_override_keeps_the_other_fields():
     with policy_override(budget_s=3.0):
         assert effective_policy(AutotunePolicy(autotune=True), None) == AutotunePolicy(autotune=True, budget_s=3.0)
 
@@ -59,7 +59,7 @@ def test_the_innermost_override_wins():
         assert effective_policy(AutotunePolicy(), None).autotune is False
 
 
-def test_an_override_for_one_chain_leaves_others_alone():
+def test_an_override_for_one_chain_does_not_affect_others():
     one, other = ConfigSelectorChain(), ConfigSelectorChain()
     with policy_override(one, autotune=True):
         assert [effective_policy(chain.policy, chain).autotune for chain in (one, other)] == [True, False]
@@ -97,7 +97,7 @@ def test_an_override_ends_with_an_error():
     assert effective_policy(AutotunePolicy(), None).autotune is False
 
 
-def test_an_override_holds_in_its_thread_alone():
+def test_an_override_holds_only_in_its_thread():
     seen = []
     with policy_override(autotune=True):
         thread = threading.Thread(target=lambda: seen.append(effective_policy(AutotunePolicy(), None).autotune))

@@ -116,7 +116,7 @@ def test_a_shipped_configuration_that_cannot_run_is_skipped_and_explained(chain_
 
 
 @pytest.mark.parametrize("options", [{"shipped": False}, None])
-def test_a_chain_asks_only_if_its_cache_says_so(chain_with, inv, options):
+def test_a_chain_asks_only_if_its_cache_requires_it(chain_with, inv, options):
     chain = chain_with(inv.key.device, 8, **(options or {}))
     if options is None:
         chain = ConfigSelectorChain()

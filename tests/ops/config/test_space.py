@@ -209,7 +209,7 @@ def test_samples_meet_the_constraints_and_differ(made, seed, count):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_samples_depend_on_the_generator_alone(seed):
+def test_samples_depend_only_on_the_generator(seed):
     one, two = (large().sample(np.random.default_rng(seed), 20) for _ in range(2))
     assert one == two
 

@@ -193,7 +193,7 @@ def test_an_explicit_configuration_wins_over_a_chain_with_its_own_choose():
     assert Executor(Chooses())(ShowsConfig("shows"), X, cfg=2) == 2
 
 
-def test_a_chain_that_asks_super_hears_of_overlays_and_policies():
+def test_a_chain_that_calls_super_respects_overlays_and_policies():
     executor, kernel = Executor(Adds()), ShowsConfig("shows")
     with overlay_cache({Invocation(kernel=kernel, args=(X,)).key: 4}):
         assert executor(kernel, X) == 14

@@ -39,7 +39,7 @@ def test_a_chain_asks_only_known_tiers(inv):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_how_far_an_answer_holds(tier, provisional, passing, for_one_call, saved):
+def test_the_validity_of_an_answer_depends_on_its_tier(tier, provisional, passing, for_one_call, saved):
     found = (tier.is_provisional, tier.is_temporary, tier.is_for_one_call, tier.is_saved)
     assert found == (provisional, passing, for_one_call, saved)
 

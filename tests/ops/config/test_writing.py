@@ -162,7 +162,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 cache = PersistentCache(sys.argv[1], shipped=False)
 warnings.simplefilter("ignore")  # JAX has no threads yet that a fork could lose
 for round in range(25):
-    told, tell = os.pipe()
+    receive, tell = os.pipe()
     child = os.fork()
     if not child:
         for number in range(1000):
@@ -171,12 +171,12 @@ for round in range(25):
     os.close(tell)
     count = 1 + round % 9
     for _ in range(count):
-        assert os.read(told, 1)
+        assert os.read(receive, 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while os.read(told, 1):
+    while os.read(receive, 1):
         count += 1
-    os.close(told)
+    os.close(receive)
     for number in range(max(0, count - 7), count):
         found = cache.get("gpu", "op@v0", f"call{number % 7}")
         assert (found["round"], found["number"]) in ((round, number), (round, number + 7)), (round, number, found)

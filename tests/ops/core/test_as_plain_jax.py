@@ -134,13 +134,13 @@ class Printing(Kernel[int, Any]):
 
     ordered = False
 
-    def __init__(self, name, told, *, rule=False, ordered=False):
+    def __init__(self, name, reported, *, rule=False, ordered=False):
         super().__init__(name)
-        self.told, self.rule, self.ordered = told, rule, ordered
+        self.reported, self.rule, self.ordered = reported, rule, ordered
 
     def run(self, x, *, cfg):
         if not self.rule:
-            jax.debug.callback(lambda: self.told.append("run"), ordered=self.ordered)
+            jax.debug.callback(lambda: self.reported.append("run"), ordered=self.ordered)
         return x * x
 
     def heuristic_cfg(self, inv):
@@ -149,28 +149,28 @@ class Printing(Kernel[int, Any]):
 
 class PrintingRule(Printing):
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        jax.debug.callback(lambda: self.told.append("rule"), ordered=self.ordered)
+        jax.debug.callback(lambda: self.reported.append("rule"), ordered=self.ordered)
         return (2 * primals[0] * cotangents[0],)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "jit of grad", "jvp")])
 def test_an_effect_of_run_happens_once_also_under_differentiation(program, ordered):
-    told = []
-    kernel = Printing("printing", told, ordered=ordered)
+    reported = []
+    kernel = Printing("printing", reported, ordered=ordered)
     expected = program(lambda x: x * x)
     np.testing.assert_allclose(program(kernel), expected, rtol=1e-6)
     jax.effects_barrier()
-    assert told == ["run"]
+    assert reported == ["run"]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_equal_calls_of_a_program_each_have_their_effects(ordered):
-    told = []
-    kernel = Printing("printing", told, ordered=ordered)
+    reported = []
+    kernel = Printing("printing", reported, ordered=ordered)
     np.testing.assert_allclose(jax.jit(lambda x: kernel(kernel(kernel(x))))(X), X**8, rtol=1e-6)
     jax.effects_barrier()
-    assert told == ["run"] * 3
+    assert reported == ["run"] * 3
 
 
 class CountsTraces(Computes):
@@ -208,14 +208,14 @@ def test_run_is_traced_no_more_often_than_it_must_be(kernel, transform, traces):
 
 
 def test_an_effect_of_a_gradient_rule_happens_once():
-    told = []
-    kernel = PrintingRule("rule", told, rule=True)
+    reported = []
+    kernel = PrintingRule("rule", reported, rule=True)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(X), 2 * X)
     jax.effects_barrier()
-    assert told == ["rule"]
+    assert reported == ["rule"]
 
 
-def test_an_ordered_effect_in_a_gradient_rule_is_an_error_that_says_what_to_do():
+def test_an_ordered_effect_in_a_gradient_rule_is_an_error_with_the_fix():
     kernel = PrintingRule("rule", [], rule=True, ordered=True)
     with pytest.raises(GradientError, match=r"rule.bwd: the gradient rule has ordered effects .* make them unordered"):
         jax.jit(jax.grad(lambda x: kernel(x).sum()))(X)
@@ -245,12 +245,12 @@ MULTIPLIES = Computes("multiplies", lambda x, tree: x * jax.tree.leaves(tree)[0]
 @pytest.mark.parametrize("disguise", [Parameter, Bare])
 @pytest.mark.parametrize("hold", [lambda p: p, lambda p: [p], lambda p: {"p": (p, 1)}], ids=["bare", "list", "dict"])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "vmap")])
-def test_an_object_that_stands_for_an_array_is_one(program, hold, disguise):
+def test_an_array_like_object_is_an_array(program, hold, disguise):
     got = program(lambda x: MULTIPLIES(x, hold(disguise(x))))
     np.testing.assert_allclose(got, program(lambda x: x * x * x), rtol=1e-6)
 
 
-def test_an_object_that_stands_for_an_array_may_change():
+def test_an_array_like_object_may_change():
     parameter = Parameter(X)
     np.testing.assert_array_equal(TRIPLE(parameter), 3 * X)
     parameter.value = 2 * X
@@ -295,8 +295,8 @@ def test_a_method_is_tuned_and_explained_as_the_call_that_it_is():
     found = autotune(layer.apply, X, num_warmup=0, num_iters=1)
     assert found in ({"rows": 1}, {"rows": 3})
     assert found == default_executor().choose_config(Layer.apply, layer, X)
-    told = default_executor().explain(layer.apply, X)
-    assert told.resolution.source == "autotune"
+    reported = default_executor().explain(layer.apply, X)
+    assert reported.resolution.source == "autotune"
     assert default_executor().explain(method, X).resolution.source == "heuristic"  # another object's is another call
     np.testing.assert_array_equal(layer.apply(X), 2 * X * X)
 

@@ -229,7 +229,7 @@ def test_a_label_carries_the_key_of_the_bucket():
     assert labels[0][0].endswith(key_of(8))
 
 
-def test_a_call_is_recorded_as_it_is():
+def test_a_call_is_recorded_unchanged():
     (inv,) = calls_of(KERNEL, rows(5), W).values()
     assert (inv.args[0].shape, inv.representative.args[0].shape) == ((5, 4), (8, 4))
 
@@ -306,7 +306,7 @@ class Chunks(BucketedPlain):
         return tanh_matmul(x.reshape(-1, max(cfg, 1), 4), w).reshape(x.shape[0], -1)
 
 
-def test_a_configuration_that_does_not_fit_is_an_error_that_says_so():
+def test_an_unsupported_configuration_is_a_clear_error():
     kernel, cache = Chunks(), ConfigCache()
     executor = Executor(ConfigSelectorChain(cache))
     cache.put(Invocation(kernel=kernel, args=(rows(8), W)).key, 8)
@@ -367,7 +367,7 @@ def test_bucketed_refuses(arguments, text):
         bucketed(array, axis, **({"least": least[0]} if least else {}))
 
 
-def test_a_size_that_stands_for_many_is_not_rounded():
+def test_a_symbolic_size_is_not_rounded():
     (rows,) = jax.export.symbolic_shape("rows")
     with pytest.raises(ArgumentError, match="axis 0 has the symbolic size rows, which cannot be rounded"):
         bucketed(jax.ShapeDtypeStruct((rows, 4), "float32"), 0)

@@ -277,7 +277,7 @@ def test_half_a_residual_form_is_an_error(executor, there, missing):
         jax.grad(lambda x: executor(kernel, x).sum())(X)
 
 
-def test_a_prepare_that_returns_something_else_says_so(executor):
+def test_an_invalid_result_of_prepare_is_a_clear_error(executor):
     kernel = type("Unprepared", (Times,), {"prepare": lambda self, x: x})()
     with pytest.raises(KernelError, match=r"Unprepared: prepare must return \(args, kwargs\), got"):
         executor(kernel, X)

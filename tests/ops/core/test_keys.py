@@ -387,7 +387,7 @@ def test_a_versioned_name_keeps_its_version():
 # --- with sharding ---
 
 
-def test_the_builder_takes_an_invocation_or_its_parts():
+def test_the_builder_takes_an_invocation_or_its_fields():
     inv = Invocation(kernel=KERNEL, args=(X,), kwargs={"option": 1})
     built = ops.default_key_builder_with_sharding(inv)
     assert built == ops.default_key_builder_with_sharding(KERNEL, (X,), {"option": 1}) != inv.key

@@ -294,7 +294,7 @@ def two_layers(f, x, w):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS[:3], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("transform", [lambda f: f, grads], ids=["forward", "gradient"])
-def test_stamping_leaves_the_optimised_program_as_it_is(kernel, transform, monkeypatch):
+def test_stamping_does_not_change_the_optimised_program(kernel, transform, monkeypatch):
     programs = {}
     for mode in ("none", "hash", "json"):
         monkeypatch.setenv("EJKERNEL_OPS_STAMP", mode)

@@ -71,7 +71,7 @@ def test_any_other_value_stays_itself(value):
 
 
 @pytest.mark.parametrize("value", [np.array(2.0), jnp.float32(2)], ids=["numpy", "jax"])
-def test_a_static_parameter_without_a_type_leaves_arrays_alone(value):
+def test_an_untyped_static_parameter_does_not_affect_arrays(value):
     assert value is python_numbers(value, Takes.STATIC)
 
 

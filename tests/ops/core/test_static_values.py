@@ -428,7 +428,7 @@ class Node:
 @pytest.mark.parametrize("transform", [TRANSFORMATIONS["eager"], TRANSFORMATIONS["grad"]], ids=["eager", "grad"])
 @pytest.mark.parametrize("pair", VALUES[:4], ids=str)
 @pytest.mark.parametrize("make", [lambda v: Linear(jnp.full(3, 2.0), power=v), lambda v: Node(jnp.full(3, 2.0), v)])
-def test_static_fields_of_nodes_are_told_apart_though_jax_finds_them_equal(make, pair, transform):
+def test_static_fields_of_nodes_are_distinguished_though_equal_in_jax(make, pair, transform):
     for value in pair:
         layer = make(value)
         np.testing.assert_array_equal(transform(lambda x, layer=layer: APPLIES(x, layer)), transform(layer))

@@ -65,7 +65,7 @@ def test_the_environment_decides_whether_the_default_executor_tunes(monkeypatch,
     assert ops.default_executor().chooser.policy.autotune is autotune
 
 
-def test_the_default_executor_can_be_replaced_and_made_anew():
+def test_the_default_executor_can_be_replaced_and_recreated():
     mine = Executor(ConfigSelectorChain())
     ops.set_default_executor(mine)
     replaced = ops.default_executor()
@@ -73,7 +73,7 @@ def test_the_default_executor_can_be_replaced_and_made_anew():
     assert (replaced is mine, ops.default_executor() is mine) == (True, False)
 
 
-def test_an_executor_runs_kernels_alone(executor):
+def test_an_executor_runs_only_kernels(executor):
     with pytest.raises(KernelError, match=r"kernel must be an instance of Kernel, got <class .*Times"):
         executor(Times, X)
 
@@ -103,7 +103,7 @@ def test_containers_of_arrays_go_in_and_come_out(executor, tree):
     np.testing.assert_array_equal(jax.tree.leaves(got), [2 * leaf for leaf in jax.tree.leaves(tree)])
 
 
-def test_containers_of_one_shape_may_differ_in_their_static_parts(executor):
+def test_containers_of_one_shape_may_differ_in_static_fields(executor):
     kernel = Everything()
     got = [executor(kernel, {"x": X, "n": count})["n"] for count in (1, 2, 1.5)]
     assert [float(value) for value in got] == [1.0, 2.0, 1.5]
@@ -335,7 +335,7 @@ def sharded(mesh):
     return {"method": "shard_map", "mesh": mesh, "in_specs": (SPEC,), "out_specs": SPEC}
 
 
-def test_each_device_runs_its_part(executor, sharded):
+def test_each_device_runs_its_shard(executor, sharded):
     got = executor(Times(), X, **sharded)
     np.testing.assert_array_equal(got, X)
     assert len(got.sharding.device_set) == 8

@@ -63,7 +63,7 @@ def test_a_key_of_random_numbers_is_an_input_like_any_other():
     assert tuned(made("noisy", noisy), jax.random.key(0), X)[1] == []
 
 
-def test_floats_alone_are_made_without_a_word():
+def test_only_floats_are_generated_without_a_message():
     assert tuned(made("floats", lambda x, *, rows=1: x.reshape(rows, -1).sum()), X)[1] == []
 
 

@@ -294,7 +294,7 @@ def test_a_functions_calls_are_discovered_without_running_it(kernel):
     assert [inv.op_id for inv in found] == ["Square", "Square.bwd"]
 
 
-def test_a_jitted_function_is_discovered_as_it_is(kernel):
+def test_a_jitted_function_is_discovered_directly(kernel):
     function = jax.jit(lambda x, power: kernel(x) ** power, static_argnums=1)
     assert [inv.op_id for inv in discover(function, X, 2)] == ["Square"]
 
@@ -317,7 +317,7 @@ def test_autotune_tunes_every_kernel_of_a_function(chain, executor, kernel):
     assert len(chain.persistent.keys()) == 4
 
 
-def test_candidates_are_for_a_kernel_alone():
+def test_candidates_are_only_for_kernels():
     with pytest.raises(
         ArgumentError, match="configs= needs a Kernel as target; the kernels in a function have their own"
     ):
@@ -364,7 +364,7 @@ def test_autotune_of_a_kernel_keeps_its_result(chain, executor, kernel):
 # --- reports ---
 
 
-def test_progress_is_told_call_by_call_and_a_failed_search_is_a_warning(chain, kernel):
+def test_progress_is_reported_by_call_and_a_failed_search_is_a_warning(chain, kernel):
     chain.tuner, steps = FakeTuner(fails=("Cube",)), []
     calls = [Invocation(kernel=kernel, args=(X,)), Invocation(kernel=Cube(), args=(X,))]
     with pytest.warns(TuningWarning, match="Cube"):

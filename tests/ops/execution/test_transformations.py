@@ -270,7 +270,7 @@ def test_an_eager_call_is_resolved_once_however_often_it_runs():
     assert chooser.calls == [("plain", ())]
 
 
-def test_traced_and_hand_made_invocations_of_a_batched_call_have_one_key():
+def test_traced_and_manual_invocations_of_a_batched_call_have_one_key():
     f, chooser = logged(KERNELS[0])
     jax.vmap(f, ROWS)(X, w)
     by_hand = Invocation(kernel=KERNELS[0], args=(x, w), batch_axes=(0, None), batch_sizes=(6,))

@@ -333,7 +333,7 @@ def test_inputs_of_every_dtype_are_made(dtype):
     assert tune(Same(space=(1, 2)), like).outcomes[1].status == "measured"
 
 
-def test_inputs_depend_on_the_seed_alone():
+def test_inputs_depend_only_on_the_seed():
     seen = []
 
     class Witness(Searched):
@@ -358,7 +358,7 @@ def test_static_arguments_reach_the_candidates():
     assert {status for status, _ in fates(Autotuner(rounds=1).tune(inv, kernel)).values()} == {"measured"}
 
 
-def test_a_bad_example_is_told_from_a_bad_candidate():
+def test_bad_examples_and_bad_candidates_are_distinguished():
     class Broken(Searched):
         def example_inputs(self, inv, rng):
             raise KernelError("cannot be made")

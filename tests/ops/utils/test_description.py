@@ -309,7 +309,7 @@ def test_bad_data_are_refused_with_a_reason(data, reason):
 
 @pytest.mark.parametrize("cls", [Batch, Box, collections.OrderedDict, collections.defaultdict], ids=name_of)
 @pytest.mark.parametrize("children", [[], [1], [1, 2, 3], [None] * 1000], ids=len)
-def test_a_node_of_any_parts_is_a_value_or_a_refusal(cls, children):
+def test_a_node_of_any_content_is_a_value_or_refused(cls, children):
     """Jaxlib itself reads beyond the end of too few."""
     for aux in (None, [], 3, "s", ["a", "b"], ["eval"], {"list": [1]}, {"map": [["mode", 1]]}, "s" * 1000):
         with contextlib.suppress(DescriptionError):

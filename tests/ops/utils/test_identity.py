@@ -272,7 +272,7 @@ def test_the_content_of_a_mapping_proxy_may_change():
     assert token_of(held) != before
 
 
-def test_a_remembered_result_is_no_part_of_a_value():
+def test_a_cached_result_does_not_belong_to_the_value():
     value = Frozen(1)
     before = identity(value)
     assert value.twice == 2
@@ -368,7 +368,7 @@ def test_node_data_is_distinguished_by_type_and_bits_although_jax_uses_equality(
     assert identity_of_node(static[0], static[0]) != identity_of_node(static[1], static[1])
 
 
-def test_data_of_a_node_is_the_same_when_it_is_made_anew():
+def test_recreated_data_of_a_node_is_the_same():
     node = object()
     assert identity_of_node(node, Plain((1, "a"))) == identity_of_node(node, Plain((1, "a")))
     assert identity_of_node(node, Static(1)) == identity_of_node(node, Static(1))

@@ -532,7 +532,7 @@ def test_a_union_of_configurations_says_why_each_does_not_fit():
     assert "Right: expected int, got str 'x'" in message
 
 
-def test_two_configurations_that_fit_alike_are_not_guessed_between():
+def test_two_equally_fitting_configurations_are_not_chosen_between():
     assert "fits both Left and Right" in refused('{"a": 1}', Left | Right)
 
 

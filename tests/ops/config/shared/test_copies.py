@@ -137,7 +137,7 @@ def test_an_unusable_pack_is_one_warning_and_the_others_answer(copy):
     assert good in {name for one in fresh.packs() for name in one.names}
 
 
-def test_one_operation_s_entries_are_listed_alone(copy):
+def test_entries_of_one_operation_are_listed_separately(copy):
     other = dataclasses.replace(entry(2), key=entry(2).key._replace(op="mätmul@v1"))
     added(copy, entry(1), other)
     assert list(copy.entries("mätmul")) == [other]

@@ -51,7 +51,7 @@ def test_a_folder_keeps_the_better_of_two(tmp_path):
     assert plan([theirs], ours).entries == ()
 
 
-def test_of_several_sources_the_best_comes(tmp_path):
+def test_the_best_of_several_sources_is_taken(tmp_path):
     sources = [folder(tmp_path / str(n), entry(1, n, speedup=1.0 + n % 3)) for n in range(1, 5)]
     target = FolderPlace(tmp_path / "target")
     found = plan(sources, target)

@@ -158,7 +158,7 @@ def test_a_shard_has_the_key_of_the_call_inside_shard_map():
     assert [x.shape for x in part.array_types] == [(2, 4, 4), (4,), ()]
 
 
-def test_part_that_lies_in_one_of_a_manual_axis_counts_from_there():
+def test_a_shard_inside_a_manual_axis_counts_from_its_start():
     kernel, mesh = Numbered(), mesh_of()
 
     def by_hand(x, scale):
@@ -169,7 +169,7 @@ def test_part_that_lies_in_one_of_a_manual_axis_counts_from_there():
         close(jax.jit(inside)(*placed(mesh, (X, P(("a", "b"))), (SCALE, P()))), plain(X, SCALE))
 
 
-def test_part_of_another_axis_alone_is_a_call_as_any_other():
+def test_a_shard_along_another_axis_is_an_ordinary_call():
     kernel, mesh = Numbered(), mesh_of()
     (part,) = discover(kernel, *placed(mesh, (X, P(None, "a")), (SCALE, P("a"))))
     (call,) = discover(kernel, X[:, :2], SCALE[:2])
@@ -210,7 +210,7 @@ def test_a_wrong_hook_is_a_kernel_error_with_the_reason(hook, says):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batched):
+def test_a_program_stored_by_jax_differs_if_the_shards_of_its_calls_do(batched):
     def part_arguments(factor, part, x, scale):
         return (x, scale), {"first": factor * part.start("m")}
 
@@ -228,7 +228,7 @@ def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batche
 
 
 @pytest.mark.slow
-def test_check_of_a_kernel_tells_that_its_parts_lack_an_argument():
+def test_check_of_a_kernel_finds_shards_that_lack_an_argument():
     without = ["dtypes", "platforms", "vmap", "pickle", "export", "gradient", "tangents", "key"]
     assert check_kernel(Numbered(), X, SCALE, without=without).ok
     forgotten = Numbered(part_arguments=lambda part, x, scale: ((x, scale), {}))

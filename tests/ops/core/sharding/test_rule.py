@@ -127,7 +127,7 @@ def test_axis_follows_another_as_far_as_it_is_long_enough(groups, mesh, key, who
     assert bool(found.whole) is whole
 
 
-def test_heads_stay_together_where_a_device_would_have_parts_of_two_groups():
+def test_heads_stay_together_if_a_device_would_have_shards_of_two_groups():
     found = divided(HEADS, ((1, 4, 12, 2), (1, 4, 6, 2)), ((1, 4, 12, 2),), [(None, None, "x", None)], {"x": 4})
     assert set(found.operand_specs) == {P(None, None, None, None)}
 
@@ -151,7 +151,7 @@ def splits(draw):
 
 
 @given(splits())
-def test_every_part_is_a_whole_number_and_no_axis_of_the_mesh_is_used_twice_in_an_array(case):
+def test_shards_are_whole_and_an_array_uses_each_mesh_axis_once(case):
     shapes, specs, mesh, move = case
     found = divided(HEADS, tuple(shapes[:2]), tuple(shapes[2:]), specs, mesh, move=move)
     for shape, spec in zip(shapes, (*found.operand_specs, *found.result_specs), strict=True):

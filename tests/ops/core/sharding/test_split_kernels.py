@@ -88,7 +88,7 @@ def gradient(kernel):
         (P("a"), P(None, "b"), ((4, 16), (16, 2))),
     ],
 )
-def test_every_device_computes_its_part_forward_and_backward(left, right, part, kind):
+def test_every_device_computes_its_shard_forward_and_backward(left, right, part, kind):
     kernel, mesh = Product(), mesh_of(kind)
     with jax.set_mesh(mesh):
         found = jax.jit(kernel)(*placed((X, left), (Y, right), mesh=mesh))
@@ -189,7 +189,7 @@ def test_each_device_runs_the_tuned_configuration_of_its_shard():
     assert {seen[2] for seen in kernel.seen if seen[0] == (4, 16)} == {result}
 
 
-def test_function_is_tuned_for_the_parts_of_its_calls():
+def test_a_function_is_tuned_for_the_shards_of_its_calls():
     kernel = Product()
     result = autotune(gradient(kernel), *placed((X, P("a")), (Y, P())))
     assert {entry.op_id_v for entry in result.entries} == {"product@v0", "product.bwd@v0"}
@@ -197,7 +197,7 @@ def test_function_is_tuned_for_the_parts_of_its_calls():
     assert ((4, 16), (16, 8)) in [seen[:2] for seen in kernel.seen]
 
 
-def test_lowered_program_is_tuned_for_its_parts_and_a_text_says_that_it_has_none():
+def test_a_lowered_program_is_tuned_for_its_shards_and_a_text_has_none():
     kernel = Product()
     lowered = jax.jit(kernel).lower(*placed((X, P("a")), (Y, P())))
     chain = default_executor().chooser
@@ -206,7 +206,7 @@ def test_lowered_program_is_tuned_for_its_parts_and_a_text_says_that_it_has_none
         assert autotune_lowered(chain, lowered.as_text()).entries == ()
 
 
-def test_explanation_is_that_of_the_part():
+def test_the_explanation_describes_the_shard():
     kernel = Product()
     explained = default_executor().explain(jax.jit(kernel), *placed((X, P("a")), (Y, P())))
     part = default_executor().explain(kernel, X[:4], Y)
@@ -246,7 +246,7 @@ def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
 
 
-def test_exported_program_keeps_the_whole_call_and_says_so_once():
+def test_an_exported_program_keeps_the_whole_call_and_warns_once():
     kernel, mesh = Product(), mesh_of()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a"))) for x in (X, Y)]
     with pytest.warns(ShardingWarning, match="product: .* exported"):
@@ -273,7 +273,7 @@ def test_check_of_a_kernel_holds_its_rule_against_the_whole_call():
     assert rows(Product(rule=None))["split"].status == "skipped"
 
 
-def test_program_that_gspmd_partitions_keeps_the_whole_call_and_says_so():
+def test_a_program_partitioned_by_gspmd_keeps_the_whole_call_with_a_warning():
     kernel, arrays = Product(_name="product_g"), placed((X, P("a")), (Y, P()))
     with _config.use_shardy_partitioner(False), pytest.warns(ShardingWarning, match="product_g: .* GSPMD"):
         found = jax.jit(kernel)(*arrays)
@@ -345,7 +345,7 @@ def test_booleans_that_would_be_added_up_are_an_error_of_the_rule(kind):
 
 
 @pytest.mark.slow
-def test_keys_of_random_keep_the_whole_call_and_say_so():
+def test_random_keys_keep_the_whole_call_with_a_warning():
     kernel = OneArray(("m ->  m _", "m"), jax.vmap(lambda key: jax.random.normal(key, (3,))), name="drawn")
     keys = jax.random.split(jax.random.key(0), 8)
     (arrays,) = placed((keys, P("a")))
@@ -367,7 +367,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_parts_in_loops_and_functions_are_found_as_they_are_compiled(loop):
+def test_shards_in_loops_and_functions_are_found_as_compiled(loop):
     kernel = OneArray(("m n -> m n", "m"), jnp.sin)
 
     def program(x):
