@@ -221,7 +221,7 @@ def test_objects_marked_nameable_may_be_named():
 
 
 def test_a_rebound_name_finds_nothing(monkeypatch):
-    """It finds neither the current object, which is not registered, nor the registered one, which lost its name."""
+    """It finds neither the current, unregistered object, nor the registered one, which lost its name."""
     monkeypatch.setattr(sys.modules[HERE], "swish", fire)
     with pytest.raises(DescriptionError):
         rebuild(called_with({"name": f"{HERE}.swish"}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that are wrong for some inputs or configurations only, each in one way; and similar correct kernels."""
+"""Kernels with errors for some inputs or configurations only, each in one way; and similar correct kernels."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ class EvenRows(Scaled):
 
 
 class Repeated(Sum):
-    """Has a static argument that is also a length."""
+    """Has a static argument that also sets a length."""
 
     def run(self, x, y, *, cfg, rows):
         return x[:rows] + y[:rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_kernel` on kernels that are wrong for some inputs or configurations only, and on similar correct kernels."""
+"""`check_kernel` on kernels with errors for some inputs or configurations only, and on similar correct kernels."""
 
 from __future__ import annotations
 

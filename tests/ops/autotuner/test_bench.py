@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench: candidates with equal programs, candidates that are right by accident, and the inputs for timing."""
+"""The bench: candidates with equal programs, candidates correct by accident, and the inputs for timing."""
 
 from __future__ import annotations
 

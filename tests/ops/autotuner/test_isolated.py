@@ -226,7 +226,7 @@ def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(
 
 
 def start_a_worker_with_a_child():
-    """Start a worker in this worker, and a process in that one; return their ids."""
+    """Start a worker in this worker, and a process in its child; return their ids."""
     nested.append(Worker())
     return nested[0].pid, nested[0].call(start_a_child)
 

@@ -55,12 +55,7 @@ class Search:
     [
         ("running", [A], [A], []),
         ("compiling", [A], [A], []),
-        (
-            "running",
-            [HEURISTIC],
-            [],
-            [HEURISTIC],
-        ),  # a winner cannot be confirmed without it, so it has a second attempt
+        ("running", [HEURISTIC], [], [HEURISTIC]),  # has a second attempt: winners are compared with it
         ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
         ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
         ("compiling", [A, B], [], [A, B]),

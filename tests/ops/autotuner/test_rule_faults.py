@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning reports a gradient that is not the derivative of its kernel, for any winner."""
+"""Tuning reports a gradient that differs from the derivative of its kernel, for any winner."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def statuses(tuned):
         ({1: 1.0, 2: 2.0, 3: 3.0}, 1),
         ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
         ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
-        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of two others: the first wins
+        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie: the first wins
         ({1: 1.0, 2: (0.1, 1.7), 3: 2.0}, 1),  # faster in half of the rounds
         ({1: 1.0, 2: 4.0, 3: 0.5}, 3),  # one that is dropped early
     ],

@@ -110,7 +110,7 @@ def test_plain_data_is_a_miss_for_a_configuration_class(config):
         assert chain.resolve(invocation(after), after).config == new()
 
 
-# --- kinds of configurations that are not records ---
+# --- configurations of several kinds ---
 
 
 class Wide(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration spaces that are hard to sample: few valid configurations, long axes, odd values, broken constraints."""
+"""Configuration spaces with few valid configurations, long axes, odd values or broken constraints."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that are no longer valid are never used, and choosers with their own rules are asked."""
+"""Invalid answers are never used, and choosers with their own rules are asked."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ X = np.array([1.0, 2.0, 3.0], np.float32)
 
 
 class ByDescription(Applies):
-    """Computes with the difference between values that are equal as dictionary keys."""
+    """Computes with the difference between values with equal hashes and `==`."""
 
     def run(self, x, value, *, cfg):
         return x * x * _number_of(value)

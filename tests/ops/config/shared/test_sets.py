@@ -102,7 +102,7 @@ def test_a_shared_cache_keeps_both_and_answers_with_the_set(tmp_path, shared):
     bring(shared, folder(tmp_path / "c", *tuned_together(1, 2, 3, rows=8, speedup=1.4)))
     upkeep.merge(shared)
     assert rows(shared) == {1: 7, 2: 7, 3: 7}
-    assert sorted(len(found) for found in shared.variants()) == [1, 2, 2]  # the worse search of the set is gone
+    assert sorted(len(found) for found in shared.variants()) == [1, 2, 2]  # without the worse search of the set
     # into a folder with something better the set does not come, but what was tuned alone does
     assert bring(folder(tmp_path / "d", entry(3, 1, speedup=2.0)), shared).conflicts
     assert rows(FolderPlace(tmp_path / "d")) == {1: 1, 2: 1, 3: 1}

@@ -115,7 +115,7 @@ def test_no_more_is_moved_than_if_the_first_array_decided(data):
     [
         (8, {"x": 4}, "x", False),
         (4, {"x": 4}, "x", False),
-        (2, {"x": 4}, None, True),  # each device uses one of the two groups
+        (2, {"x": 4}, None, True),  # each device uses one of two groups
         (2, {"x": 2, "y": 2}, "x", False),  # split as far as it goes
         (1, {"x": 4}, None, False),  # there is nothing to choose
     ],
