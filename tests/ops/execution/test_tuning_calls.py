@@ -127,7 +127,7 @@ def test_a_candidate_may_call_a_kernel_that_needs_tuning_too():
 
 
 def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_it():
-    """One thread tunes a call with a candidate that makes a second call; another thread is about to tune the second call."""
+    """One thread tunes a call with a candidate that makes a second call; another thread tunes the second call."""
     kernel = Searched()
     first, second = (Invocation(kernel=kernel, args=(np.ones(size, np.float32),)) for size in (1, 2))
     first_is_measured, second_has_its_lock = threading.Event(), threading.Event()
