@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command answers without JAX, which takes most of a second to import."""
+"""Commands that answer without JAX, since importing it takes most of a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from ejkernel.cli import main
 
-# In one process: whatever imports JAX, all that follow would see.
+# In one process: a command that imports JAX would affect all later ones.
 PROBE = """
 import sys
 from ejkernel.cli import main
@@ -61,7 +61,7 @@ def test_help_the_version_the_folder_and_wrong_usage_do_without_jax(tmp_path):
     assert f"\n{tmp_path / 'some where'}\n" in done.stdout
 
 
-def test_help_names_every_command_and_what_a_status_means(capsys):
+def test_help_names_every_command_and_status(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
@@ -78,7 +78,7 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
 
 
 @pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])
-def test_what_a_command_does_is_said_whole_in_80_columns(capsys, monkeypatch, group):
+def test_descriptions_of_commands_fit_80_columns(capsys, monkeypatch, group):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*group, "--help"]) == 0
     lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
