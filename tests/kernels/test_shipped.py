@@ -41,6 +41,7 @@ def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
     assert entry.measured["winner"]["median_us"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("found", ENTRIES, ids=called)
 def test_an_entry_runs_on_its_device_and_on_a_sister(found, device):

@@ -327,6 +327,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
+@pytest.mark.slow
 def test_whatever_ends_a_search_only_a_confirmed_winner_is_saved():
     options = settings(
         max_examples=40,

@@ -98,6 +98,7 @@ def test_a_backward_that_is_wrong_throughout_names_the_argument():
         autotune(backward(WrongWithReference("alike")), x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "args"),
     [

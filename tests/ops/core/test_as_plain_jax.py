@@ -59,6 +59,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_run_may_make_references_of_its_own(program):
     np.testing.assert_allclose(program(OWN_REFERENCE), program(with_own_reference), rtol=1e-6)
@@ -115,6 +116,7 @@ TRANSPOSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "x"), TRANSPOSES.values(), ids=TRANSPOSES.keys())
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_linear_call_is_transposed(program, x, outer):
@@ -255,6 +257,7 @@ class Bare(Parameter):
 MULTIPLIES = Computes("multiplies", lambda x, tree: x * jax.tree.leaves(tree)[0] * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disguise", [Parameter, Bare])
 @pytest.mark.parametrize("hold", [lambda p: p, lambda p: [p], lambda p: {"p": (p, 1)}], ids=["bare", "list", "dict"])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "vmap")])
