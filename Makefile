@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make check | test | test-all | doctest | lint | demo | bench | torture | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each sets up $(VENV) by itself.
 PYTHON ?= python3
 VENV ?= .venv
 # An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed-jax$(JAX)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help venv check test test-all test-tpu doctest docs lint demo bench torture clean
+.PHONY: help venv check test test-all test-tpu doctest docs lint demo bench torture release-check clean
 
 help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
@@ -29,6 +29,7 @@ help:
 	@echo "make demo     tune a small training program and compare it with plain JAX (at most 4 minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make torture  faults, damage, bombs and fuzzing for an hour; TORTURE_ARGS=--short for a minute"
+	@echo "make release-check  builds wheel and sdist, checks metadata and README, tries the wheel in a new environment"
 	@echo "make clean    remove environments, caches and builds"
 
 $(STAMP): pyproject.toml scripts/setup_venv.sh
@@ -77,6 +78,9 @@ bench: $(STAMP)
 
 torture: $(STAMP)
 	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
+
+release-check: $(STAMP)
+	$(BIN)/python scripts/release_check.py
 
 clean:
 	rm -rf .venv .venv-* build dist .demo-cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
