@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.columns import Columns
 from ejkernel.kernels._hopper.device import remainder
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
@@ -118,6 +120,20 @@ class WarpgroupTile(NamedTuple):
     head: Any
 
 
+class Piece(NamedTuple):
+    """Some columns of a tile in shared memory.
+
+    Attributes:
+        tiles: As products and assignments take it.
+        rows: As copies take it.
+        columns: The columns.
+    """
+
+    tiles: Any
+    rows: Any
+    columns: Columns
+
+
 class ForwardMemory(NamedTuple):
     """Everything that the warpgroups of one block of threads share."""
 
@@ -133,16 +149,54 @@ class ForwardMemory(NamedTuple):
         params = self.plan.params
         return remainder(number, params.query_buffers) * params.warpgroups + warpgroup
 
-    def query(self, slot: Any) -> Any:
-        """Return a buffer of queries."""
+    def query(self, slot: Any) -> list[Piece]:
+        """Return the pieces of a buffer of queries."""
+        if self.plan.pieced:
+            return self._pieces(self.buffers.query, slot, self.plan.head_columns)
         query = self.buffers.query[0] if self.plan.params.share_buffer else self.buffers.query
-        return query.at[slot]
+        return [Piece(query.at[slot], query.at[slot], self.plan.head_columns[0])]
 
-    def out(self, warpgroup: Any, slot: Any) -> Any:
-        """Return the buffer that stages a warpgroup's output."""
-        if not self.plan.params.share_buffer:
-            return self.buffers.out.at[warpgroup]
-        return self.buffers.query[1].at[slot, 0:ROWS]
+    def key(self, stage: Any) -> list[Piece]:
+        """Return the pieces of a stage of keys."""
+        return self._pieces(self.buffers.key, stage, self.plan.head_columns)
+
+    def value(self, stage: Any) -> list[Piece]:
+        """Return the pieces of a stage of values."""
+        return self._pieces(self.buffers.value, stage, self.plan.value_columns)
+
+    def out(self, warpgroup: Any, slot: Any) -> list[Piece]:
+        """Return the pieces of the buffer that stages a warpgroup's output."""
+        columns, shared = self.plan.out_columns, self.plan.params.share_buffer
+        if self.plan.pieced or not shared:
+            return self._pieces(
+                self.buffers.query if shared else self.buffers.out, slot if shared else warpgroup, columns
+            )
+        tile = self.buffers.query[1].at[slot, 0:ROWS]
+        return [Piece(tile, tile, columns[0])]
+
+    def _pieces(self, buffer: Any, at: Any, columns: Sequence[Columns]) -> list[Piece]:
+        if not self.plan.pieced:
+            return [Piece(buffer.at[at], buffer.at[at], columns[0])]
+        tiles, rows = self.backend.views(buffer, 2)
+        return [Piece(tiles[i].at[at], rows[i].at[at], piece) for i, piece in enumerate(columns)]
+
+    def copy_in(self, source: Any, at: tuple[Any, ...], pieces: Sequence[Piece], barrier: Any) -> None:
+        """Start copying rows of an array, `source.at[at]`, to shared memory."""
+        for piece in pieces:
+            plgpu.copy_gmem_to_smem(self._part(source, at, piece), piece.rows, barrier)
+
+    def copy_out(self, pieces: Sequence[Piece], target: Any, at: tuple[Any, ...]) -> None:
+        """Start copying rows to an array, `target.at[at]`, from shared memory."""
+        for piece in pieces:
+            plgpu.copy_smem_to_gmem(piece.rows, self._part(target, at, piece))
+
+    def _part(self, array: Any, at: tuple[Any, ...], piece: Piece) -> Any:
+        if not self.plan.pieced:
+            return array.at[at]
+        start, width = piece.columns
+        if start + width > array.shape[-1]:  # Pallas refuses constants that are out of bounds
+            start = at[0] * 0 + start
+        return array.at[(*at, pl.ds(start, width))]
 
     def by_key(self) -> list[tuple[Any, Any]]:
         """Return the arrays with one element per key that are copied beside the keys, with their buffers."""
@@ -242,7 +296,7 @@ class ForwardConsumer:
             self._pass_turn()
             # Products finish in order: the scores are done while the values' product runs beside the softmax. Without
             # that overlap the same forward took 4 % longer.
-            found = backend.read(scores, pending=1)
+            found = backend.read(scores, pending=len(self.plan.value_columns))
             barriers.key.consumer_release(stage)
             logits = self._logits(found, block, stage, masked)
             row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
@@ -298,11 +352,13 @@ class ForwardConsumer:
             lse = (state.row_max + jnp.log2(state.row_sum)) * (1 / LOG2_E)
         if params.persistent and not self.plan.frees_late:  # copies of the previous tile may still read the buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer = memory.out(self.warpgroup, self.part.slot)
-        buffer[...] = out.astype(self.plan.dtype)
+        pieces, out = memory.out(self.warpgroup, self.part.slot), out.astype(self.plan.dtype)
+        for piece in pieces:
+            start, width = piece.columns
+            piece.tiles[...] = out[:, start : start + width] if self.plan.pieced else out
         plgpu.commit_smem()
         batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
-        plgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
+        memory.copy_out(pieces, memory.outputs.out, (batch, rows, head))
         # Directly from registers; through shared memory a causal forward took 1 % longer.
         memory.outputs.lse.at[batch, head, rows][...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
         if params.share_buffer and not self.plan.frees_late:
@@ -330,11 +386,14 @@ class ForwardConsumer:
         return ROWS, self.plan.value_dim
 
     def _multiply_keys(self, scores: Any, stage: Any) -> None:
-        keys = self.buffers.key.at[stage].transpose((1, 0))
-        self.backend.multiply(scores, self.memory.query(self.part.slot), keys)
+        for query, key in zip(self.memory.query(self.part.slot), self.memory.key(stage), strict=True):
+            self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
 
     def _multiply_values(self, acc: Any, state: _SoftmaxState, stage: Any) -> None:
-        self.backend.multiply(acc, state.weights, self.buffers.value.at[stage])
+        for value in self.memory.value(stage):
+            start, width = value.columns
+            part = acc.at[:, start : start + width] if self.plan.pieced else acc
+            self.backend.multiply(part, state.weights, value.tiles)
 
     def _await_turn(self) -> None:
         if self.params.ping_pong:

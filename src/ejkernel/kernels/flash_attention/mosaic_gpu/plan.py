@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel.kernels._hopper import DTYPES, MULTIPROCESSORS, SHARED_MEMORY, Registers, widest_swizzle
 from ejkernel.kernels._hopper import unavailable as unavailable_on_hopper
+from ejkernel.kernels._hopper.columns import Columns, split_columns
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules, scale_reason
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -22,6 +23,8 @@ ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup 
 REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
+TILE_ROWS = 8  # of the tiles of shared memory
+_WHOLE_DIMS = (16, 32, 64, 128, 192, 256)  # head dimensions that whole tiles of the widest swizzle cover
 _NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded
 
 
@@ -81,10 +84,13 @@ class ForwardPlan(AttentionSizes):
         key_lengths: Whether examples have key lengths and no segment ids that express them.
         caps_late: Whether the soft cap applies to the sum of logits and bias.
         table: Whether the range of key blocks of each tile is read from a table.
+        pieced: Whether query, key, value and output are copied in pieces of columns: lengths or head dimensions are no
+            multiples of the tiles of shared memory.
     """
 
     dtype: str
     params: ForwardParams
+    pieced: bool = False
     bias: int = 0
     mask: bool = False
     key_bias: bool = False
@@ -120,8 +126,24 @@ class ForwardPlan(AttentionSizes):
         return min(MULTIPROCESSORS, self.tiles) if self.params.persistent else self.tiles
 
     @property
+    def head_columns(self) -> tuple[Columns, ...]:
+        """The pieces of queries and keys."""
+        return split_columns(self.head_dim) if self.pieced else (Columns(0, self.head_dim),)
+
+    @property
+    def value_columns(self) -> tuple[Columns, ...]:
+        """The pieces of values; their swizzle divides a block of keys, as `value_swizzle`."""
+        widest = widest_swizzle(self.params.kv_block * 2) // 2
+        return split_columns(self.value_dim, widest) if self.pieced else (Columns(0, self.value_dim),)
+
+    @property
+    def out_columns(self) -> tuple[Columns, ...]:
+        """The pieces of the output."""
+        return split_columns(self.value_dim) if self.pieced else (Columns(0, self.value_dim),)
+
+    @property
     def head_swizzle(self) -> int:
-        """Swizzle of queries and keys, in bytes."""
+        """Swizzle of queries and keys in one piece, in bytes."""
         return widest_swizzle(self.head_dim * 2)
 
     @property
@@ -131,7 +153,7 @@ class ForwardPlan(AttentionSizes):
 
     @property
     def out_swizzle(self) -> int:
-        """Swizzle of the output."""
+        """Swizzle of the output in one piece."""
         return widest_swizzle(self.value_dim * 2)
 
     @property
@@ -169,7 +191,9 @@ class ForwardPlan(AttentionSizes):
             block * 4 * self.segments,
         ]
         barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
+        pieces = len(self.head_columns) + len(self.value_columns) + len(self.out_columns)  # each may need padding
+        spare = _ALIGNMENT * (pieces if self.pieced else 2)
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + spare
 
 
 def imbalance(plan: ForwardPlan) -> float:
@@ -203,6 +227,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
+        pieced=_is_pieced(call),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -221,8 +246,14 @@ def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
+def _is_pieced(call: AttentionCall) -> bool:
+    """Return whether no copy of whole tiles covers the arrays."""
+    lengths = (call.query[1], call.key[1])
+    return any(size % TILE_ROWS for size in lengths) or not {call.query[3], call.value[3]} <= set(_WHOLE_DIMS)
+
+
 def whole_dim(size: int) -> int:
-    """Return the head dimension of the forward, padded with zeros to a multiple of the narrowest swizzle."""
+    """Return the columns that a head dimension takes in shared memory."""
     return -(-size // 16) * 16
 
 
