@@ -288,14 +288,13 @@ def _backward_inputs(
     from .masks import BackwardInputs
 
     arrays = (operands.query, operands.key, operands.value, dout)
-    dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
     bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
     if bias is not None:
         # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
         bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
     fields = [
-        *(_pad_axis(_pad_axis(x, 1, TILE_ROWS), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
+        *arrays,
         *_row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),

@@ -24,8 +24,8 @@ REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 TILE_ROWS = 8  # of the tiles of shared memory
-_WHOLE_DIMS = (16, 32, 64, 128, 192, 256)  # head dimensions that whole tiles of the widest swizzle cover
-_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded
+_WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
+_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
 
 
 def unavailable(call: AttentionCall) -> str | None:
@@ -50,7 +50,7 @@ class AttentionSizes:
     Attributes:
         batch, heads, groups: As in `Operands`.
         queries, keys: The lengths, without padding.
-        head_dim, value_dim: Padded to a dimension that the kernels support.
+        head_dim, value_dim: The columns that they take in shared memory.
         rules: Of the call.
     """
 
@@ -227,7 +227,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
-        pieced=_is_pieced(call),
+        pieced=_is_pieced(call, _WHOLE_DIMS),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -246,10 +246,10 @@ def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
-def _is_pieced(call: AttentionCall) -> bool:
-    """Return whether no copy of whole tiles covers the arrays."""
+def _is_pieced(call: AttentionCall, dims: tuple[int, ...]) -> bool:
+    """Return whether lengths, or head dimensions other than `dims`, keep the kernels from copying whole tiles."""
     lengths = (call.query[1], call.key[1])
-    return any(size % TILE_ROWS for size in lengths) or not {call.query[3], call.value[3]} <= set(_WHOLE_DIMS)
+    return any(size % TILE_ROWS for size in lengths) or not {call.query[3], call.value[3]} <= set(dims)
 
 
 def whole_dim(size: int) -> int:
@@ -272,9 +272,11 @@ class BackwardProblem(AttentionSizes):
         bias: The first two sizes of the bias; `None` without one.
         bias_dtype: The dtype in which the bias is loaded.
         bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
+        pieced: As in `ForwardPlan`, of query, key, value and their gradients.
     """
 
     dtype: Any
+    pieced: bool = False
     segments: bool = False
     key_lengths: bool = False
     mask: bool = False
@@ -340,11 +342,12 @@ def backward_problem(call: AttentionCall) -> BackwardProblem:
         bias=None if call.bias is None else (call.bias[0], call.bias[1]),
         bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
         bias_whole=call.bias == scores and call.bias_dtype == call.dtype,
+        pieced=_is_pieced(call, _NATIVE_DIMS),
     )
 
 
 def padded_dim(dim: int) -> int:
-    """Return the smallest head dimension of the backward that holds `dim`."""
+    """Return the columns that a head dimension takes in the shared memory of the backward."""
     return next(size for size in _NATIVE_DIMS if dim <= size)
 
 
