@@ -252,7 +252,10 @@ class ForwardKernel:
                 plgpu.barrier_arrive(turn.at[0])
 
         def compute(tile: QueryTile, step: Any, number: Any) -> Any:
-            return ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number)).run(step)
+            consumer = ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
+            if not self.plan.leaves_idle:
+                return consumer.run(step)
+            return lax.cond(consumer.part.row < self.plan.queries, consumer.run, consumer.skip, step)
 
         self._each_tile(compute, jnp.int32(0))
         if self.params.ping_pong:

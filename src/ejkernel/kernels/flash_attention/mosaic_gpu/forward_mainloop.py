@@ -260,6 +260,27 @@ class ForwardConsumer:
         self._epilogue(state._replace(acc=self._last_product(state)))
         return state.step
 
+    def skip(self, step: Any) -> Any:
+        """Skip a tile whose rows of this warpgroup are past the last query; return the step after the last block's."""
+        barriers, blocks = self.barriers, self.tile.blocks
+        barriers.query.consumer_wait(self.part.slot)
+        self._release_previous_queries()
+
+        def skip_block(_: Any, step: Any) -> Any:
+            stage = barriers.key.stage(step)
+            self._await_turn()
+            self._pass_turn()
+            for pipeline in (barriers.key, barriers.extra, barriers.value):
+                if pipeline is not None:
+                    pipeline.consumer_wait(stage)
+                    pipeline.consumer_release(stage)
+            return step + 1
+
+        step = lax.fori_loop(blocks.first, blocks.end, skip_block, step)
+        if not self.plan.frees_late:
+            self._release_queries(self.part.number)
+        return step
+
     def _prologue(self, step: Any) -> _SoftmaxState:
         """Visit the first block of keys."""
         self.barriers.query.consumer_wait(self.part.slot)

@@ -170,6 +170,11 @@ class ForwardPlan(AttentionSizes):
         return self.params.share_buffer and self.params.query_buffers > 1
 
     @property
+    def leaves_idle(self) -> bool:
+        """Whether the last tile of a head has warpgroups without queries."""
+        return not self.params.pack_heads and 0 < self.queries % self.tile_rows <= self.tile_rows - ROWS
+
+    @property
     def hides_tail(self) -> bool:
         """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
