@@ -26,10 +26,10 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 
-from .forward_mainloop import (
+from .forward_mainloop import ForwardConsumer
+from .forward_memory import (
     ForwardBarriers,
     ForwardBuffers,
-    ForwardConsumer,
     ForwardInputs,
     ForwardMemory,
     ForwardOutputs,

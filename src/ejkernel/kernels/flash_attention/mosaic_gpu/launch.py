@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points: they pad and pack the operands for the kernels, launch these, and unpack the results."""
+"""Entry points: they pack masks and biases for the kernels, launch these, and unpack the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     """
     # Imported here: Mosaic GPU is not available in every environment.
     from .forward import launch
-    from .forward_mainloop import ForwardInputs, ForwardOutputs
+    from .forward_memory import ForwardInputs, ForwardOutputs
 
     operands, row_terms = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = forward_plan(describe(operands, rules), params)
