@@ -171,8 +171,9 @@ class ForwardPlan(AttentionSizes):
 
     @property
     def leaves_idle(self) -> bool:
-        """Whether the last tile of a head has warpgroups without queries."""
-        return not self.params.pack_heads and 0 < self.queries % self.tile_rows <= self.tile_rows - ROWS
+        """Whether warpgroups without queries skip the last tile of a head; not measured for multiples of 64 queries."""
+        rest = self.queries % self.tile_rows
+        return not self.params.pack_heads and rest % ROWS > 0 and rest <= self.tile_rows - ROWS
 
     @property
     def hides_tail(self) -> bool:
