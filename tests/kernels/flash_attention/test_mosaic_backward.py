@@ -127,6 +127,8 @@ def error(expected, actual):
         (Small(heads=2, bias=(1, 2, 128, 128), rules=Rules(scale=0.2, dropout_rate=0.3)), FUSED),
         (Small(heads=2, rules=Rules(scale=0.2, soft_cap=2.0, dropout_rate=0.3)), WIDE_SPLIT),
         (Small(queries=100, bias=(1, 1, 100, 128), rules=LATE_CAP), FUSED),
+        (Small(queries=101, keys=99, heads=2, head_dim=72, value_dim=80, rules=CAUSAL), FUSED),
+        (Small(queries=99, keys=101, head_dim=96, value_dim=72, rules=CAUSAL), WIDE),
     ],
     ids=[
         "causal, grouped",
@@ -140,6 +142,8 @@ def error(expected, actual):
         "dropout and bias",
         "dropout, products and split",
         "soft cap after bias",
+        "pieces of columns",
+        "pieces of columns, products",
     ],
 )
 def test_gradients_match_reference(mosaic, case, params):

@@ -112,6 +112,13 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(heads=2, rules=Rules(scale=0.2, right=0, dropout_rate=0.3)), TWO),
         (Small(bias=(1, 1, 70, 70), mask=(1, 1, 1, 70), rules=LATE_CAP), ONE),
         (Small(bias=(1, 1, 70, 1), rules=LATE_CAP), ONE),
+        (Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=64, rules=CAUSAL), TWO),
+        (Small(head_dim=112, value_dim=72, rules=CAUSAL), TWO),
+        (Small(queries=150, heads=2, head_dim=88, value_dim=72), dataclasses.replace(TWO_TILES, warpgroups=2)),
+        (
+            Small(queries=150, heads=2, head_dim=80, value_dim=80),
+            dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64),
+        ),
     ],
     ids=[
         "full",
@@ -124,11 +131,46 @@ def assert_close(found, expected, dtype="bfloat16"):
         "dropout",
         "soft cap after bias",
         "soft cap after bias of rows",
+        "whole tiles",
+        "pieces of columns",
+        "warpgroup without queries",
+        "pieces of columns in a shared buffer",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
 def test_output_and_lse_match_reference(mosaic, case, params):
     assert_close(*simulated(mosaic, case, params))
+
+
+@pytest.mark.usefixtures("soon_compiled")
+def test_the_last_tile_of_an_example_reads_nothing_of_the_next(mosaic):
+    """Copies past the last row fetch zeros, not the NaN of the next example and head."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
+
+    case = Small(batch=2, heads=2, groups=2, queries=35, keys=35, head_dim=24, value_dim=24)
+    operands = case.operands("bfloat16")
+    run = functools.partial(forward, rules=case.rules, params=ONE, interpret=mosaic.InterpretGPUParams())
+    spoiled = operands._replace(
+        query=operands.query.at[1].set(jnp.nan),
+        key=operands.key.at[1].set(jnp.nan),
+        value=operands.value.at[1].set(jnp.nan),
+    )
+    (out, lse), (wanted, wanted_lse) = jax.jit(run)(spoiled), by_reference(operands, case.rules)
+    assert_close((out[:1], lse[:1]), (wanted[:1], wanted_lse[:1]))
+    assert np.isnan(np.asarray(out[1], np.float32)).all()
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 200])
+@pytest.mark.parametrize("queries", [512, 577])
+def test_no_array_is_padded_in_memory(head_dim, queries):
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
+
+    case = Small(queries=queries, keys=queries, head_dim=head_dim, value_dim=head_dim)
+    call = described(case)
+    assert unsupported_reason(call) is None
+    run = functools.partial(forward, rules=case.rules, params=heuristic(call))
+    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    assert "pad" not in " ".join(equation.params.get("name", equation.primitive.name) for equation in program.eqns)
 
 
 @pytest.mark.usefixtures("soon_compiled")

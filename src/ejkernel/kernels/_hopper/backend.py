@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from .launch import plgpu
@@ -129,6 +130,36 @@ class _Cell:
 
     def __setitem__(self, index: Any, value: jax.Array) -> None:
         self.value = value
+
+    @property
+    def at(self) -> _Slices:
+        """Slices of the value."""
+        return _Slices(self)
+
+
+class _Slices:
+    """The property `at` of a cell."""
+
+    def __init__(self, cell: _Cell) -> None:
+        self._cell = cell
+
+    def __getitem__(self, index: tuple[slice, ...]) -> _CellSlice:
+        return _CellSlice(self._cell, index)
+
+
+class _CellSlice:
+    """A slice of a cell, with the syntax of a reference; it is read and assigned as a whole."""
+
+    def __init__(self, cell: _Cell, index: tuple[slice, ...]) -> None:
+        self._cell, self._index = cell, index
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self._cell.value[self._index][index]
+
+    def __setitem__(self, index: Any, value: jax.Array) -> None:
+        del index
+        start = [piece.start or 0 for piece in self._index]
+        self._cell.value = lax.dynamic_update_slice(self._cell.value, value, start)
 
 
 Backend = Hopper | Interpreter

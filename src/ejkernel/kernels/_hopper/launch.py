@@ -107,10 +107,10 @@ def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
     """Return swizzled shared memory without tiles.
 
     If the last axis is one swizzle wide, every element has the same address as in `tiled`. TMA copies of this view may
     then start at any row in global memory; copies of tiles must start at multiples of eight.
     """
-    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(plgpu.SwizzleTransform(SWIZZLE),))
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(plgpu.SwizzleTransform(swizzle),))

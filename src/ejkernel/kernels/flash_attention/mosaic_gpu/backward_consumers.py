@@ -60,26 +60,26 @@ class KeysKernel(KeyBlockKernel):
 
     def _mainloop(self, block: KeyBlock, step: QueryStep, gradients: Any, masked: bool) -> tuple[jax.Array, jax.Array]:
         """Return dK and dV with one step added."""
-        warpgroup, memory, multiply = lax.axis_index(WARPGROUP), block.memory, self.backend.multiply
+        warpgroup, memory, matrices = lax.axis_index(WARPGROUP), block.memory, self.matrices
         stage, dout_stage = self.stages(step)
         tile = self.tile(block, step, warpgroup)
-        query, dout = memory.query.at[stage], memory.dout.at[dout_stage]
         mask = mask_words(block.arrays, tile)
         memory.query_pipeline.consumer_wait(stage)
         memory.dout_pipeline.consumer_wait(dout_stage)
 
         def products(sums: Any) -> None:
             scores, dweights, dkey, dvalue = sums
-            multiply(scores, memory.key.at[warpgroup], query.transpose((1, 0)))
-            multiply(dweights, memory.value.at[warpgroup], dout.transpose((1, 0)))
+            query, dout = matrices.tiles(memory.query, stage), matrices.tiles(memory.dout, dout_stage)
+            matrices.multiply_transposed(scores, matrices.tiles(memory.key, warpgroup), query)
+            matrices.multiply_transposed(dweights, matrices.tiles(memory.value, warpgroup), dout)
             # Probabilities are computed while the second product is in flight.
-            raw = self.backend.read(scores, pending=1)
+            raw = self.backend.read(scores, pending=self.value_pieces)
             terms = self.score_terms(block, step, tile, mask, warpgroup)
             weights, slope = probabilities(self.problem, block.arrays, tile, raw, terms, masked)
             keep = dropout_keeps(self.problem, block.arrays, tile)
             dscores = self.backend.read(dweights, pending=0)
             used = weights if keep is None else jnp.where(keep, weights, 0.0)
-            multiply(dvalue, used.astype(self.problem.dtype), dout)
+            matrices.multiply(dvalue, used.astype(self.problem.dtype), dout)
             if keep is not None:
                 # A dropped weight has no cotangent; only delta remains.
                 dscores = jnp.where(keep, dscores, self.row(tile, memory.delta.at[dout_stage]))
@@ -87,7 +87,7 @@ class KeysKernel(KeyBlockKernel):
             if self.fused:
                 self._share(block, step, dscores)
             # Before the wait: dK needs only this consumer's share of the scores' gradient, dQ needs all shares.
-            multiply(dkey, dscores, query)
+            matrices.multiply(dkey, dscores, query)
             if self.fused:
                 plgpu.barrier_wait(memory.dscores_full)
                 self._add_dquery(block, step)
@@ -141,14 +141,12 @@ class KeysKernel(KeyBlockKernel):
         """Compute this consumer's part of the step's dQ, some rows or some columns, and add it to global memory."""
         warpgroup, slot, part = lax.axis_index(WARPGROUP), lax.rem(step.number, 2), self.columns[0]
         by_rows = self.params.q_block == 64 * self.params.warpgroups
-        rows, columns = (
-            (pl.ds(64 * warpgroup, 64), slice(None)) if by_rows else (slice(None), pl.ds(part * warpgroup, part))
-        )
+        rows, first = (pl.ds(64 * warpgroup, 64), 0) if by_rows else (slice(None), part * warpgroup)
 
         def products(sums: Any) -> None:
             for w in range(self.params.warpgroups):
                 left = block.memory.dscores.at[slot, w, :, rows].transpose((1, 0))
-                self.backend.multiply(sums[0], left, block.memory.key.at[w, :, columns])
+                self.matrices.multiply(sums[0], left, self.key_columns(block, w, first, part))
 
         (total,) = self.backend.accumulate(products, zeros((64, part)))
         self.send_dquery(block, total, step, warpgroup, (64 * warpgroup, 0) if by_rows else (0, part * warpgroup))
@@ -211,7 +209,7 @@ class ProductsKernel(KeyBlockKernel):
     def _values_step(
         self, block: KeyBlock, step: QueryStep, before: QueryStep, dvalue: jax.Array, masked: bool
     ) -> jax.Array:
-        memory, multiply = block.memory, self.backend.multiply
+        memory, matrices = block.memory, self.matrices
         stage, dout_stage = self.stages(step)
         tile = self.tile(block, step, 0)
         mask = mask_words(block.arrays, tile)
@@ -219,7 +217,7 @@ class ProductsKernel(KeyBlockKernel):
 
         def products(sums: Any) -> None:
             scores, dvalue = sums[:2]
-            multiply(scores, memory.key.at[0], memory.query.at[stage].transpose((1, 0)))
+            matrices.multiply_transposed(scores, matrices.tiles(memory.key, 0), matrices.tiles(memory.query, stage))
             if self.fused:
 
                 @pl.when(step.number > 0)
@@ -228,7 +226,7 @@ class ProductsKernel(KeyBlockKernel):
 
                 # Queued behind the scores; it runs while the probabilities are computed.
                 self._dquery(block, before, sums[2], 0)
-            raw = self.backend.read(scores, pending=1 if self.fused else 0)
+            raw = self.backend.read(scores, pending=self.dquery_products(0) if self.fused else 0)
             terms = self.score_terms(block, step, tile, mask, 0)
             weights, slope = probabilities(self.problem, block.arrays, tile, raw, terms, masked)
             # The second consumer has no scores: it gets the weights times the soft cap's derivative. A negative sign
@@ -238,10 +236,10 @@ class ProductsKernel(KeyBlockKernel):
             self._pass(block, step, passed if keep is None else jnp.where(keep, passed, -passed))
             memory.dout_pipeline.consumer_wait(dout_stage)
             used = weights if keep is None else jnp.where(keep, weights, 0.0)
-            multiply(dvalue, used.astype(self.problem.dtype), memory.dout.at[dout_stage])
+            matrices.multiply(dvalue, used.astype(self.problem.dtype), matrices.tiles(memory.dout, dout_stage))
             if self.fused:
                 # dQ's product came before dV's, which runs while dQ is sent.
-                part = self.backend.read(sums[2], pending=1)
+                part = self.backend.read(sums[2], pending=self.value_pieces)
 
                 @pl.when(step.number > 0)
                 def _() -> None:
@@ -283,7 +281,7 @@ class ProductsKernel(KeyBlockKernel):
         plgpu.wait_smem_to_gmem(0)
 
     def _keys_step(self, block: KeyBlock, step: QueryStep, dkey: jax.Array) -> jax.Array:
-        memory, multiply, dtype = block.memory, self.backend.multiply, self.problem.dtype
+        memory, matrices, dtype = block.memory, self.matrices, self.problem.dtype
         stage, dout_stage = self.stages(step)
         passed = lax.rem(step.number, 2)
         tile = self.tile(block, step, 0)
@@ -291,7 +289,8 @@ class ProductsKernel(KeyBlockKernel):
 
         def products(sums: Any) -> None:
             dweights, dkey = sums[:2]
-            multiply(dweights, memory.value.at[0], memory.dout.at[dout_stage].transpose((1, 0)))
+            dout = matrices.tiles(memory.dout, dout_stage)
+            matrices.multiply_transposed(dweights, matrices.tiles(memory.value, 0), dout)
             dscores = self.backend.read(dweights, pending=0)
             memory.weights_pipeline.consumer_wait(passed)
             weights = plgpu.load(memory.weights.at[passed], layout=WGMMA).astype(jnp.float32)
@@ -311,9 +310,10 @@ class ProductsKernel(KeyBlockKernel):
             if self.fused:
                 # Before dK, so that dQ can be sent while that product runs.
                 self._dquery(block, step, sums[2], 1)
-            multiply(dkey, dscores, memory.query.at[stage])
+            matrices.multiply(dkey, dscores, matrices.tiles(memory.query, stage))
             if self.fused:
-                self.send_dquery(block, self.backend.read(sums[2], pending=1), step, 1, (0, self.columns[0]))
+                part = self.backend.read(sums[2], pending=self.key_pieces)
+                self.send_dquery(block, part, step, 1, (0, self.columns[0]))
 
         start = (self.row(tile, memory.delta.at[dout_stage]), dkey)
         extra = (zeros((64, self.columns[1])),) if self.fused else ()
@@ -324,6 +324,10 @@ class ProductsKernel(KeyBlockKernel):
 
     def _dquery(self, block: KeyBlock, step: QueryStep, total: Any, consumer: int) -> None:
         """Start a consumer's columns of a step's dQ."""
-        columns = pl.ds(self.columns[0] * consumer, self.columns[consumer])
         left = block.memory.dscores.at[lax.rem(step.number, 2), 0].transpose((1, 0))
-        self.backend.multiply(total, left, block.memory.key.at[0, :, columns])
+        columns = self.key_columns(block, 0, self.columns[0] * consumer, self.columns[consumer])
+        self.matrices.multiply(total, left, columns)
+
+    def dquery_products(self, consumer: int) -> int:
+        """Return how many products a consumer's columns of dQ take."""
+        return self.key_pieces * self.columns[consumer] // self.problem.head_dim if self.problem.pieced else 1

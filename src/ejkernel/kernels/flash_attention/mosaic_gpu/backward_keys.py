@@ -19,6 +19,7 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
+from .matrices import Matrices
 from .params import BackwardParams
 from .plan import REGISTERS, BackwardProblem, dquery_columns, key_block_buffers
 from .visibility import BlockRange
@@ -135,6 +136,9 @@ class KeyBlockKernel:
         self.columns = dquery_columns(problem, params)
         self.parts = problem.groups * params.head_parts
         self.heads_per_part = problem.heads // self.parts
+        self.matrices = Matrices(backend, pieced=problem.pieced)
+        buffers = key_block_buffers(problem, params)
+        self.key_pieces, self.value_pieces = (self.matrices.count(buffers[name]) for name in ("key", "value"))
 
     def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
         """Return the gradients of key and value of all parts, scaled; add the others to `sums`."""
@@ -171,15 +175,19 @@ class KeyBlockKernel:
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
             # The bias may be of the other 16-bit dtype than the query.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
-            is_vector = name in ("shift", "delta")
-            buffers[name] = plgpu.SMEM(buffer.shape, dtype) if is_vector else tiled(buffer.shape, dtype, buffer.swizzle)
+            if name in ("shift", "delta"):
+                buffers[name] = plgpu.SMEM(buffer.shape, dtype)
+            elif name in ("key", "value", "query", "dout"):
+                buffers[name] = self.matrices.type(buffer, dtype)
+            else:
+                buffers[name] = tiled(buffer.shape, dtype, buffer.swizzle)
         consumers, passes = params.warpgroups, params.division == "products"
         biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
-        # Two copies each: a tile, and the initial accumulators of its rows.
-        query = Pipeline.types(params.q_stages, consumers=consumers, copies=2)
-        dout = Pipeline.types(params.dout_stages, consumers=consumers, copies=2)
+        # A tile, and the initial accumulators of its rows.
+        query = Pipeline.types(params.q_stages, consumers=consumers, copies=self.key_pieces + 1)
+        dout = Pipeline.types(params.dout_stages, consumers=consumers, copies=self.value_pieces + 1)
         barriers = {
-            "loaded": plgpu.Barrier(num_arrivals=2 * (params.keys // 64)),
+            "loaded": plgpu.Barrier(num_arrivals=(self.key_pieces + self.value_pieces) * (params.keys // 64)),
             "query_full": query.full,
             "dout_full": dout.full,
             "query_empty": query.empty,
@@ -227,8 +235,8 @@ class KeyBlockKernel:
         group = lax.div(block.part, params.head_parts)
         for slab in range(params.keys // 64):
             at = (block.example, pl.ds(block.key + 64 * slab, 64), group)
-            plgpu.copy_gmem_to_smem(block.arrays.key.at[at], memory.key.at[slab], memory.loaded)
-            plgpu.copy_gmem_to_smem(block.arrays.value.at[at], memory.value.at[slab], memory.loaded)
+            self.matrices.copy_in(block.arrays.key, at, memory.key, (slab,), memory.loaded)
+            self.matrices.copy_in(block.arrays.value, at, memory.value, (slab,), memory.loaded)
 
         def of_head(g: jax.Array, number: jax.Array) -> jax.Array:
             head = self.head(block, g)
@@ -249,13 +257,14 @@ class KeyBlockKernel:
         arrays, memory = block.arrays, block.memory
         rows = pl.ds(step.tile * self.params.q_block, self.params.q_block)
         at, row = (block.example, rows, step.head), (block.example, step.head, rows)
-        queries = (arrays.query.at[at], memory.query), (arrays.shift.at[row], memory.shift)
-        douts = (arrays.dout.at[at], memory.dout), (arrays.delta.at[row], memory.delta)
+        queries = memory.query_pipeline, arrays.query, memory.query, arrays.shift, memory.shift
+        douts = memory.dout_pipeline, arrays.dout, memory.dout, arrays.delta, memory.delta
         # Two pipelines: cotangents may have fewer stages than queries where memory is short.
-        for pipeline, copies in ((memory.query_pipeline, queries), (memory.dout_pipeline, douts)):
+        for pipeline, matrix, buffer, vector, vectors in (queries, douts):
             stage = pipeline.producer_acquire(step.number)
-            for source, buffer in copies:
-                plgpu.copy_gmem_to_smem(source, buffer.at[stage], pipeline.full.at[stage])
+            full = pipeline.full.at[stage]
+            self.matrices.copy_in(matrix, at, buffer, (stage,), full)
+            plgpu.copy_gmem_to_smem(vector.at[row], vectors.at[stage], full)
         if memory.bias_pipeline is not None:
             self._copy_bias(block, step, memory.bias_pipeline)
 
@@ -323,6 +332,16 @@ class KeyBlockKernel:
             memory.bias_pipeline.consumer_release(stage)
         return ScoreTerms(shift, bias, mask)
 
+    def key_columns(self, block: KeyBlock, slab: Any, first: Any, count: int) -> list[Any]:
+        """Return `count` columns of 64 keys, in pieces; `first` may depend on the warpgroup."""
+        if not self.problem.pieced:
+            whole = isinstance(first, int) and count == self.problem.head_dim
+            return [block.memory.key.at[slab, :, slice(None) if whole else pl.ds(first, count)]]
+        tiles = self.backend.views(block.memory.key, 2)[0]
+        width = tiles.shape[-1]
+        number = lax.div(first, width) if not isinstance(first, int) else first // width
+        return [tiles.at[number + i, slab] for i in range(count // width)]
+
     # Epilogue.
 
     def send_dquery(
@@ -355,8 +374,8 @@ class KeyBlockKernel:
 
     def store(self, block: KeyBlock, gradient: jax.Array, which: int, slab: Any) -> None:
         """Start storing the gradient of 64 keys (`which` 0) or values (1)."""
-        buffer = (block.memory.key, block.memory.value)[which].at[slab]
-        buffer[...] = gradient.astype(self.problem.dtype)
+        buffer = (block.memory.key, block.memory.value)[which]
+        self.matrices.assign(buffer, (slab,), gradient.astype(self.problem.dtype))
         plgpu.commit_smem()
         at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
-        plgpu.copy_smem_to_gmem(buffer, block.outputs[which].at[at])
+        self.matrices.copy_out(buffer, (slab,), block.outputs[which], at)

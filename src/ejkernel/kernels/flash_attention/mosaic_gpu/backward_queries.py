@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import (
@@ -28,6 +28,7 @@ from .masks import (
     probabilities,
     zeros,
 )
+from .matrices import Matrices
 from .params import BackwardParams
 from .plan import REGISTERS, BackwardProblem, query_block_buffers
 from .visibility import BlockRange
@@ -77,6 +78,9 @@ class QueriesKernel:
         self.problem, self.params, self.backend = problem, params, backend
         self.rows = 64 * params.q_warpgroups
         self.query_blocks = -(-problem.queries // self.rows)
+        self.matrices = Matrices(backend, pieced=problem.pieced)
+        buffers = query_block_buffers(problem, params)
+        self.key_pieces, self.value_pieces = (self.matrices.count(buffers[name]) for name in ("key", "value"))
 
     def run(self, inputs: BackwardInputs) -> jax.Array:
         """Return the gradient of the queries; `inputs.ranges` are of blocks of queries."""
@@ -96,14 +100,16 @@ class QueriesKernel:
     def _memory_types(self) -> QueryBlockMemory:
         consumers = self.params.q_warpgroups
         buffers = query_block_buffers(self.problem, self.params)
-        block = Pipeline.types(self.params.kv_stages, consumers=consumers)
+        key = Pipeline.types(self.params.kv_stages, consumers=consumers, copies=self.key_pieces)
+        value = Pipeline.types(self.params.kv_stages, consumers=consumers, copies=self.value_pieces)
         return QueryBlockMemory(
-            **{name: tiled(buffer.shape, self.problem.dtype, buffer.swizzle) for name, buffer in buffers.items()},
-            loaded=plgpu.Barrier(num_arrivals=2 * consumers),  # two copies for each consumer
-            key_full=block.full,
-            value_full=block.full,
-            key_empty=block.empty,
-            value_empty=block.empty,
+            **{name: self.matrices.type(buffer, self.problem.dtype) for name, buffer in buffers.items()},
+            # Two matrices for each consumer.
+            loaded=plgpu.Barrier(num_arrivals=(self.key_pieces + self.value_pieces) * consumers),
+            key_full=key.full,
+            value_full=value.full,
+            key_empty=key.empty,
+            value_empty=value.empty,
         )
 
     def _block(self, arrays: BackwardInputs, outputs: Any, memory: QueryBlockMemory) -> None:
@@ -129,8 +135,8 @@ class QueriesKernel:
         params, arrays, memory = self.params, block.arrays, block.memory
         for w in range(params.q_warpgroups):
             at = (block.example, pl.ds(block.query + 64 * w, 64), block.head)
-            plgpu.copy_gmem_to_smem(arrays.query.at[at], memory.query.at[w], memory.loaded)
-            plgpu.copy_gmem_to_smem(arrays.dout.at[at], memory.dout.at[w], memory.loaded)
+            self.matrices.copy_in(arrays.query, at, memory.query, (w,), memory.loaded)
+            self.matrices.copy_in(arrays.dout, at, memory.dout, (w,), memory.loaded)
         group = lax.div(block.head, self.problem.heads_per_group)
 
         def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
@@ -142,7 +148,7 @@ class QueriesKernel:
                 (arrays.value, memory.value, memory.value_pipeline),
             ):
                 pipeline.producer_wait(number, stage)
-                plgpu.copy_gmem_to_smem(source.at[at], buffer.at[stage], pipeline.full.at[stage])
+                self.matrices.copy_in(source, at, buffer, (stage,), pipeline.full.at[stage])
             return number + 1
 
         steps = lax.fori_loop(block.blocks.first, block.blocks.end, of_tile, jnp.int32(0))
@@ -167,10 +173,11 @@ class QueriesKernel:
         masks = self.problem.needed_masks(self.params.kv_block, walks_queries=False)
         dquery, _ = over_tiles(block.blocks, of_tile, (zeros((64, self.problem.head_dim)), jnp.int32(0)), masks)
         # The buffer of this consumer's queries is free: no other one reads it, and all products are done.
-        memory.query.at[warpgroup][...] = (dquery * self.problem.gradient_scale).astype(self.problem.dtype)
+        dquery = (dquery * self.problem.gradient_scale).astype(self.problem.dtype)
+        self.matrices.assign(memory.query, (warpgroup,), dquery)
         plgpu.commit_smem()
         at = (block.example, pl.ds(first, 64), block.head)
-        plgpu.copy_smem_to_gmem(memory.query.at[warpgroup], block.output.at[at])
+        self.matrices.copy_out(memory.query, (warpgroup,), block.output, at)
         plgpu.wait_smem_to_gmem(0)
 
     def _mainloop(
@@ -178,7 +185,7 @@ class QueriesKernel:
     ) -> jax.Array:
         """Return dQ with one tile added."""
         # Read again: held in a register through the loop, it makes the kernel spill.
-        warpgroup, memory, multiply = lax.axis_index(WARPGROUP), block.memory, self.backend.multiply
+        warpgroup, memory, matrices = lax.axis_index(WARPGROUP), block.memory, self.matrices
         dquery, number = carry
         stage = memory.key_pipeline.stage(number)
         shift, delta = (tile.spread(x, 0) for x in rows)
@@ -188,11 +195,13 @@ class QueriesKernel:
 
         def products(sums: Any) -> None:
             scores, dweights, dquery = sums
-            multiply(scores, memory.query.at[warpgroup], memory.key.at[stage].transpose((1, 0)))
+            key = matrices.tiles(memory.key, stage)
+            matrices.multiply_transposed(scores, matrices.tiles(memory.query, warpgroup), key)
             memory.value_pipeline.consumer_wait(stage)
-            multiply(dweights, memory.dout.at[warpgroup], memory.value.at[stage].transpose((1, 0)))
+            value = matrices.tiles(memory.value, stage)
+            matrices.multiply_transposed(dweights, matrices.tiles(memory.dout, warpgroup), value)
             # Probabilities are computed while the second product is in flight.
-            raw = self.backend.read(scores, pending=1)
+            raw = self.backend.read(scores, pending=self.value_pieces)
             terms = ScoreTerms(None if in_scores else shift, self._bias(block.arrays, tile), mask)
             weights, slope = probabilities(self.problem, block.arrays, tile, raw, terms, masked)
             # Rounded to half of the registers: the accumulator of a wide head leaves room for no more.
@@ -203,7 +212,7 @@ class QueriesKernel:
             # Before dQ's product, which needs only the keys.
             memory.value_pipeline.consumer_release(stage)
             dscores = dscores.astype(self.problem.dtype)
-            multiply(dquery, dscores, memory.key.at[stage])
+            matrices.multiply(dquery, dscores, key)
 
         start = (shift if in_scores else zeros(tile.shape), delta, dquery)
         dquery = self.backend.accumulate(products, *start)[2]

@@ -20,15 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.columns import Columns
 from ejkernel.kernels._hopper.device import quotient, remainder, widest_swizzle
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 
-from .forward_mainloop import (
+from .forward_mainloop import ForwardConsumer
+from .forward_memory import (
     ForwardBarriers,
     ForwardBuffers,
-    ForwardConsumer,
     ForwardInputs,
     ForwardMemory,
     ForwardOutputs,
@@ -73,18 +74,13 @@ class ForwardKernel:
 
     def buffer_types(self, inputs: ForwardInputs) -> ForwardBuffers:
         """Return the types of the shared memory."""
-        plan, params, bias = self.plan, self.params, inputs.bias
-        rows, slots = (params.warpgroups, ROWS), params.warpgroups * params.query_buffers
-        query = tiled((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
-        out: Any = tiled((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
-        if params.share_buffer:  # per warpgroup: none overwrites queries that another still reads
-            shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
-            query, out = plgpu.RefUnion(query, tiled(shared, plan.dtype, plan.out_swizzle)), None
+        params, bias = self.params, inputs.bias
         block = (params.stages, params.kv_block)
+        query, key, value, out = self._piece_types() if self.plan.pieced else self._tile_types()
         return ForwardBuffers(
             query=query,
-            key=tiled((*block, plan.head_dim), plan.dtype, plan.head_swizzle),
-            value=tiled((*block, plan.value_dim), plan.dtype, plan.value_swizzle),
+            key=key,
+            value=value,
             out=out,
             bias=None if bias is None else self._bias_type(bias.dtype),
             mask=None if inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
@@ -92,19 +88,47 @@ class ForwardKernel:
             key_segments=None if inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
         )
 
+    def _tile_types(self) -> tuple[Any, Any, Any, Any]:
+        """Return the types of query, key, value and output in whole tiles."""
+        plan, params = self.plan, self.params
+        slots, block = params.warpgroups * params.query_buffers, (params.stages, params.kv_block)
+        query: Any = tiled((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
+        out: Any = tiled((params.warpgroups, ROWS, plan.value_dim), plan.dtype, plan.out_swizzle)
+        if params.share_buffer:  # per warpgroup: none overwrites queries that another still reads
+            shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
+            query, out = plgpu.RefUnion(query, tiled(shared, plan.dtype, plan.out_swizzle)), None
+        key = tiled((*block, plan.head_dim), plan.dtype, plan.head_swizzle)
+        return query, key, tiled((*block, plan.value_dim), plan.dtype, plan.value_swizzle), out
+
+    def _piece_types(self) -> tuple[Any, Any, Any, Any]:
+        """Return the types of query, key, value and output in pieces of columns."""
+        plan, params = self.plan, self.params
+        slots, block = params.warpgroups * params.query_buffers, (params.stages, params.kv_block)
+
+        def pieces(shape: tuple[int, ...], columns: tuple[Columns, ...]) -> Any:
+            tiles = tuple(tiled((*shape, piece.width), plan.dtype, piece.swizzle) for piece in columns)
+            return self.backend.aliased(
+                tiles, tuple(swizzled((*shape, piece.width), plan.dtype, piece.swizzle) for piece in columns)
+            )
+
+        # A shared buffer needs no type of its own: the pieces of the output are the first ones of the queries.
+        out = None if params.share_buffer else pieces((params.warpgroups, ROWS), plan.out_columns)
+        query = pieces((slots, ROWS), plan.head_columns)
+        return query, pieces(block, plan.head_columns), pieces(block, plan.value_columns), out
+
     def barrier_types(self, inputs: ForwardInputs) -> ForwardBarriers:
         """Return the types of the barriers."""
         stages, consumers = self.params.stages, self.params.warpgroups
         extras = consumers * ((inputs.bias is not None) + (inputs.mask is not None))
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
         # A consumer waits for its own rows alone; the producer waits until all consumers have finished with a tile.
-        full = plgpu.Barrier(num_barriers=self.params.query_buffers * consumers)
+        query_pieces, value_pieces = len(self.plan.head_columns), len(self.plan.value_columns)
+        full = plgpu.Barrier(num_arrivals=query_pieces, num_barriers=self.params.query_buffers * consumers)
         empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=self.params.query_buffers)
-        block = Pipeline.types(stages, consumers=consumers)
         return ForwardBarriers(
             query=Pipeline(full, empty),
-            key=block,
-            value=block,
+            key=Pipeline.types(stages, consumers=consumers, copies=query_pieces),
+            value=Pipeline.types(stages, consumers=consumers, copies=value_pieces),
             extra=Pipeline.types(stages, consumers=consumers, copies=extras) if extras else None,
             turn=plgpu.Barrier(num_barriers=consumers),
         )
@@ -179,25 +203,25 @@ class ForwardKernel:
             self.barriers.query.producer_acquire(number)
         for w in range(self.params.warpgroups):
             row, head = self._row_and_head(tile, w)
-            source = self.inputs.query.at[tile.batch, pl.ds(row, ROWS), head]
             slot = self.memory.query_slot(w, number)
-            plgpu.copy_gmem_to_smem(source, self.memory.query(slot), self.barriers.query.full.at[slot])
+            at = (tile.batch, pl.ds(row, ROWS), head)
+            self.memory.copy_in(self.inputs.query, at, self.memory.query(slot), self.barriers.query.full.at[slot])
         step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
     def _copy_block(self, tile: QueryTile, block: Any, step: Any) -> Any:
-        buffers, barriers = self.buffers, self.barriers
+        memory, barriers = self.memory, self.barriers
         stage = barriers.key.stage(step)
         group = quotient(tile.head, self.plan.heads // self.plan.groups)
         at = (tile.batch, pl.ds(block * self.params.kv_block, self.params.kv_block), group)
         # In the order of use: scores, their extra terms, and only then values.
         barriers.key.producer_wait(step, stage)
-        plgpu.copy_gmem_to_smem(self.inputs.key.at[at], buffers.key.at[stage], barriers.key.full.at[stage])
+        memory.copy_in(self.inputs.key, at, memory.key(stage), barriers.key.full.at[stage])
         if barriers.extra is not None:
             barriers.extra.producer_wait(step, stage)
             self._copy_extras(tile, block, stage)
         barriers.value.producer_wait(step, stage)
-        plgpu.copy_gmem_to_smem(self.inputs.value.at[at], buffers.value.at[stage], barriers.value.full.at[stage])
+        memory.copy_in(self.inputs.value, at, memory.value(stage), barriers.value.full.at[stage])
         return step + 1
 
     def _copy_extras(self, tile: QueryTile, block: Any, stage: Any) -> None:
@@ -228,7 +252,10 @@ class ForwardKernel:
                 plgpu.barrier_arrive(turn.at[0])
 
         def compute(tile: QueryTile, step: Any, number: Any) -> Any:
-            return ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number)).run(step)
+            consumer = ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
+            if not self.plan.leaves_idle:
+                return consumer.run(step)
+            return lax.cond(consumer.part.row < self.plan.queries, consumer.run, consumer.skip, step)
 
         self._each_tile(compute, jnp.int32(0))
         if self.params.ping_pong:

@@ -10,145 +10,19 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import remainder
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, keeps
 
+from .forward_memory import ForwardMemory, WarpgroupTile
 from .masks import visible_bits, within_window
-from .plan import ROWS, ForwardPlan
-from .visibility import BlockRange
+from .plan import ROWS
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
-
-
-class ForwardInputs(NamedTuple):
-    """Arrays in global memory; those that a call does not have are `None`.
-
-    Attributes:
-        query, key, value: As in `Operands`.
-        table: `[batch or 1, heads or 1, tiles, 4]`, int32; see `visibility`.
-        query_segments, key_segments: `[batch, 1, padded to whole tiles or blocks]`, int32.
-        key_lengths: `[batch]`, int32, at most the number of keys.
-        key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
-        bias: `[batch or 1, heads or 1, queries, keys]`.
-        mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
-        dropout: `[batch, heads, padded to whole tiles]`, the random word of each row.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    table: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-    key_lengths: Any = None
-    key_bias: Any = None
-    bias: Any = None
-    mask: Any = None
-    dropout: Any = None
-
-
-class ForwardOutputs(NamedTuple):
-    """Arrays in global memory: `[batch, queries, heads, value_dim]`, and `[batch, heads, padded to whole tiles]`."""
-
-    out: Any
-    lse: Any
-
-
-class ForwardBuffers(NamedTuple):
-    """Shared memory: buffers per warpgroup for queries and output, pipeline stages for all else."""
-
-    query: Any
-    key: Any
-    value: Any
-    out: Any
-    bias: Any
-    mask: Any
-    key_bias: Any
-    key_segments: Any
-
-
-class ForwardBarriers(NamedTuple):
-    """Barriers.
-
-    Attributes:
-        query, key, value: Pipelines.
-        extra: The pipeline of bias, mask and segment ids of a block of keys; `None` if the call has none of them.
-        turn: Ping-pong: one barrier per consumer, for its turn at the tensor core.
-    """
-
-    query: Pipeline
-    key: Pipeline
-    value: Pipeline
-    extra: Pipeline | None
-    turn: Any
-
-
-class QueryTile(NamedTuple):
-    """A tile of the output: its position, and the blocks of keys that it visits."""
-
-    batch: Any
-    head: Any
-    row: Any
-    blocks: BlockRange
-
-
-class WarpgroupTile(NamedTuple):
-    """One consumer warpgroup's part of a tile.
-
-    Attributes:
-        tile: The tile.
-        number: How many tiles this block of threads computed before.
-        warpgroup: The warpgroup.
-        slot: The buffer of its queries.
-        row: Its first row.
-        head: Its head.
-    """
-
-    tile: QueryTile
-    number: Any
-    warpgroup: Any
-    slot: Any
-    row: Any
-    head: Any
-
-
-class ForwardMemory(NamedTuple):
-    """Everything that the warpgroups of one block of threads share."""
-
-    plan: ForwardPlan
-    inputs: ForwardInputs
-    outputs: ForwardOutputs
-    buffers: ForwardBuffers
-    barriers: ForwardBarriers
-    backend: Backend
-
-    def query_slot(self, warpgroup: Any, number: Any) -> Any:
-        """Return the number of the buffer, and of the barrier, of a warpgroup's queries in tile `number`."""
-        params = self.plan.params
-        return remainder(number, params.query_buffers) * params.warpgroups + warpgroup
-
-    def query(self, slot: Any) -> Any:
-        """Return a buffer of queries."""
-        query = self.buffers.query[0] if self.plan.params.share_buffer else self.buffers.query
-        return query.at[slot]
-
-    def out(self, warpgroup: Any, slot: Any) -> Any:
-        """Return the buffer that stages a warpgroup's output."""
-        if not self.plan.params.share_buffer:
-            return self.buffers.out.at[warpgroup]
-        return self.buffers.query[1].at[slot, 0:ROWS]
-
-    def by_key(self) -> list[tuple[Any, Any]]:
-        """Return the arrays with one element per key that are copied beside the keys, with their buffers."""
-        inputs, buffers = self.inputs, self.buffers
-        pairs = ((inputs.key_bias, buffers.key_bias), (inputs.key_segments, buffers.key_segments))
-        return [pair for pair in pairs if pair[0] is not None]
 
 
 class _SoftmaxState(NamedTuple):
@@ -206,6 +80,27 @@ class ForwardConsumer:
         self._epilogue(state._replace(acc=self._last_product(state)))
         return state.step
 
+    def skip(self, step: Any) -> Any:
+        """Skip a tile whose rows of this warpgroup are past the last query; return the step after the last block's."""
+        barriers, blocks = self.barriers, self.tile.blocks
+        barriers.query.consumer_wait(self.part.slot)
+        self._release_previous_queries()
+
+        def skip_block(_: Any, step: Any) -> Any:
+            stage = barriers.key.stage(step)
+            self._await_turn()
+            self._pass_turn()
+            for pipeline in (barriers.key, barriers.extra, barriers.value):
+                if pipeline is not None:
+                    pipeline.consumer_wait(stage)
+                    pipeline.consumer_release(stage)
+            return step + 1
+
+        step = lax.fori_loop(blocks.first, blocks.end, skip_block, step)
+        if not self.plan.frees_late:
+            self._release_queries(self.part.number)
+        return step
+
     def _prologue(self, step: Any) -> _SoftmaxState:
         """Visit the first block of keys."""
         self.barriers.query.consumer_wait(self.part.slot)
@@ -242,7 +137,7 @@ class ForwardConsumer:
             self._pass_turn()
             # Products finish in order: the scores are done while the values' product runs beside the softmax. Without
             # that overlap the same forward took 4 % longer.
-            found = backend.read(scores, pending=1)
+            found = backend.read(scores, pending=len(self.plan.value_columns))
             barriers.key.consumer_release(stage)
             logits = self._logits(found, block, stage, masked)
             row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
@@ -298,11 +193,13 @@ class ForwardConsumer:
             lse = (state.row_max + jnp.log2(state.row_sum)) * (1 / LOG2_E)
         if params.persistent and not self.plan.frees_late:  # copies of the previous tile may still read the buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer = memory.out(self.warpgroup, self.part.slot)
-        buffer[...] = out.astype(self.plan.dtype)
+        pieces, out = memory.out(self.warpgroup, self.part.slot), out.astype(self.plan.dtype)
+        for piece in pieces:
+            start, width = piece.columns
+            piece.tiles[...] = out[:, start : start + width] if self.plan.pieced else out
         plgpu.commit_smem()
         batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
-        plgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
+        memory.copy_out(pieces, memory.outputs.out, (batch, rows, head))
         # Directly from registers; through shared memory a causal forward took 1 % longer.
         memory.outputs.lse.at[batch, head, rows][...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
         if params.share_buffer and not self.plan.frees_late:
@@ -330,11 +227,14 @@ class ForwardConsumer:
         return ROWS, self.plan.value_dim
 
     def _multiply_keys(self, scores: Any, stage: Any) -> None:
-        keys = self.buffers.key.at[stage].transpose((1, 0))
-        self.backend.multiply(scores, self.memory.query(self.part.slot), keys)
+        for query, key in zip(self.memory.query(self.part.slot), self.memory.key(stage), strict=True):
+            self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
 
     def _multiply_values(self, acc: Any, state: _SoftmaxState, stage: Any) -> None:
-        self.backend.multiply(acc, state.weights, self.buffers.value.at[stage])
+        for value in self.memory.value(stage):
+            start, width = value.columns
+            part = acc.at[:, start : start + width] if self.plan.pieced else acc
+            self.backend.multiply(part, state.weights, value.tiles)
 
     def _await_turn(self) -> None:
         if self.params.ping_pong:

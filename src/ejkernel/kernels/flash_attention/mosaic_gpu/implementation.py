@@ -19,6 +19,7 @@ from ejkernel.kernels.flash_attention.common import (
 from . import backward_support, forward_support
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
+from .plan import TILE_ROWS
 
 
 class MosaicGpu(AttentionImplementation):
@@ -48,7 +49,9 @@ class MosaicGpu(AttentionImplementation):
             return int(_support(call).is_preferred(call))
         if call.bias is not None:
             return 1
-        if dim >= 128 or (dim >= 64 and not hides):
+        # Causal at head_dim 96 and 4,096 queries: 382 us for 482 of cuDNN. At head_dim 64 and 3,001 queries: 98 us for
+        # 109.
+        if dim > 64 or (dim == 64 and (not hides or queries % TILE_ROWS)):
             return int(queries >= (1024 if dim > 128 else 512))
         # Causal at head_dim 64: 1,052 us for 1,204 of cuDNN at 16,384 queries; up to 4,096 no difference.
         return int(dim >= 64 and (queries >= 8192))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points: they pad and pack the operands for the kernels, launch these, and unpack the results."""
+"""Entry points: they pack masks and biases for the kernels, launch these, and unpack the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
 from .params import BackwardParams, ForwardParams
-from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan, whole_dim
+from .plan import TILE_ROWS, BackwardProblem, ForwardPlan, backward_problem, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -27,8 +27,6 @@ from .visibility import (
     ranges_of_keys,
     ranges_of_queries,
 )
-
-_TILE_ROWS = 8  # of the tiles of shared memory; a copy moves whole ones
 
 # Forward.
 
@@ -44,18 +42,19 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     """
     # Imported here: Mosaic GPU is not available in every environment.
     from .forward import launch
-    from .forward_mainloop import ForwardInputs, ForwardOutputs
+    from .forward_memory import ForwardInputs, ForwardOutputs
 
     operands, row_terms = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = forward_plan(describe(operands, rules), params)
-    query, key, value = (_pad_axis(_pad_axis(x, 1, _TILE_ROWS), 3, whole_dim(1)) for x in operands[:3])
+    # Rows of 16 bytes: a copy cannot move less.
+    query, key, value = (_pad_axis(x, 3, 8) for x in operands[:3])
     types = ForwardOutputs(
-        jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
+        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
         # In whole tiles: a copy with one axis is not clipped at the end of the array.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
     out, lse = launch(plan, ForwardInputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+    return _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
 
 
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
@@ -127,7 +126,7 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
 def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
     """Return `x` with rows and keys padded to whole tiles of shared memory."""
     swizzle = widest_swizzle(kv_block * x.dtype.itemsize)
-    return _pad_axis(_pad_axis(x, 2, _TILE_ROWS), 3, swizzle // x.dtype.itemsize)
+    return _pad_axis(_pad_axis(x, 2, TILE_ROWS), 3, swizzle // x.dtype.itemsize)
 
 
 # Backward.
@@ -289,14 +288,13 @@ def _backward_inputs(
     from .masks import BackwardInputs
 
     arrays = (operands.query, operands.key, operands.value, dout)
-    dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
     bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
     if bias is not None:
         # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
         bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
     fields = [
-        *(_pad_axis(_pad_axis(x, 1, _TILE_ROWS), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
+        *arrays,
         *_row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),

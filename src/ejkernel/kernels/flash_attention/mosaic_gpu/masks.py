@@ -25,8 +25,7 @@ Carry = Any
 class BackwardInputs(NamedTuple):
     """The arrays that the backward kernels read.
 
-    The lengths of the first four are padded to multiples of 8 and their head dimensions to `padded_dim`; the lengths of
-    the others to whole blocks.
+    The lengths of all but the first four are padded to whole blocks.
 
     Attributes:
         query, key, value, dout: As in `Operands`.

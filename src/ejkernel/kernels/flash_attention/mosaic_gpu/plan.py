@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel.kernels._hopper import DTYPES, MULTIPROCESSORS, SHARED_MEMORY, Registers, widest_swizzle
 from ejkernel.kernels._hopper import unavailable as unavailable_on_hopper
+from ejkernel.kernels._hopper.columns import Columns, split_columns
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules, scale_reason
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -22,7 +23,9 @@ ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup 
 REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
-_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded
+TILE_ROWS = 8  # of the tiles of shared memory
+_WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
+_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
 
 
 def unavailable(call: AttentionCall) -> str | None:
@@ -47,7 +50,7 @@ class AttentionSizes:
     Attributes:
         batch, heads, groups: As in `Operands`.
         queries, keys: The lengths, without padding.
-        head_dim, value_dim: Padded to a dimension that the kernels support.
+        head_dim, value_dim: The columns that they take in shared memory.
         rules: Of the call.
     """
 
@@ -81,10 +84,13 @@ class ForwardPlan(AttentionSizes):
         key_lengths: Whether examples have key lengths and no segment ids that express them.
         caps_late: Whether the soft cap applies to the sum of logits and bias.
         table: Whether the range of key blocks of each tile is read from a table.
+        pieced: Whether query, key, value and output are copied in pieces of columns: lengths or head dimensions are no
+            multiples of the tiles of shared memory.
     """
 
     dtype: str
     params: ForwardParams
+    pieced: bool = False
     bias: int = 0
     mask: bool = False
     key_bias: bool = False
@@ -120,8 +126,24 @@ class ForwardPlan(AttentionSizes):
         return min(MULTIPROCESSORS, self.tiles) if self.params.persistent else self.tiles
 
     @property
+    def head_columns(self) -> tuple[Columns, ...]:
+        """The pieces of queries and keys."""
+        return split_columns(self.head_dim) if self.pieced else (Columns(0, self.head_dim),)
+
+    @property
+    def value_columns(self) -> tuple[Columns, ...]:
+        """The pieces of values; their swizzle divides a block of keys, as `value_swizzle`."""
+        widest = widest_swizzle(self.params.kv_block * 2) // 2
+        return split_columns(self.value_dim, widest) if self.pieced else (Columns(0, self.value_dim),)
+
+    @property
+    def out_columns(self) -> tuple[Columns, ...]:
+        """The pieces of the output."""
+        return split_columns(self.value_dim) if self.pieced else (Columns(0, self.value_dim),)
+
+    @property
     def head_swizzle(self) -> int:
-        """Swizzle of queries and keys, in bytes."""
+        """Swizzle of queries and keys in one piece, in bytes."""
         return widest_swizzle(self.head_dim * 2)
 
     @property
@@ -131,7 +153,7 @@ class ForwardPlan(AttentionSizes):
 
     @property
     def out_swizzle(self) -> int:
-        """Swizzle of the output."""
+        """Swizzle of the output in one piece."""
         return widest_swizzle(self.value_dim * 2)
 
     @property
@@ -146,6 +168,12 @@ class ForwardPlan(AttentionSizes):
         The last tile's buffer is then never released.
         """
         return self.params.share_buffer and self.params.query_buffers > 1
+
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether warpgroups without queries skip the last tile of a head; not measured for multiples of 64 queries."""
+        rest = self.queries % self.tile_rows
+        return not self.params.pack_heads and rest % ROWS > 0 and rest <= self.tile_rows - ROWS
 
     @property
     def hides_tail(self) -> bool:
@@ -169,7 +197,9 @@ class ForwardPlan(AttentionSizes):
             block * 4 * self.segments,
         ]
         barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
+        pieces = len(self.head_columns) + len(self.value_columns) + len(self.out_columns)  # each may need padding
+        spare = _ALIGNMENT * (pieces if self.pieced else 2)
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + spare
 
 
 def imbalance(plan: ForwardPlan) -> float:
@@ -203,6 +233,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
+        pieced=_is_pieced(call, _WHOLE_DIMS),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -221,8 +252,14 @@ def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
+def _is_pieced(call: AttentionCall, dims: tuple[int, ...]) -> bool:
+    """Return whether lengths, or head dimensions other than `dims`, keep the kernels from copying whole tiles."""
+    lengths = (call.query[1], call.key[1])
+    return any(size % TILE_ROWS for size in lengths) or not {call.query[3], call.value[3]} <= set(dims)
+
+
 def whole_dim(size: int) -> int:
-    """Return the head dimension of the forward, padded with zeros to a multiple of the narrowest swizzle."""
+    """Return the columns that a head dimension takes in shared memory."""
     return -(-size // 16) * 16
 
 
@@ -241,9 +278,11 @@ class BackwardProblem(AttentionSizes):
         bias: The first two sizes of the bias; `None` without one.
         bias_dtype: The dtype in which the bias is loaded.
         bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
+        pieced: As in `ForwardPlan`, of query, key, value and their gradients.
     """
 
     dtype: Any
+    pieced: bool = False
     segments: bool = False
     key_lengths: bool = False
     mask: bool = False
@@ -309,11 +348,12 @@ def backward_problem(call: AttentionCall) -> BackwardProblem:
         bias=None if call.bias is None else (call.bias[0], call.bias[1]),
         bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
         bias_whole=call.bias == scores and call.bias_dtype == call.dtype,
+        pieced=_is_pieced(call, _NATIVE_DIMS),
     )
 
 
 def padded_dim(dim: int) -> int:
-    """Return the smallest head dimension of the backward that holds `dim`."""
+    """Return the columns that a head dimension takes in the shared memory of the backward."""
     return next(size for size in _NATIVE_DIMS if dim <= size)
 
 

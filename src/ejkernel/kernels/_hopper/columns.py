@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory in pieces of columns, each one swizzle wide, for arrays whose sizes are no multiples of tiles.
+
+Copies of whole tiles need tiles in global memory too. A piece that is one swizzle wide has the same addresses with
+and without tiles: it is copied without them, from any row, and what lies past the end of the array becomes zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_WIDTHS = (64, 32, 16)  # of 16-bit elements: the swizzles of 128, 64 and 32 bytes
+
+
+class Columns(NamedTuple):
+    """Some columns of a matrix of 16-bit elements: those of one buffer, and of one product."""
+
+    start: int
+    width: int
+
+    @property
+    def swizzle(self) -> int:
+        """The swizzle of the piece, in bytes."""
+        return 2 * self.width
+
+
+def split_columns(count: int, widest: int = 64) -> tuple[Columns, ...]:
+    """Return pieces for `count` columns, rounded up to a multiple of 16; e.g. 64 and 16 for 80.
+
+    Args:
+        count: How many columns.
+        widest: The largest width of a piece: 64, 32 or 16.
+    """
+    pieces: list[Columns] = []
+    start = 0
+    for width in _WIDTHS:
+        while width <= widest and start + width < count + 16:
+            pieces.append(Columns(start, width))
+            start += width
+    return tuple(pieces)
+
+
+def same_start(pieces: Sequence[Columns], others: Sequence[Columns]) -> bool:
+    """Return whether the first pieces are equal to all of the `others`."""
+    return tuple(pieces[: len(others)]) == tuple(others)
