@@ -22,7 +22,7 @@ from ejkernel.kernels.flash_attention.common import Rules
 from .forward import compiler_params, id_specs, specs, when_first, when_last
 from .numbers import LOG2E, NT, TN, column, dot, floor, least, most, wide
 from .params import LANES
-from .walk import Hide, Plan, Sight, visible_chunks, walk
+from .walk import Hide, Plan, Sight, Update, visible_chunks, walk
 
 
 class Shapes(NamedTuple):
@@ -138,59 +138,85 @@ def _split_specs(shapes: Shapes, sight: Sight, plan: Plan) -> tuple[list[Any], l
     return given, [block(dim), block(value_dim)]
 
 
+class _Inputs(NamedTuple):
+    """References to the arrays of one grid step; `scaled` is the key times the scale."""
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    scaled: Any
+
+
+class _Sums(NamedTuple):
+    """References to the float32 sums; `dquery` is `None` in the split form."""
+
+    dkey: Any
+    dvalue: Any
+    dquery: Any
+
+
 def _keys_kernel(
     *refs: Any, rules: Rules, sight: Sight, plan: Plan, shapes: Shapes, transpose: bool, segmented: bool
 ) -> None:
-    query, key, value, dout, lse, delta, *rest = refs
+    given, rest = refs[:6], list(refs[6:])
     ids = (rest[0], rest[1]) if segmented else None
     rest = rest[2 * segmented :]
     dquery_out = rest.pop(0) if shapes.fused else None
-    dkey_out, dvalue_out, scaled, dkey, dvalue, *others = rest
-    dquery = others[0] if shapes.fused else None
+    dkey_out, dvalue_out, scaled, *sums = rest
+    inputs, total = _Inputs(*given, scaled), _Sums(*sums, *([] if shapes.fused else [None]))
     first, second = pl.program_id(2), pl.program_id(3)
     (head, block), part = ((first, second), 0) if shapes.fused else ((second, first), pl.program_id(4))
     here = pl.multiple_of(block * plan.block, plan.block) if shapes.keeps_all else 0
-
-    def sums(ref: Any, start: Any, size: int) -> Any:
-        return ref.at[pl.ds(start, size), :]
+    own = pl.ds(here, plan.block)
 
     def start() -> None:
-        for ref in (dkey, dvalue):
-            sums(ref, here, plan.block)[...] = jnp.zeros((plan.block, ref.shape[1]), jnp.float32)
+        for ref in total[:2]:
+            ref[own, :] = jnp.zeros((plan.block, ref.shape[1]), jnp.float32)
 
-    def update(keys: Any, queries: Any, hide: Hide | None) -> None:
-        rows, cotangent = query[queries, :], dout[queries, :]
-        scores, slope = _capped(dot(scaled[keys, :], rows, NT), rules)
-        if hide is not None:
-            scores = hide(scores)
-        weights = jnp.exp2(scores - lse[:, queries])
-        own = pl.ds(pl.multiple_of(here + keys.start, LANES), keys.size)
-        dvalue[own, :] += dot(weights.astype(cotangent.dtype), cotangent)
-        dscores = weights * (dot(value[keys, :], cotangent, NT) - delta[:, queries])
-        dscores = (dscores if slope is None else dscores * slope).astype(rows.dtype)
-        dkey[own, :] += dot(dscores, rows)
-        if dquery is not None and transpose:
-            dquery[:, queries] += dot(key[keys, :], dscores, TN)
-        elif dquery is not None:
-            dquery[queries, :] += dot(dscores, key[keys, :], TN)
-
-    if dquery is not None:
-        pl.when(block == 0)(lambda: dquery.__setitem__(..., jnp.zeros(dquery.shape, jnp.float32)))
-    _when(shapes.repeats == 1 or head == 0, plan.parts == 1 or part == 0, start)
-    scaled[...] = (key[...].astype(jnp.float32) * (rules.scale * LOG2E)).astype(scaled.dtype)
-    walk(sight, plan, (block, part), update, ids)
+    def start_query() -> None:
+        total.dquery[...] = jnp.zeros(total.dquery.shape, jnp.float32)
 
     def finish() -> None:
-        dkey_out[...] = (sums(dkey, here, plan.block)[...] * rules.scale).astype(dkey_out.dtype)
-        dvalue_out[...] = sums(dvalue, here, plan.block)[...].astype(dvalue_out.dtype)
+        dkey_out[...] = (total.dkey[own, :] * rules.scale).astype(dkey_out.dtype)
+        dvalue_out[...] = total.dvalue[own, :].astype(dvalue_out.dtype)
 
     def finish_query() -> None:
-        total = jnp.transpose(dquery[...]) if transpose else dquery[...]
-        dquery_out[...] = (total * rules.scale).astype(dquery_out.dtype)
+        found = jnp.transpose(total.dquery[...]) if transpose else total.dquery[...]
+        dquery_out[...] = (found * rules.scale).astype(dquery_out.dtype)
 
-    if dquery_out is not None:
+    if shapes.fused:
+        pl.when(block == 0)(start_query)
+    _when(shapes.repeats == 1 or head == 0, plan.parts == 1 or part == 0, start)
+    scaled[...] = (inputs.key[...].astype(jnp.float32) * (rules.scale * LOG2E)).astype(scaled.dtype)
+    walk(sight, plan, (block, part), _update_of_keys(inputs, total, here, rules, transpose), ids)
+    if shapes.fused:
         pl.when(block == plan.blocks - 1)(finish_query)
     _when(shapes.repeats == 1 or head == shapes.repeats - 1, plan.parts == 1 or part == plan.parts - 1, finish)
+
+
+def _update_of_keys(inputs: _Inputs, total: _Sums, here: Any, rules: Rules, transpose: bool) -> Update:
+    """Return what adds one tile of keys and queries to the sums; the block's sums start at `here`."""
+
+    def update(keys: Any, queries: Any, hide: Hide | None) -> None:
+        rows, cotangent = inputs.query[queries, :], inputs.dout[queries, :]
+        scores, slope = _capped(dot(inputs.scaled[keys, :], rows, NT), rules)
+        if hide is not None:
+            scores = hide(scores)
+        weights = jnp.exp2(scores - inputs.lse[:, queries])
+        own = pl.ds(pl.multiple_of(here + keys.start, LANES), keys.size)
+        total.dvalue[own, :] += dot(weights.astype(cotangent.dtype), cotangent)
+        dscores = weights * (dot(inputs.value[keys, :], cotangent, NT) - inputs.delta[:, queries])
+        dscores = (dscores if slope is None else dscores * slope).astype(rows.dtype)
+        total.dkey[own, :] += dot(dscores, rows)
+        if total.dquery is not None and transpose:
+            total.dquery[:, queries] += dot(inputs.key[keys, :], dscores, TN)
+        elif total.dquery is not None:
+            total.dquery[queries, :] += dot(dscores, inputs.key[keys, :], TN)
+
+    return update
 
 
 def _when(one: Any, other: Any, do: Any) -> None:

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
@@ -22,8 +19,8 @@ from ejkernel.kernels.flash_attention.common import (
 )
 from ejkernel.ops.utils.values.signature import is_known
 
-from . import memory
-from .launch import Lengths, backward, backward_plan, forward, forward_plan
+from . import choices
+from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
 
 _DTYPES = ("bfloat16", "float32")
@@ -53,6 +50,18 @@ class PallasTpu(AttentionImplementation):
         if call.partitioned:
             return "'pallas_tpu' in a program that XLA partitions would gather query, key and value; use 'xla'."
         return scale_reason(call, "pallas_tpu")
+
+    def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+        """Return why a kernel exceeds the chip's vector memory; `None` if none does."""
+        return choices.params_fault(call, params)
+
+    def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
+        """See `choices.heuristic`."""
+        return choices.heuristic(call)
+
+    def space(self, call: AttentionCall) -> list[ForwardParams] | list[BackwardParams]:
+        """See `choices.space`."""
+        return choices.space(call)
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""

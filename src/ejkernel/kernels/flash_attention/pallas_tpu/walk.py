@@ -79,8 +79,11 @@ class Plan:
 
 
 class _Strips(NamedTuple):
-    """Tiles at an edge: `(first row, first column, columns)`, with columns relative to `base`, a static distance from
-    the block's first position; and the extent of all columns."""
+    """Tiles at the edges of the visible columns.
+
+    `tiles` are `(first row, first column, columns)`, from `first` to `end` in all. Columns are relative to the block's
+    position minus `lead`.
+    """
 
     lead: int
     tiles: list[tuple[int, int, int]]
@@ -270,7 +273,7 @@ def _strips(sight: Sight, plan: Plan) -> _Strips | None:
         return None
     both = before is not None and after is not None
     lead = sight.offset % plan.chunk
-    if (before or 0) > plan.block and not both or (after or 0) > plan.block and not both:
+    if ((before or 0) > plan.block and not both) or ((after or 0) > plan.block and not both):
         return None
     if plan.parts > 1 and (both or lead or before or after or plan.part % plan.block):
         return None  # a strip would reach into another part
@@ -280,7 +283,7 @@ def _strips(sight: Sight, plan: Plan) -> _Strips | None:
         first = 0 if before is None else down(lead + row - before)
         end = end_of_block if after is None else up(lead + row + plan.strip + after)
         # no larger than a tile of a chunk
-        size = down(plan.rows * plan.chunk // plan.strip) if both else end - first
+        size = max(down(plan.rows * plan.chunk // plan.strip), LANES) if both else end - first
         tiles += [(row, at, min(size, end - at)) for at in range(first, end, size)]
     if len(tiles) > _MOST_TILES or max(width for _, _, width in tiles) > plan.part:
         return None
