@@ -162,6 +162,12 @@ def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
     assert choices.needed(call, BackwardParams()) > choices.capacity(call)
 
 
+def test_heads_too_wide_for_the_memory_are_refused():
+    call = dataclasses.replace(call_of(4096, CHIPS[4], False), query=(1, 4096, 8, 4096), key=(1, 4096, 4, 4096))
+    assert "head_dim is 4096 for query and key and 128 for value" in PallasTpu().unsupported(call)
+    assert PallasTpu().unsupported(call_of(4096, CHIPS[4], False)) is None
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -76,7 +76,7 @@ def backward_of_keys(
     scratch += [pltpu.VMEM((kept, dim), jnp.float32) for dim in shapes.dims]
     if fused:
         scratch.append(pltpu.VMEM((head_dim, length) if transpose else (length, head_dim), jnp.float32))
-    static = {"rules": rules, "sight": sight, "plan": plan, "shapes": shapes, "transpose": transpose}
+    static: dict[str, Any] = {"rules": rules, "sight": sight, "plan": plan, "shapes": shapes, "transpose": transpose}
     found = pl.pallas_call(
         functools.partial(_keys_kernel, segmented=ids is not None, **static),
         name="attention_backward" if fused else "attention_backward_keys",
@@ -161,12 +161,15 @@ class _Sums(NamedTuple):
 def _keys_kernel(
     *refs: Any, rules: Rules, sight: Sight, plan: Plan, shapes: Shapes, transpose: bool, segmented: bool
 ) -> None:
-    given, rest = refs[:6], list(refs[6:])
+    query, key, value, dout, lse, delta, *rest = refs
     ids = (rest[0], rest[1]) if segmented else None
     rest = rest[2 * segmented :]
-    dquery_out = rest.pop(0) if shapes.fused else None
+    dquery_out: Any = rest.pop(0) if shapes.fused else None
     dkey_out, dvalue_out, scaled, *sums = rest
-    inputs, total = _Inputs(*given, scaled), _Sums(*sums, *([] if shapes.fused else [None]))
+    inputs, total = (
+        _Inputs(query, key, value, dout, lse, delta, scaled),
+        _Sums(*sums, *([] if shapes.fused else [None])),
+    )
     first, second = pl.program_id(2), pl.program_id(3)
     (head, block), part = ((first, second), 0) if shapes.fused else ((second, first), pl.program_id(4))
     here = pl.multiple_of(block * plan.block, plan.block) if shapes.keeps_all else 0

@@ -20,8 +20,6 @@ from .numbers import LOG2E, NT, START, dot, floor, least, most, wide
 from .params import LANES
 from .walk import Hide, Plan, Sight, visible_chunks, walk
 
-_ARBITRARY = "arbitrary"
-
 
 def forward(
     arrays: tuple[Any, ...],
@@ -83,7 +81,7 @@ def ones(value_dim: int) -> int:
 
 def compiler_params(axes: int, memory: int) -> Any:
     """Return the compiler's parameters: batch and heads are independent, and other axes add up in scratch memory."""
-    semantics = ("parallel", "parallel", *[_ARBITRARY] * (axes - 2))
+    semantics: Any = ("parallel", "parallel", *["arbitrary"] * (axes - 2))
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=memory)
 
 

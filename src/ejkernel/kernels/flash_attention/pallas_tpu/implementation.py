@@ -49,6 +49,9 @@ class PallasTpu(AttentionImplementation):
                 return f"{name} is not available with implementation='pallas_tpu'; use 'xla'."
         if call.partitioned:
             return "'pallas_tpu' in a program that XLA partitions would gather query, key and value; use 'xla'."
+        if choices.params_fault(call, choices.heuristic(call)) is not None:
+            dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
+            return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
         return scale_reason(call, "pallas_tpu")
 
     def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
@@ -57,7 +60,8 @@ class PallasTpu(AttentionImplementation):
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """See `choices.heuristic`."""
-        return choices.heuristic(call)
+        params: ForwardParams | BackwardParams = choices.heuristic(call)
+        return params
 
     def space(self, call: AttentionCall) -> list[ForwardParams] | list[BackwardParams]:
         """See `choices.space`."""

@@ -10,6 +10,7 @@ memory, not from tables: the compiler's simulator can evaluate the former.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,18 +92,18 @@ class _Strips(NamedTuple):
     end: int
 
 
-def walk(sight: Sight, plan: Plan, index: tuple[Any, Any], update: Update, ids: tuple[Any, Any] | None = None) -> None:
+def walk(sight: Sight, plan: Plan, place: tuple[Any, Any], update: Update, ids: tuple[Any, Any] | None = None) -> None:
     """Compute all tiles that a block sees of one part of the columns.
 
     Args:
         sight: The static rules.
         plan: The sizes.
-        index: The block's index, and the part's.
+        place: The block's index, and the part's.
         update: Computes one tile.
         ids: References to the ids of the block's rows and of the part's columns, `[1, n]`; a row sees columns with its
             own id.
     """
-    loop = _Loop(sight, plan, index, update, ids)
+    loop = _Loop(sight, plan, place, update, ids)
     strips = _strips(sight, plan)
     if strips is None:
         loop.chunks()
@@ -118,14 +119,14 @@ def walk(sight: Sight, plan: Plan, index: tuple[Any, Any], update: Update, ids: 
 class _Loop(NamedTuple):
     sight: Sight
     plan: Plan
-    index: tuple[Any, Any]
+    place: tuple[Any, Any]
     update: Update
     ids: tuple[Any, Any] | None
 
     @property
     def position(self) -> Any:
         """The column at which the block's first row is."""
-        return self.index[0] * self.plan.block + self.sight.offset
+        return self.place[0] * self.plan.block + self.sight.offset
 
     def chunks(self) -> None:
         """Compute whole chunks, masked at the edges of what is visible."""
@@ -150,23 +151,24 @@ class _Loop(NamedTuple):
             for row, start, width in strips.tiles:
                 distance = start - strips.lead - row
                 hide = window_mask(self.sight, (self.plan.strip, width), distance)
-                self._tile(row, self.plan.strip, pl.multiple_of(first + start, LANES), width, hide)
+                at = pl.multiple_of(first + start, math.gcd(chunk, start))
+                self._tile(row, self.plan.strip, at, width, hide)
 
         if self.plan.parts == 1:
             run()
         else:
-            pl.when(floor(base, self.plan.part) == self.index[1])(run)
+            pl.when(floor(base, self.plan.part) == self.place[1])(run)
 
     def _first_of_part(self) -> Any:
-        return self.index[1] * self.plan.part if self.plan.parts > 1 else 0
+        return self.place[1] * self.plan.part if self.plan.parts > 1 else 0
 
     def _each(self, lo: Any, hi: Any, *, masked: bool) -> None:
         """Compute chunks `lo` to `hi`, as far as they are in the part."""
         plan = self.plan
         if plan.parts > 1:
             per_part = plan.part // plan.chunk
-            lo = most(lo, self.index[1] * per_part)
-            hi = least(hi, (self.index[1] + 1) * per_part)
+            lo = most(lo, self.place[1] * per_part)
+            hi = least(hi, (self.place[1] + 1) * per_part)
         _repeat(lo, hi, lambda g: self._chunk(g, masked), 1 if masked or self.ids is not None else plan.unroll)
 
     def _chunk(self, g: Any, masked: bool) -> None:
