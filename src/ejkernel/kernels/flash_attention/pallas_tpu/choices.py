@@ -47,14 +47,14 @@ def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> int:
     repeats = call.query[2] // call.key[2]
     dims = memory.Dims(call.query[3], call.value[3], repeats, jnp.dtype(call.dtype).itemsize)
     if isinstance(params, ForwardParams):
-        plan = forward_plan(lengths, call.rules, params)[1]
-        return memory.of_forward(dims, plan, call.rules, segmented=segmented)
-    plan, fused = backward_plan(lengths, call.rules, params)[1], params.query is None
-    found = memory.of_keys(dims, plan, call.rules, fused=fused, segmented=segmented)
+        walked = forward_plan(lengths, call.rules, params)
+        return memory.of_forward(dims, walked, call.rules, segmented=segmented)
+    walked, fused = backward_plan(lengths, call.rules, params), params.query is None
+    found = memory.of_keys(dims, walked, call.rules, fused=fused, segmented=segmented)
     if params.query is None:
         return found
-    plan = forward_plan(lengths, call.rules, params.query)[1]
-    return max(found, memory.of_queries(dims, plan, call.rules, segmented=segmented))
+    walked = forward_plan(lengths, call.rules, params.query)
+    return max(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
 
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:

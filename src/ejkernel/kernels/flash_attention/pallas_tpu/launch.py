@@ -71,7 +71,7 @@ def forward(
     sight, plan = forward_plan(lengths, rules, params)
     padded = Lengths(plan.block * plan.blocks, plan.columns)
     arrays, ids = _arrays(operands, padded), _ids(operands, rules, padded)
-    size = memory.of_forward(_dims(operands), plan, rules, segmented=ids is not None)
+    size = memory.of_forward(_dims(operands), (sight, plan), rules, segmented=ids is not None)
 
     def run() -> Any:
         return forward_kernel.forward(
@@ -106,7 +106,7 @@ def backward(
     sight, plan = backward_plan(lengths, rules, params)
     padded = Lengths(plan.columns, plan.block * plan.blocks)
     arrays, ids = (*_arrays(operands, padded), *_rows(rows, padded)), _ids(operands, rules, padded)
-    size = memory.of_keys(_dims(operands), plan, rules, fused=params.query is None, segmented=ids is not None)
+    size = memory.of_keys(_dims(operands), (sight, plan), rules, fused=params.query is None, segmented=ids is not None)
 
     def run() -> Any:
         return backward_kernels.backward_of_keys(
@@ -130,7 +130,7 @@ def _gradient_of_query(operands: Operands, rows: tuple[Any, ...], rules: Rules, 
     sight, plan = forward_plan(_lengths(operands), rules, params)
     padded = Lengths(plan.block * plan.blocks, plan.columns)
     arrays, ids = (*_arrays(operands, padded), *_rows(rows, padded)), _ids(operands, rules, padded)
-    size = memory.of_queries(_dims(operands), plan, rules, segmented=ids is not None)
+    size = memory.of_queries(_dims(operands), (sight, plan), rules, segmented=ids is not None)
 
     def run() -> Any:
         return backward_kernels.backward_of_queries(arrays, ids, rules, sight, plan, memory=memory.limit(size))

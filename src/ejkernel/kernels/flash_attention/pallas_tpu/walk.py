@@ -197,6 +197,13 @@ class _Loop(NamedTuple):
         pl.when(~one & (first <= high) & (low <= last))(lambda: self.update(rows, columns, mixed))
 
 
+def most_scores(sight: Sight, plan: Plan) -> int:
+    """Return the number of scores that a basic block computes at most; unrolled chunks count once."""
+    strips = _strips(sight, plan)
+    edges = 0 if strips is None else sum(plan.strip * width for _, _, width in strips.tiles)
+    return max(edges, plan.block * plan.chunk)
+
+
 def visible_chunks(sight: Sight, position: Any, plan: Plan) -> tuple[Any, Any, Any, Any]:
     """Return `lo, a, b, hi`: some row of a block sees the chunks from `lo` to `hi`, and all rows those from `a` to `b`.
 
