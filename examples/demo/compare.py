@@ -130,7 +130,7 @@ def summary(builds: Sequence[Build], model: Model) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "rounds": found.rounds,
         "tokens": model.tokens,
-        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens",
+        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens, {model.vocabulary:,} words",
         "missing": {each.name: each.missing for each in builds if each.compiled is None},
         "seconds": found.seconds,
         "middle half of the tuned steps": found.middle[TUNED],
