@@ -247,7 +247,7 @@ def simulate() -> None:
         try:
             answer: dict[str, Any] = {"cycles": cycles_per_head(json.loads(line), folder)}
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
-            answer = {"error": " ".join(str(error).split())[:200]}
+            answer = {"error": " ".join(str(error).split())[:600]}
         print(json.dumps(answer), flush=True)
 
 
@@ -280,6 +280,7 @@ class Simulator:
             environment = os.environ | {
                 "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}",
                 "JAX_PLATFORMS": "cpu",
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
                 "TPU_SKIP_MDS_QUERY": "1",
                 "TPU_WORKER_HOSTNAMES": "localhost",
                 "TPU_ACCELERATOR_TYPE": "v5litepod-4",
