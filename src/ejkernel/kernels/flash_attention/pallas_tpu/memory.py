@@ -62,8 +62,8 @@ def _ids(plan: Plan, segmented: bool) -> int:
 def _scores(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, segmented: bool) -> int:
     """Return the bytes of the intermediate values of a basic block.
 
-    In bfloat16 and without a cap, the compiler needs 0.3 to 0.9 of the float32 scores of one chunk, and up to 0.7 more
-    for each further chunk.
+    In bfloat16 and without a cap, the compiler needs 0.3 to 0.9 of the float32 scores of one chunk on v6e, and up to
+    2.3 of them for two chunks on v5e.
     """
-    halves = 3 + 2 * (rules.soft_cap is not None) + 2 * segmented + 4 * (dims.size == 4)
-    return halves * (walked[1].unroll + 1) * most_scores(*walked)
+    size = 4 + 2 * (rules.soft_cap is not None) + 2 * segmented + 4 * (dims.size == 4)
+    return size * (walked[1].unroll + 1) * most_scores(*walked)
