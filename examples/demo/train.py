@@ -104,8 +104,8 @@ class Model:
         batch: Sequences a step.
         seq: Words a sequence.
         longest: Words after which a document is cut.
-        vocabulary: Rows of the embedding, which is also the output layer; the texts have about 4,300 words.
-        dtype: What the blocks compute in; parameters and the loss are float32.
+        vocabulary: Rows of the embedding and of the output layer, which share it; the texts have about 4,300 words.
+        dtype: Dtype of the blocks' arithmetic; parameters and the loss are float32.
         cap: Soft cap of the attention's logits.
     """
 
@@ -155,7 +155,7 @@ class Batch(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What a step hands to the next: parameters, Adam's two moments and the number of steps so far."""
+    """The state of training: parameters, Adam's two moments and the number of steps so far."""
 
     params: Params
     mean: Params
@@ -293,6 +293,6 @@ def step(
 def training_step(
     operations: Operations = EJKERNEL, model: Model | None = None
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """Return the step and arguments for it: what `ejkernel tune` asks for."""
+    """Return the step and its arguments, for `ejkernel tune`."""
     model = model or default_model()
     return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))

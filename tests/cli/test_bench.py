@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import types
 
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.cli import bench as cli_bench
 from ejkernel.cli import main, rounds
 from ejkernel.ops import Invocation, PersistentCache, default_executor
 
@@ -197,3 +200,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
 def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):
     assert main(["bench", "--op", *arguments]) == status
     assert message in capsys.readouterr().err
+
+
+def test_the_times_of_a_row_have_one_unit(monkeypatch):
+    monkeypatch.setattr(cli_bench, "peak_bytes", lambda compiled: None)
+    samples = [0.009, 0.009, 0.02, 0.02, 0.009, 0.02, 0.009, 0.02]
+    build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
+    cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
+    assert re.findall(r"[mu]s\b", " ".join(cells)) == ["us"] * 3
