@@ -99,7 +99,7 @@ def _preferred(call: AttentionCall) -> Iterator[Any]:
         block = 2048 if wide else 1024
         yield ForwardParams(block_q=block, rows=block, unroll=4, sum_by_product=sums)
     elif wide:
-        yield ForwardParams(block_q=2048, chunk=2048, rows=2048, sum_by_product=sums)
+        yield ForwardParams(block_q=2048, chunk=2048, rows=2048, unroll=1, sum_by_product=sums)
     else:
         yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, sum_by_product=sums)
     yield ForwardParams(strip=256, sum_by_product=sums)
