@@ -12,6 +12,9 @@ TORTURE_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
+# Bytecode that is kept saves each run of the tests, and each process that they start, from compiling it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help venv check test test-all test-tpu doctest docs lint demo bench torture release-check clean
 

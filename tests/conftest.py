@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import sys
 import textwrap
@@ -38,9 +39,24 @@ hypothesis.settings.load_profile("ejkernel")
 
 pytest_plugins = ["tests.cpu_seconds"]
 
+_FOLDERS = itertools.count()
 
-# Tests of files, processes and the command depend little on the version of JAX: CI runs them with one version only.
-WITHOUT_JAX = ("ops/autotuner", "ops/config/shared", "ops/utils/storage", "cli", "test_torture.py", "test_structure.py")
+
+# Tests of files, processes, types and the command depend little on the version of JAX: CI runs them with one version.
+WITHOUT_JAX = (
+    "cli",
+    "ops/autotuner",
+    "ops/config/shared",
+    "ops/config/test_hard_spaces.py",
+    "ops/config/test_persistent.py",
+    "ops/config/test_space.py",
+    "ops/config/test_writing.py",
+    "ops/test_hostile_files.py",
+    "ops/utils/storage",
+    "test_structure.py",
+    "test_torture.py",
+    "typing",
+)
 
 
 def pytest_addoption(parser):
@@ -49,29 +65,44 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-in", type=int, default=1, metavar="N", help="run one in N cases of each parametrized test, at least one"
     )
+    parser.addoption("--half", type=int, choices=[0, 1], help="run this half of the slow tests that have one case")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests that depend on JAX, and apply `--one-in`."""
+    """Mark the tests that depend on JAX, and apply `--one-in` and `--half`."""
     here = os.path.dirname(__file__)
     for item in items:
         if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
             item.add_marker("jax")
-    if config.getoption("--one-in") > 1:
-        kept = set(_sampled(items, config.getoption("--one-in")))
+    share, half = config.getoption("--one-in"), config.getoption("--half")
+    if share > 1 or half is not None:
+        kept = set(_sampled(items, share, half))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
 
-def _sampled(items, share):
-    """Yield one in `share` cases of each test function: the same cases in every process and on every machine."""
+def _sampled(items, share, half):
+    """Yield one in `share` cases of each test function, and of slow functions with a single case the given half.
+
+    The choice is the same in every process and on every machine.
+    """
     cases = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
     for same in cases.values():
-        same.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-        yield from same[: -(-len(same) // share)]
+        same.sort(key=_hash_of)
+        if len(same) > 1 or half in (None, _hash_of(same[0])[0] % 2) or not _is_slow_alone(same[0]):
+            yield from same[: -(-len(same) // share)]
+
+
+def _hash_of(item):
+    return hashlib.sha256(item.nodeid.encode()).digest()
+
+
+def _is_slow_alone(item):
+    """Return whether a test is slow, and no smoke test, which all runs need."""
+    return item.get_closest_marker("slow") is not None and item.get_closest_marker("smoke") is None
 
 
 def pytest_collection_finish():
@@ -98,7 +129,10 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     )
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    # `mktemp` lists all folders of earlier tests to find a free name, and there are thousands.
+    folder = tmp_path_factory.getbasetemp() / f"cache-{next(_FOLDERS)}"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
     # what a test writes need not survive the end of the machine, and waiting for the disk takes most of many a test
     monkeypatch.setattr("ejkernel.ops.config._writing._sync", lambda *_: None)
     ops.set_default_executor(None)

@@ -13,7 +13,7 @@ from collections import defaultdict
 import pytest
 
 _took = pytest.StashKey[float]()
-_seconds = defaultdict(float)  # by test name without parameters: the slowest case
+_seconds = defaultdict(float)  # by test name without parameters: the sum of its cases
 _marked = set()
 
 
@@ -46,7 +46,7 @@ def pytest_runtest_logreport(report):
     took = dict(report.user_properties).get("cpu_seconds")
     if took is not None:
         name = report.nodeid.partition("[")[0]
-        _seconds[name] = max(_seconds[name], took)
+        _seconds[name] += took
         if "slow" in report.keywords:
             _marked.add(name)
 

@@ -301,6 +301,7 @@ def test_large_and_deep_descriptions_are_refused_soon():
         rebuild(called_with() | {"steps": [["vmap", 10**4000, [0]]]})
 
 
+@pytest.mark.slow
 def test_a_text_of_labels_that_carry_nonsense_is_read_in_time():
     """A megabyte may follow every label; only so many are looked at."""
     text = "\n".join(f"ejkernel_ops#takes@v0:{n:016x}={{" + '"a":' for n in range(20_000))
@@ -409,6 +410,7 @@ def test_a_file_can_ask_for_an_existing_implementation_only():
 # --- entries, logs, results: configurations ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TYPES, *NAMES])
 def test_a_configuration_has_a_registered_type(modules, name):
     with pytest.raises(ConfigError, match="files may name here"):
@@ -637,6 +639,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("testing/forms.py", "pickle.loads"),  # the same
+        ("ops/utils/services.py", "importlib.import_module"),  # one of our own modules, by a fixed name
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/messages.py", "pickle.loads"),  # between a process and its own child, or an executor's

@@ -55,6 +55,11 @@ def tree_of(file):
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(file):
+    return list(ast.walk(tree_of(file)))
+
+
 def path_of(file):
     return file.relative_to(SOURCE).as_posix()
 
@@ -70,7 +75,7 @@ MODULES = {name_of(file): file for file in FILES}
 def imported_names(file):
     """Yield the absolute dotted names that `file` imports: at its top, in a function, or for type checkers alone."""
     package = ["ejkernel", *file.relative_to(SOURCE).parent.parts]
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -162,7 +167,7 @@ def test_private_parts_of_jax_are_used_in_one_package():
 
 def test_nothing_is_unpickled_or_evaluated():
     def names(file):
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 yield node.func.id
         yield from {name.partition(".")[0] for name in imported_names(file)}
@@ -180,8 +185,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def docstring_lines(tree):
-    for node in ast.walk(tree):
+def docstring_lines(nodes):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
             yield from range(node.body[0].lineno, node.body[0].end_lineno + 1)
 
@@ -191,11 +196,11 @@ def code_lines(file):
     """Return the numbers of the code lines: without comments, docstrings and empty lines."""
     tokens = tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline)
     code = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
-    return {line for lines in code for line in lines}.difference(docstring_lines(tree_of(file)))
+    return {line for lines in code for line in lines}.difference(docstring_lines(nodes_of(file)))
 
 
 def functions(file):
-    return (node for node in ast.walk(tree_of(file)) if isinstance(node, Function))
+    return (node for node in nodes_of(file) if isinstance(node, Function))
 
 
 def length(file, node, *, first):
@@ -243,7 +248,7 @@ def test_no_handler_of_every_error_drops_the_error():
 
 
 def test_few_values_are_of_any_type():
-    used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in OPS for node in ast.walk(tree_of(file)))
+    used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in OPS for node in nodes_of(file))
     assert used * 1000 / sum(len(code_lines(file)) for file in OPS) <= ANY_IN_A_THOUSAND_LINES
 
 

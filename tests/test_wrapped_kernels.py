@@ -108,6 +108,7 @@ def test_splash_s_backward_may_have_other_blocks_than_the_forward_that_it_follow
         np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "calls"), [("splash_step", 2), ("grouped_step", 3)])
 def test_a_gradient_runs_the_forward_once_on_a_tpu(request, monkeypatch, kernels, step, calls):
     request.getfixturevalue("splash" if step == "splash_step" else "gmm")

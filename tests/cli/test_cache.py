@@ -273,6 +273,7 @@ COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dr
 NEEDED = {"list": ["EJKERNEL_CACHE_LAYERS"]}  # which reads them; all others are about one folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_bad_variable_that_a_command_does_not_need_is_nothing_to_it(capsys, clean, monkeypatch, command):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(clean))

@@ -61,6 +61,7 @@ def run(capsys, *arguments):
     return status, printed.out, printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EJKERNEL_ON_MISS", "EJKERNEL_STALE", "EJKERNEL_OPS_STAMP"])
 def test_a_bad_variable_is_reported_before_the_program_begins(folder, capsys, monkeypatch, name):
     monkeypatch.setenv(name, "banana")
@@ -140,6 +141,7 @@ def test_list_includes_the_kernels_of_a_named_module(folder, capsys):
 # --- tables and terminals ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 132])
 @pytest.mark.parametrize(
     "command",

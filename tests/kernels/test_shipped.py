@@ -41,6 +41,7 @@ def test_an_entry_describes_its_call_and_its_search(found):
     assert entry.measured["winner"]["median_us"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("found", ENTRIES, ids=called)
 def test_an_entry_runs_on_its_device_and_on_a_sister(found, device):

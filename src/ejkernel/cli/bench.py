@@ -49,6 +49,7 @@ class BenchOptions:
     shapes: tuple[str, ...] = ()
     kwargs: str = "{}"
     gradient: bool = False
+    measure_peak: bool = False
     cache: Path | None = None
     rounds: int
     seconds: float

@@ -66,6 +66,7 @@ HALF = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Toy, WithExamples], ids=["scaled", "fresh alone"])
 @pytest.mark.parametrize("wrong", HALF)
 @pytest.mark.parametrize("seed", [0, 3, 5])

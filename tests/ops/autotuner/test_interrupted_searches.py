@@ -327,6 +327,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
+@pytest.mark.slow
 def test_only_a_confirmed_winner_is_saved_after_any_end_of_a_search():
     options = settings(
         max_examples=40,

@@ -50,6 +50,7 @@ class Meddling(Kernel[int, jax.Array]):
         return [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["when it is traced", "when it runs"])
 @pytest.mark.parametrize(
     ("option", "value"),

@@ -62,6 +62,7 @@ def is_collected(make, use):
     return reference() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("cls", [Applies, WithRule])
 def test_a_kernel_is_collected(cls, use):
@@ -95,6 +96,7 @@ def test_a_tuned_kernel_is_collected():
     assert is_collected(make, lambda kernel: autotune(kernel, X, num_warmup=0, num_iters=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("make", [Function, lambda: lambda x: x * 4], ids=["object", "function"])
 def test_a_static_value_is_collected(make, use):

@@ -30,6 +30,7 @@ sys.exit(harm)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "harm"),
     [

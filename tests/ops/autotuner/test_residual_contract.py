@@ -133,6 +133,7 @@ def tune(inv, **options):
     return Autotuner().tune(inv, inv.kernel, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKING)
 def test_a_forward_with_residuals_by_configuration_is_not_used(name):
     kernel = BREAKING[name]

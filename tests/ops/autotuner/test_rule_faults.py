@@ -98,6 +98,7 @@ def test_a_completely_wrong_backward_names_the_argument():
         autotune(backward(WrongWithReference("alike")), x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "args"),
     [

@@ -97,6 +97,7 @@ def test_a_candidate_twice_as_slow_in_every_sample_never_wins(case, data):
     assert ranking.index(fast) < ranking.index(slow)
 
 
+@pytest.mark.slow
 @given(samplings())
 def test_the_unit_of_time_does_not_matter(case):
     plan, table = case
@@ -105,6 +106,7 @@ def test_the_unit_of_time_does_not_matter(case):
     assert (rounds, one.ranking()) == (same, other.ranking())
 
 
+@pytest.mark.slow
 @given(samplings())
 def test_a_restarted_race_is_a_new_race(case):
     plan, table = case

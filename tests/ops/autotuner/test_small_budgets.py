@@ -51,6 +51,7 @@ def call(kernel):
     return Invocation(kernel=kernel, args=(jnp.arange(4.0),))
 
 
+@pytest.mark.slow
 def test_candidates_are_measured_and_held_against_the_heuristic(kernel):
     with pytest.warns(TuningWarning, match="so small a budget; candidates are compared with the heuristic's results"):
         data = Autotuner(rounds=2, warmup=0).tune(call(kernel), kernel, policy=AutotunePolicy(budget_s=600))

@@ -69,6 +69,7 @@ def small_spaces(draw):
     return ConfigSpace(axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(space=small_spaces(), batch=st.integers(1, 5), failing=st.integers(1, 5), seed=st.integers(0, 99))
 @settings(max_examples=25)
@@ -114,6 +115,7 @@ def test_a_record_ranks_its_times_and_not_its_failures():
     assert Record("here", ((1, 3.0), (2, 2.0), (3, None), (4, math.nan))).best(4) == [2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("strategy", [Random, ModelSearch])
 def test_a_seed_makes_the_same_search(strategy, batch):
@@ -347,6 +349,7 @@ TEMPTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", TEMPTING.values(), ids=TEMPTING)
 def test_failing_regions_are_avoided_despite_good_predictions(fails):
     """The larger the blocks, the faster; the largest fail."""

@@ -413,6 +413,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize(
     "read",
@@ -471,6 +472,7 @@ def test_other_files_in_the_folder_are_ignored(cache):
     assert cache.keys() == [KEY]
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
 def test_no_content_of_a_file_is_an_exception(content):
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

@@ -180,6 +180,7 @@ CHOOSERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "chosen"), CHOOSERS.values(), ids=CHOOSERS.keys())
 def test_a_chain_that_chooses_by_itself_is_asked(make, chosen):
     executor, kernel = Executor(make()), ShowsConfig("shows")

@@ -46,6 +46,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_run_may_create_references(program):
     np.testing.assert_allclose(program(OWN_REFERENCE), program(with_own_reference), rtol=1e-6)
@@ -102,6 +103,7 @@ TRANSPOSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "x"), TRANSPOSES.values(), ids=TRANSPOSES.keys())
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_linear_call_is_transposed(program, x, outer):
@@ -242,6 +244,7 @@ class Bare(Parameter):
 MULTIPLIES = Computes("multiplies", lambda x, tree: x * jax.tree.leaves(tree)[0] * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disguise", [Parameter, Bare])
 @pytest.mark.parametrize("hold", [lambda p: p, lambda p: [p], lambda p: {"p": (p, 1)}], ids=["bare", "list", "dict"])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "vmap")])

@@ -140,6 +140,7 @@ def test_the_latest_kernel_of_a_name_is_taken():
     assert rebuild(data_of(inv)).kernel is kernels[1]
 
 
+@pytest.mark.slow
 def test_the_modules_operations_are_rebuilt():
     q = jnp.ones((1, 16, 2, 8))
     loss = lambda q, w: flash_attention(rms_norm(q, w), q, q, causal=True).sum()  # noqa: E731
@@ -148,6 +149,7 @@ def test_the_modules_operations_are_rebuilt():
     assert [rebuild(data_of(inv)).key for inv in seen] == [inv.key for inv in seen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 100])
 @pytest.mark.parametrize("varying", [True, False])
 def test_of_kernels_of_one_name_one_that_makes_such_a_call_is_taken(length, varying):
@@ -197,6 +199,7 @@ def test_the_untouched_description_is_fine(described):
     assert rebuild(described).op_id_v == "rebuilt.residuals.bwd@v0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -81,6 +81,7 @@ def test_the_forward_is_in_the_program_once(way):
     assert WAYS[way].lower(X, W).as_text().count("lo.cbrt") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_plain_jax(way):
     agree(WAYS[way](X, W), jax.grad(plain_loss, (0, 1))(X, W))

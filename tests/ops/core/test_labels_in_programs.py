@@ -113,6 +113,7 @@ def test_a_call_is_labelled_in_lowered_text(program, kernel):
     assert [label(kernel.op_id_v, inv.call_key)] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", BOTH)
 def test_both_directions_are_labelled_in_the_text_of_a_gradient(program, kernel):

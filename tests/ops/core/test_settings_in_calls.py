@@ -118,6 +118,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "shown"), PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_an_overlay_entered_inside_a_jitted_function_holds_there(program, shown):
     backward = KEY._replace(op=KEY.op.replace("shows", "shows.bwd"))
@@ -164,6 +165,7 @@ class Axis(enum.Enum):
     BATCH = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["i", Axis.BATCH, frozenset("i"), object()], ids=["text", "enum", "set", "object"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_collective_inside_run_sees_the_axis_of_any_name(name, batched):

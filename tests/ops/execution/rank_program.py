@@ -115,7 +115,7 @@ def differing_caches_under_shard_map(rank):
     return rank.run(kernel, rank.local_program)
 
 
-def differing_caches_of_a_split_call(rank):
+def differing_caches_of_a_call_that_is_split(rank):
     kernel = Split("split")
     part = jax.ShapeDtypeStruct((1,), rank.x.dtype)
     rank.chain.cache.put(Invocation(kernel=kernel, args=(part,)).key, 10 + rank.index)
@@ -203,7 +203,7 @@ def after_a_death(rank):
 QUESTIONS = (
     differing_caches,
     differing_caches_under_shard_map,
-    differing_caches_of_a_split_call,
+    differing_caches_of_a_call_that_is_split,
     orders_of_lowering,
     lowered_by_one_alone,
     own_device,

@@ -85,6 +85,7 @@ def test_a_rule_gets_positional_arguments_configuration_and_keywords():
     assert ([primal.shape for primal in primals], cfg, kwargs) == ([(4, 5), (5, 3)], 0, {"flag": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

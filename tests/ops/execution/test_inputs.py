@@ -42,6 +42,7 @@ def test_unused_integer_inputs_are_reported_with_the_consequence():
     assert len(said) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inputs",
     [True, (X, SIZES), [X, SIZES], lambda rng: (X, rng.permutation(SIZES)), lambda rng: ((X,), {"sizes": SIZES})],
@@ -56,6 +57,7 @@ def test_example_inputs_of_the_decorator_are_measured_with():
     assert tuned(kernel, X, SIZES)[1] == []
 
 
+@pytest.mark.slow
 def test_a_key_of_random_numbers_is_an_input_like_any_other():
     def noisy(key, x, *, rows=1):
         return x.reshape(rows, -1).sum() + jax.random.normal(key, ())

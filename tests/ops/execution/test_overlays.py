@@ -121,6 +121,7 @@ def shown(function):
     return int(np.ravel(function(ONE))[0]) % 100
 
 
+@pytest.mark.slow
 @each_program
 @pytest.mark.parametrize("put_in_force", [as_overlay, as_result], ids=["overlay", "result"])
 def test_a_configuration_holds_inside_its_block_and_nowhere_else(program, put_in_force, kernel, f):
@@ -135,6 +136,7 @@ def test_a_configuration_holds_inside_its_block_and_nowhere_else(program, put_in
     assert seen == [0, 7, 8, 7, 0]
 
 
+@pytest.mark.slow
 @each_program
 def test_returning_to_a_block_or_out_of_it_resolves_nothing_again(program, kernel, chain, f):
     function = PROGRAMS[program](f)
@@ -149,6 +151,7 @@ def test_returning_to_a_block_or_out_of_it_resolves_nothing_again(program, kerne
     assert chain.resolved == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["eager", "jit", "jit(scan)", "vmap(jit)", "jit(vmap)", "jit(grad)", "eager grad"])
 def test_threads_have_separate_overlays(program, kernel, f):
     function = PROGRAMS[program](f)

@@ -190,6 +190,7 @@ ANY = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(ANY)
 def test_describing_a_decoded_value_gives_the_same_description(value):
     assert describe(again(value)) == describe(value)

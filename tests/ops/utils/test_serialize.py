@@ -425,6 +425,7 @@ def test_other_mappings_and_subclasses_of_built_ins_are_written():
 # --- text that cannot be decoded ---
 
 
+@pytest.mark.slow
 @given(outers, st.lists(st.sampled_from(["inner", "maybe", "tile"]), max_size=1))
 def test_an_unknown_field_is_refused_at_any_depth(config, path):
     data = to_data(config)
@@ -439,6 +440,7 @@ def test_an_unknown_field_is_refused_at_any_depth(config, path):
     assert str(caught.value).startswith("$" + "".join(f".{name}" for name in path) + ".blok: ")
 
 
+@pytest.mark.slow
 @given(outers, st.sampled_from(sorted({f.name for f in dataclasses.fields(Outer)} - {"size", "anything"})))
 def test_a_value_of_a_wrong_type_is_refused_with_its_path(config, field):
     data = to_data(config)

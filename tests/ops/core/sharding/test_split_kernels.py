@@ -127,6 +127,7 @@ def unruled():
     return Unruled(name="unruled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Product(rule=None), unruled()], ids=["no rule for the call", "no rule at all"])
 @pytest.mark.parametrize(("left", "right"), [(P("a"), P()), (P("a", "b"), P("b")), (P("a"), P(None, "b"))])
 def test_products_over_explicit_axes_without_a_rule_are_those_of_whole_arrays(kernel, left, right):
@@ -366,6 +367,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_shards_in_loops_and_functions_are_found_as_compiled(loop):
     kernel = OneArray(("m n -> m n", "m"), jnp.sin)
