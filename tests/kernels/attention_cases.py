@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from tests.kernels.conformance import Backend, Subject, assert_close
 
 from ejkernel import compat
@@ -170,6 +171,10 @@ def interpret_splash(monkeypatch):
         monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
 
 
+def interpret_pallas(monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
 def check_log_sum_exp(args, options, residuals, dtype):
     """Compare the log-sum-exp of rows that see a key; of the others it is a fixed number."""
     operands = operands_of(args)
@@ -202,6 +207,7 @@ SUBJECT = Subject(
         "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
         "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
         "splash": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_splash),
+        "pallas_tpu": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_pallas),
     },
     tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
     spaces={"causal, 2048": in_use(2048, causal=True)},

@@ -209,7 +209,10 @@ QUERY, KEY, VALUE = make_qkv()
         ({"softmax_scale": 0}, "softmax_scale must be a positive number or None, got 0"),
         ({"logits_soft_cap": jnp.ones(2)}, "logits_soft_cap must be a positive number or None"),
         ({"causal": 1}, "causal must be True or False, got 1"),
-        ({"implementation": "fastest"}, "implementation must be one of .*, xla, splash, or None; got 'fastest'"),
+        (
+            {"implementation": "fastest"},
+            "one of .*, xla, splash, pallas_tpu, or None; got 'fastest'",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
@@ -218,7 +221,7 @@ def test_a_wrong_argument_is_named(changes, words):
 
 
 def test_an_unknown_implementation_is_no_configuration():
-    with pytest.raises(ConfigError, match=r"implementation must be one of .*, xla, splash; got 'magic'"):
+    with pytest.raises(ConfigError, match=r"implementation must be one of .*, xla, splash, pallas_tpu; got 'magic'"):
         FlashAttentionConfig(implementation="magic")
 
 
@@ -266,10 +269,11 @@ def test_the_heuristic_prefers_the_fastest_supported_implementation():
 def test_candidates_are_few_distinct_and_supported(length, device):
     candidates = KERNEL.config_space(gpu_invocation(length, device, causal=True))
     names = Counter(c.implementation for c in candidates)
-    others = {"gpu": {"cudnn"}, "tpu": {"splash"}, "cpu": set()}[device.partition(":")[0]]
+    others = {"gpu": {"cudnn"}, "tpu": {"splash", "pallas_tpu"}, "cpu": set()}[device.partition(":")[0]]
     assert names.keys() - {"mosaic_gpu"} == {"xla"} | others
     assert names["xla"] + names["cudnn"] <= 20
     assert names["splash"] <= 40
+    assert names["pallas_tpu"] <= 60
     assert names["mosaic_gpu"] <= 300
     assert names.total() == len(set(candidates))
     blocks = [c.fwd.kv_blocksize for c in candidates if c.implementation == "xla"]

@@ -16,8 +16,11 @@ import pytest
 
 from ejkernel.kernels.flash_attention import splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
+from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
+from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
+from ejkernel.ops.utils.fingerprint import fingerprint_of
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
@@ -47,9 +50,9 @@ def used_memory(function, *args):
     return found
 
 
-def sampled(space, seed):
+def sampled(space, seed, most=SAMPLE):
     space = list(space)
-    return random.Random(seed).sample(space, min(SAMPLE, len(space)))
+    return random.Random(seed).sample(space, min(most, len(space)))
 
 
 ATTENTION = {
@@ -61,27 +64,27 @@ ATTENTION = {
 }
 
 
-def attention_operands(sharding, *, length=4096, head_dim=128, dtype="bfloat16", segments=False, **_):
+def attention_operands(sharding, *, length=4096, head_dim=128, value_dim=None, dtype="bfloat16", segments=False, **_):
     def like(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     ids = like(1, length, dtype="int32") if segments else None
     query, key = like(1, length, 8, head_dim), like(1, length, 4, head_dim)
-    lse = like(1, 8, length, dtype="float32")
-    return Operands(query, key, key, query_segments=ids, key_segments=ids), lse
+    value = like(1, length, 4, value_dim or head_dim)
+    residuals = like(1, length, 8, value_dim or head_dim), like(1, 8, length, dtype="float32")
+    return Operands(query, key, value, query_segments=ids, key_segments=ids), residuals
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", ATTENTION)
 def test_splash_compiles_within_the_estimate(sharding, case, backward):
     rules = ATTENTION[case]["rules"]
-    operands, lse = attention_operands(sharding, **ATTENTION[case])
+    operands, (out, lse) = attention_operands(sharding, **ATTENTION[case])
     implementation = splash.Splash()
     call = describe(operands, rules, platform="tpu", backward=backward)
     assert implementation.unsupported(call) is None
     for params in [implementation.heuristic(call), *sampled(implementation.space(call), case)]:
         if backward:
-            out = operands.query
             used = used_memory(
                 lambda o, out, lse, dout, params=params: implementation.differentiate(
                     o, (out, lse), dout, rules, params
@@ -91,6 +94,42 @@ def test_splash_compiles_within_the_estimate(sharding, case, backward):
         else:
             used = used_memory(lambda o, params=params: implementation.attend(o, rules, params), operands)
         assert max(used) <= splash.vector_memory(call, params), params
+
+
+OWN = ATTENTION | {
+    "window of two sides": {"rules": Rules(scale=0.1, left=700, right=300)},
+    "unequal dims": {"head_dim": 192, "value_dim": 128, "rules": Rules(scale=0.1, right=0)},
+    "65,536 keys": {"length": 65_536, "rules": Rules(scale=0.1, right=0)},
+}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", OWN)
+def test_our_attention_compiles_within_the_estimate(sharding, case, backward, monkeypatch):
+    """Each kernel's estimate is passed to the compiler as its limit."""
+    rules, limits, estimated = OWN[case]["rules"], [], memory.limit
+    monkeypatch.setattr(memory, "limit", lambda needed: limits.append(needed) or estimated(needed))
+    operands, (out, lse) = attention_operands(sharding, **OWN[case])
+    implementation = PallasTpu()
+    (device,) = sharding.device_set
+    chip = fingerprint_of("tpu", device.device_kind)
+    call = describe(operands, rules, platform="tpu", fingerprint=chip, backward=backward)
+    assert implementation.unsupported(call) is None
+    # these kernels are long programs, which take the compiler up to half a minute
+    for params in [implementation.heuristic(call), *sampled(implementation.space(call), case, SAMPLE // 4)]:
+        limits.clear()
+        if backward:
+            used = used_memory(
+                lambda o, out, lse, dout, params=params: implementation.differentiate(
+                    o, (out, lse), dout, rules, params
+                ),
+                *(operands, out, lse, out),
+            )
+        else:
+            used = used_memory(lambda o, params=params: implementation.attend(o, rules, params), operands)
+        assert max(limits) <= choices.needed(call, params) <= choices.capacity(call)
+        assert len(used) == len(limits)
+        assert all(size <= limit for size, limit in zip(sorted(used), sorted(limits), strict=True)), params
 
 
 PRODUCTS = {

@@ -219,8 +219,9 @@ def flash_attention(
         deterministic: Use only implementations with bitwise reproducible results, including gradients. It is implied
             if `XLA_FLAGS` contain `--xla_gpu_deterministic_ops`.
         return_lse: Return the log-sum-exp as well. It has a gradient.
-        implementation: An implementation (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`), or several in order of
-            preference; the call raises if none of them supports it. `None` leaves the choice to the configuration.
+        implementation: An implementation (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`, `splash`, `pallas_tpu`), or
+            several in order of preference; the call raises if none of them supports it. `None` leaves the choice to the
+            configuration.
         bucket_lengths: Round lengths up to powers of two in the call's key, so that a program with varying lengths is
             tuned once for each power. Arrays are not padded, and the result is the same.
         cfg: The configuration of this call and its gradient; `None` looks one up. A direction without parameters in

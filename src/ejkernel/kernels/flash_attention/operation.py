@@ -65,6 +65,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             "cudnn_packed": LazyImplementation(f"{__package__}.cudnn_packed:CudnnPacked", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
             "splash": LazyImplementation(f"{__package__}.splash:Splash", platforms=("tpu",)),
+            "pallas_tpu": LazyImplementation(f"{__package__}.pallas_tpu.implementation:PallasTpu", platforms=("tpu",)),
         }
     )
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heuristic and search space. The parameters come from simulated cycles: `benchmarks/results/attention_tpu.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention.common import AttentionCall
+
+from . import memory
+from .launch import Lengths, backward_plan, forward_plan
+from .params import BackwardParams, ForwardParams
+
+_MIB = 1 << 20
+# Vector memory for our kernels, by chip, in bytes: three quarters of it; of other chips, the compiler's default limit.
+_CAPACITY = {
+    "tpu:tpu_v5_lite": 96 * _MIB,
+    "tpu:tpu_v6_lite": 96 * _MIB,
+    "tpu:tpu_v5": 48 * _MIB,
+    "tpu:tpu7x": 48 * _MIB,
+}
+_OTHER = 16 * _MIB
+# Chips whose matrix unit is 256 wide.
+_WIDE = ("tpu:tpu_v6_lite", "tpu:tpu7x")
+_RESIDENT = (8192, 4096, 2048)
+
+_FORWARD_BLOCKS = ((512, 512), (1024, 512), (1024, 1024), (2048, 1024), (2048, 2048))
+_BACKWARD_BLOCKS = ((512, 512), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024))
+_SMALL = ((256, 256), (128, 128))
+
+
+def capacity(call: AttentionCall) -> int:
+    """Return the bytes of vector memory that one kernel may take."""
+    return _CAPACITY.get(call.device_fingerprint, _OTHER)
+
+
+def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> int:
+    """Return an upper bound on the bytes of vector memory of the kernels of one direction."""
+    lengths = Lengths(call.query[1], call.key[1])
+    # padding is hidden by ids, unless causal attention does not reach it
+    segmented = call.segments or call.query_lengths or call.key_lengths or call.rules.right != 0
+    repeats = call.query[2] // call.key[2]
+    dims = memory.Dims(call.query[3], call.value[3], repeats, jnp.dtype(call.dtype).itemsize)
+    if isinstance(params, ForwardParams):
+        walked = forward_plan(lengths, call.rules, params)
+        return memory.of_forward(dims, walked, call.rules, segmented=segmented)
+    walked, fused = backward_plan(lengths, call.rules, params), params.query is None
+    found = memory.of_keys(dims, walked, call.rules, fused=fused, segmented=segmented)
+    if params.query is None:
+        return found
+    walked = forward_plan(lengths, call.rules, params.query)
+    return max(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
+
+
+def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+    """Return why a kernel exceeds the chip's vector memory; `None` if none does."""
+    size, most = needed(call, params), capacity(call)
+    if size <= most:
+        return None
+    return f"it takes {size} bytes of vector memory, more than the {most} that a kernel may take on this chip."
+
+
+def heuristic(call: AttentionCall) -> Any:
+    """Return the parameters with the fewest simulated cycles on this chip that fit in its vector memory."""
+    candidates = [*_preferred(call), *_fallbacks(call)]
+    return next((params for params in candidates if params_fault(call, params) is None), candidates[-1])
+
+
+def space(call: AttentionCall) -> list[Any]:
+    """Return the parameters to tune over: those that fit in memory, and launch different kernels."""
+    found: dict[Any, Any] = {}
+    for params in _candidates(call):
+        if params_fault(call, params) is None:
+            found.setdefault(_launched(call, params), params)
+    return list(found.values()) or [heuristic(call)]
+
+
+def _preferred(call: AttentionCall) -> Iterator[Any]:
+    """Yield the parameters found by simulating calls of 4,096 queries and keys."""
+    rules, wide = call.rules, call.device_fingerprint in _WIDE
+    two_edges = rules.left is not None and rules.right is not None
+    if call.backward:
+        if rules.left is None and rules.right is None:
+            yield BackwardParams(block_kv=1024, chunk=2048, transpose=wide)
+        elif not two_edges:
+            strip, unroll = (512, 2) if wide else (256, 1)
+            yield BackwardParams(block_kv=2048, chunk=1024, strip=strip, unroll=unroll, transpose=wide)
+        yield BackwardParams(strip=256, transpose=wide)
+        return
+    sums = wide or call.value[3] % 128 != 0
+    if two_edges:
+        yield ForwardParams(strip=256, sum_by_product=sums)
+    elif rules.left is None and rules.right is None:
+        block = 2048 if wide else 1024
+        yield ForwardParams(block_q=block, rows=block, unroll=4, sum_by_product=sums)
+    elif wide:
+        yield ForwardParams(block_q=2048, chunk=2048, rows=2048, unroll=1, sum_by_product=sums)
+    else:
+        yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, sum_by_product=sums)
+    yield ForwardParams(strip=256, sum_by_product=sums)
+
+
+def _fallbacks(call: AttentionCall) -> Iterator[Any]:
+    """Yield parameters that take less and less memory: smaller blocks, then parts of a head in memory."""
+    blocks = ((1024, 512), (512, 512), *_SMALL)
+    for resident, (rows, columns) in itertools.product((None, *_RESIDENT), blocks):
+        yield from _simple(call, rows, columns, resident)
+
+
+def _simple(call: AttentionCall, rows: int, columns: int, resident: int | None) -> Iterator[Any]:
+    strip = min(rows, 256)
+    own = ForwardParams(block_q=rows, chunk=columns, rows=rows, strip=strip, unroll=1, resident=resident)
+    if not call.backward:
+        yield own
+        return
+    if resident is None:
+        yield BackwardParams(block_kv=rows, chunk=columns, strip=strip)
+    yield BackwardParams(block_kv=rows, chunk=columns, strip=strip, resident=resident, query=own)
+
+
+def _candidates(call: AttentionCall) -> Iterable[Any]:
+    everything = call.rules.left is None and call.rules.right is None
+    strips, flags = (512,) if everything else (256, 512), (False, True)
+    yield heuristic(call)
+    yield from _preferred(call)
+    if call.backward:
+        for (kv, chunk), strip, unroll, flag in itertools.product(_BACKWARD_BLOCKS, strips, (1, 2), flags):
+            yield BackwardParams(block_kv=kv, chunk=chunk, strip=strip, unroll=unroll, transpose=flag)
+    else:
+        for (q, chunk), strip, unroll, flag in itertools.product(_FORWARD_BLOCKS, strips, (2, 4), flags):
+            yield ForwardParams(block_q=q, chunk=chunk, rows=q, strip=strip, unroll=unroll, sum_by_product=flag)
+        for unroll in (1, 2):
+            yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, unroll=unroll)
+    fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
+    residents = (None,) if fits_whole else _RESIDENT
+    blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024), (512, 512))
+    for resident, (rows, columns) in itertools.product(residents, blocks):
+        yield from _simple(call, rows, columns, resident)
+
+
+def _launched(call: AttentionCall, params: Any) -> Any:
+    """Return what distinguishes the kernels that parameters launch, after blocks are fitted to the lengths."""
+    lengths = Lengths(call.query[1], call.key[1])
+    if isinstance(params, ForwardParams):
+        return _own(forward_plan(lengths, call.rules, params)[1]), params.sum_by_product
+    second = None if params.query is None else _own(forward_plan(lengths, call.rules, params.query)[1])
+    return _own(backward_plan(lengths, call.rules, params)[1]), params.transpose, second
+
+
+def _own(plan: Any) -> Any:
+    """Return a plan without what has no effect: one chunk is not unrolled."""
+    unroll = min(plan.unroll, plan.columns // plan.chunk)
+    return dataclasses.replace(plan, unroll=unroll)

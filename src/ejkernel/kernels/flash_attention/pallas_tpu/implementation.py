@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation `pallas_tpu` of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.flash_attention.common import (
+    AttentionCall,
+    AttentionImplementation,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    operands_of,
+    scale_reason,
+)
+from ejkernel.ops.utils.values.signature import is_known
+
+from . import choices
+from .launch import backward, forward
+from .params import BackwardParams, ForwardParams
+
+_DTYPES = ("bfloat16", "float32")
+
+
+class PallasTpu(AttentionImplementation):
+    """Our kernels for TPUs; they skip tiles that a block cannot see."""
+
+    name = "pallas_tpu"
+    params = ForwardParams
+    bwd_params = BackwardParams
+    features = frozenset(("query_lengths", "key_lengths", "return_lse", "deterministic"))
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Return why the kernels do not support the call, with an alternative; `None` if they do."""
+        if call.platform not in (None, "tpu"):
+            device = call.device_fingerprint or call.platform
+            return f"implementation='pallas_tpu' needs a TPU, and this call is for {device}; use 'xla'."
+        sizes = (*call.query, *call.key, *call.value)
+        if not is_known(*sizes) or 0 in sizes:
+            return "'pallas_tpu' needs lengths and heads that are known and not 0; use 'xla'."
+        if call.dtype not in _DTYPES:
+            return f"query has dtype {call.dtype}, and pallas_tpu takes bfloat16 and float32; cast it, or use 'xla'."
+        for name, given in (("bias", call.bias), ("attention_mask", call.attention_mask)):
+            if given is not None:
+                return f"{name} is not available with implementation='pallas_tpu'; use 'xla'."
+        if call.partitioned:
+            return "'pallas_tpu' in a program that XLA partitions would gather query, key and value; use 'xla'."
+        if choices.params_fault(call, choices.heuristic(call)) is not None:
+            dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
+            return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
+        return scale_reason(call, "pallas_tpu")
+
+    def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+        """Return why a kernel exceeds the chip's vector memory; `None` if none does."""
+        return choices.params_fault(call, params)
+
+    def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
+        """See `choices.heuristic`."""
+        params: ForwardParams | BackwardParams = choices.heuristic(call)
+        return params
+
+    def space(self, call: AttentionCall) -> list[ForwardParams] | list[BackwardParams]:
+        """See `choices.space`."""
+        return choices.space(call)
+
+    def preference(self, call: AttentionCall) -> int:
+        """Rank behind `xla`: no TPU has measured these kernels for us."""
+        return -1
+
+    def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> Residuals:
+        """See `launch.forward`."""
+        out, lse = forward(operands, rules, params)
+        assert lse is not None
+        return out, lse
+
+    def output(self, call: AttentionCall, /, *args: Any, params: ForwardParams) -> Any:
+        """See `Implementation`; computes the log-sum-exp only if needed."""
+        operands = operands_of(args)
+        if call.return_lse or operands.sinks is not None:
+            return super().output(call, *args, params=params)
+        return forward(operands, call.rules, params, with_lse=False)[0]
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: Residuals,
+        dout: jax.Array,
+        rules: Rules,
+        params: BackwardParams,
+        dlse: jax.Array | None = None,
+    ) -> Gradients:
+        """See `launch.backward`."""
+        return backward(operands, residuals, dout, rules, params, dlse)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around the kernels: blocks that divide the padded lengths, ids that hide padding, and the layout of arrays."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import compat
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules
+
+from . import backward as backward_kernels
+from . import forward as forward_kernel
+from . import memory
+from .numbers import LOG2E, balanced, divisor, up
+from .params import BackwardParams, ForwardParams
+from .walk import Plan, Sight
+
+# Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
+_HIDDEN_KEY = -(2**31)
+_HIDDEN_QUERY = _HIDDEN_KEY + 1
+
+
+class Lengths(NamedTuple):
+    """The lengths of queries and keys."""
+
+    queries: int
+    keys: int
+
+
+def forward_plan(lengths: Lengths, rules: Rules, params: ForwardParams) -> tuple[Sight, Plan]:
+    """Return what queries see of keys, and the sizes of a kernel that owns queries."""
+    sight = Sight(offset=lengths.keys - lengths.queries, before=rules.left, after=rules.right)
+    sizes = (params.block_q, params.chunk, params.unroll, params.rows, params.strip, params.resident)
+    return sight, _plan(lengths.queries, lengths.keys, sight, sizes)
+
+
+def backward_plan(lengths: Lengths, rules: Rules, params: BackwardParams) -> tuple[Sight, Plan]:
+    """Return what keys see of queries, and the sizes of the kernel that owns keys."""
+    sight = Sight(offset=lengths.queries - lengths.keys, before=rules.right, after=rules.left)
+    sizes = (params.block_kv, params.chunk, params.unroll, params.block_kv, params.strip, params.resident)
+    return sight, _plan(lengths.keys, lengths.queries, sight, sizes)
+
+
+def _plan(rows: int, columns: int, sight: Sight, sizes: tuple[int, int, int, int, int, int | None]) -> Plan:
+    block, chunk, unroll, height, strip, resident = sizes
+    block = balanced(rows, block)
+    chunk = balanced(columns, chunk) if sight.everything else divisor(block, min(chunk, up(columns)))
+    part = up(columns, chunk) if resident is None else min(up(resident, chunk), up(columns, chunk))
+    return Plan(
+        block=block,
+        blocks=-(-rows // block),
+        columns=up(columns, part),
+        part=part,
+        chunk=chunk,
+        unroll=unroll,
+        rows=divisor(block, height),
+        strip=divisor(block, strip),
+    )
+
+
+def forward(
+    operands: Operands, rules: Rules, params: ForwardParams, *, with_lse: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the output, and the log-sum-exp `[batch, heads, queries]`."""
+    operands = unify_varying(operands)
+    lengths = _lengths(operands)
+    sight, plan = forward_plan(lengths, rules, params)
+    padded = Lengths(plan.block * plan.blocks, plan.columns)
+    arrays, ids = _arrays(operands, padded), _ids(operands, rules, padded)
+    size = memory.of_forward(_dims(operands), (sight, plan), rules, segmented=ids is not None)
+
+    def run() -> Any:
+        return forward_kernel.forward(
+            arrays,
+            ids,
+            rules,
+            sight,
+            plan,
+            sum_by_product=params.sum_by_product,
+            with_lse=with_lse,
+            memory=memory.limit(size),
+        )
+
+    out, *lse = compat.unchecked(run, operands.query)
+    out = _heads_last(out, lengths.queries)
+    return out, lse[0][:, :, 0, : lengths.queries] if lse else None
+
+
+def backward(
+    operands: Operands,
+    residuals: Residuals,
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    dlse: jax.Array | None = None,
+) -> Gradients:
+    """Return the gradients of query, key and value."""
+    operands, (out, lse), dout, dlse = unify_varying((operands, residuals, dout, dlse))
+    delta = jnp.einsum("bqhd,bqhd->bhq", out, dout, preferred_element_type=jnp.float32)
+    rows = (lse, dout.astype(operands.query.dtype), delta if dlse is None else delta - dlse)
+    lengths = _lengths(operands)
+    sight, plan = backward_plan(lengths, rules, params)
+    padded = Lengths(plan.columns, plan.block * plan.blocks)
+    arrays, ids = (*_arrays(operands, padded), *_rows(rows, padded)), _ids(operands, rules, padded)
+    size = memory.of_keys(_dims(operands), (sight, plan), rules, fused=params.query is None, segmented=ids is not None)
+
+    def run() -> Any:
+        return backward_kernels.backward_of_keys(
+            arrays,
+            None if ids is None else ids[::-1],
+            rules,
+            sight,
+            plan,
+            fused=params.query is None,
+            transpose=params.transpose,
+            memory=memory.limit(size),
+        )
+
+    *dquery, dkey, dvalue = compat.unchecked(run, operands.query)
+    found = dquery[0] if params.query is None else _gradient_of_query(operands, rows, rules, params.query)
+    dkey, dvalue = (_heads_last(x, lengths.keys) for x in (dkey, dvalue))
+    return _heads_last(found, lengths.queries), dkey, dvalue, None
+
+
+def _gradient_of_query(operands: Operands, rows: tuple[Any, ...], rules: Rules, params: ForwardParams) -> Any:
+    sight, plan = forward_plan(_lengths(operands), rules, params)
+    padded = Lengths(plan.block * plan.blocks, plan.columns)
+    arrays, ids = (*_arrays(operands, padded), *_rows(rows, padded)), _ids(operands, rules, padded)
+    size = memory.of_queries(_dims(operands), (sight, plan), rules, segmented=ids is not None)
+
+    def run() -> Any:
+        return backward_kernels.backward_of_queries(arrays, ids, rules, sight, plan, memory=memory.limit(size))
+
+    return compat.unchecked(run, operands.query)
+
+
+def _lengths(operands: Operands) -> Lengths:
+    return Lengths(operands.query.shape[1], operands.key.shape[1])
+
+
+def _dims(operands: Operands) -> memory.Dims:
+    query, key, value = operands[:3]
+    return memory.Dims(query.shape[3], value.shape[3], query.shape[2] // key.shape[2], query.dtype.itemsize)
+
+
+def _arrays(operands: Operands, padded: Lengths) -> tuple[Any, ...]:
+    key, value = (_without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
+    return (
+        _heads_first(operands.query, padded.queries),
+        _heads_first(key, padded.keys),
+        _heads_first(value, padded.keys),
+    )
+
+
+def _rows(rows: tuple[Any, ...], padded: Lengths) -> tuple[Any, ...]:
+    """Return the output's cotangent, the log-sum-exp in powers of two, and the product of output and cotangent."""
+    lse, dout, delta = rows
+    more = ((0, 0), (0, 0), (0, padded.queries - lse.shape[2]))
+    lse = jnp.pad(lse * LOG2E, more, constant_values=EMPTY_ROW_LSE)
+    return _heads_first(dout, padded.queries), lse[:, :, None], jnp.pad(delta, more)[:, :, None]
+
+
+def _ids(operands: Operands, rules: Rules, padded: Lengths) -> tuple[Any, Any] | None:
+    """Return ids of queries and keys that hide other segments, what lies behind lengths, and the padding."""
+    queries, keys = _lengths(operands)
+    padding = padded.keys > keys and rules.right != 0  # causal attention does not reach it
+    query_ids, key_ids, query_lengths, key_lengths = operands[5:9]
+    if not padding and all(x is None for x in operands[5:9]):
+        return None
+    batch = operands.query.shape[0]
+    return (
+        _hidden_behind(query_ids, query_lengths, (batch, queries), padded.queries, _HIDDEN_QUERY, operands.query),
+        _hidden_behind(key_ids, key_lengths, (batch, keys), padded.keys, _HIDDEN_KEY, operands.query),
+    )
+
+
+def _hidden_behind(
+    ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array
+) -> jax.Array:
+    found = jnp.zeros(shape, jnp.int32) if ids is None else ids.astype(jnp.int32)
+    if lengths is not None:
+        found = jnp.where(jnp.arange(shape[1], dtype=jnp.int32)[None] < lengths[:, None], found, hidden)
+    found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
+    return unify_varying((found, like))[0][:, None]
+
+
+def _without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Return an array with zeros behind the lengths: a weight of zero does not cancel a NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, 0)
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))), 1, 2)
+
+
+def _heads_last(x: jax.Array, length: int) -> jax.Array:
+    return jnp.swapaxes(x[:, :, :length], 1, 2)

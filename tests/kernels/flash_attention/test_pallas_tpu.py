@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our attention for TPUs, interpreted: several blocks, every kind of tile, streamed arrays; and its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
+from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
+from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
+from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.ops.errors import ConfigError
+
+CHIPS = ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v5", "tpu:tpu7x", "tpu:tpu_v4")
+FORWARD = ForwardParams(block_q=256, chunk=128, rows=256, strip=128)
+BACKWARD = BackwardParams(block_kv=256, chunk=128, strip=128)
+PARTS = dataclasses.replace(FORWARD, resident=256)
+SPLIT = dataclasses.replace(BACKWARD, resident=256, query=PARTS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call and its parameters."""
+
+    left: int | None = None
+    right: int | None = None
+    soft_cap: float | None = None
+    queries: int = 384
+    keys: int = 384
+    heads: int = 2
+    dims: tuple[int, int] = (32, 32)
+    segments: bool = False
+    lengths: bool = False
+    forward: ForwardParams = FORWARD
+    backward: BackwardParams = BACKWARD
+
+
+CASES = {
+    "full, odd lengths": Case(queries=300, keys=410),
+    "causal": Case(right=0, heads=1),
+    "causal, unrolled": Case(
+        right=0,
+        queries=768,
+        keys=768,
+        heads=1,
+        forward=dataclasses.replace(FORWARD, rows=128, unroll=4, sum_by_product=True),
+        backward=dataclasses.replace(BACKWARD, unroll=2, transpose=True),
+    ),
+    "causal, keys before": Case(right=0, queries=200, keys=600),
+    "causal, rows without keys": Case(right=0, queries=512, keys=256),
+    "window": Case(left=150, right=0, queries=640, keys=640),
+    "window, two sides": Case(left=100, right=70, queries=640, keys=640),
+    "window, one side": Case(left=170),
+    "window, odd lengths": Case(left=100, right=0, queries=477, keys=600),
+    "soft cap": Case(right=0, soft_cap=2.0),
+    "unequal dims": Case(
+        right=0,
+        dims=(48, 128),
+        forward=dataclasses.replace(FORWARD, sum_by_product=True),
+        backward=dataclasses.replace(BACKWARD, transpose=True),
+    ),
+    "segments": Case(right=0, segments=True),
+    "segments and window": Case(left=130, right=0, segments=True),
+    "lengths": Case(lengths=True),
+    "parts": Case(right=0, queries=512, keys=512, forward=PARTS, backward=SPLIT),
+    "parts, full": Case(queries=512, keys=512, forward=PARTS, backward=SPLIT),
+    "parts, window": Case(left=200, right=0, queries=768, keys=768, forward=PARTS, backward=SPLIT),
+    "parts, segments, keys before": Case(right=0, queries=600, keys=1024, segments=True, forward=PARTS, backward=SPLIT),
+}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+def operands_of(case):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    ids, lengths = (None, None), (None, None)
+    if case.segments:
+        keys = jnp.asarray(np.sort(rng.integers(0, 4, (1, case.keys)), axis=1), jnp.int32)
+        ids = (keys[:, case.keys - case.queries :], keys)
+    if case.lengths:
+        lengths = (jnp.asarray([200], jnp.int32), jnp.asarray([300], jnp.int32))
+    arrays = (
+        normal(1, case.queries, case.heads, case.dims[0]),
+        normal(1, case.keys, 1, case.dims[0]),
+        normal(1, case.keys, 1, case.dims[1]),
+    )
+    cotangents = normal(1, case.queries, case.heads, case.dims[1]), normal(1, case.heads, case.queries)
+    return Operands(*arrays, None, None, *ids, *lengths), cotangents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_match_the_reference(interpreted, name):
+    """Also where blocks end before and behind the sequences, and with a cotangent of the log-sum-exp."""
+    case = CASES[name]
+    rules = Rules(scale=0.2, left=case.left, right=case.right, soft_cap=case.soft_cap)
+    operands, (dout, dlse) = operands_of(case)
+
+    def reference(query, key, value):
+        return attention(operands._replace(query=query, key=key, value=value), rules)
+
+    (out, lse), pull = jax.vjp(reference, *operands[:3])
+    dlse = jnp.where(lse == EMPTY_ROW_LSE, 0, dlse)
+    expected = (out, lse, *pull((dout, dlse)))
+
+    @jax.jit
+    def ours(operands):
+        found = launch.forward(operands, rules, case.forward)
+        return *found, *launch.backward(operands, found, dout, rules, case.backward, dlse)[:3]
+
+    for want, got in zip(expected, ours(operands), strict=True):
+        np.testing.assert_allclose(got, want, rtol=3e-5, atol=3e-5 * max(1, np.abs(want[want < 1e29]).max()))
+
+
+def call_of(length, chip, backward, **more):
+    heads = {"query": (1, length, 8, 128), "key": (1, length, 4, 128), "value": (1, length, 4, 128)}
+    rules = Rules(scale=0.1, **more)
+    return AttentionCall(
+        **heads, dtype="bfloat16", rules=rules, platform="tpu", device_fingerprint=chip, backward=backward
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("length", [1, 300, 4096, 131_072])
+def test_the_heuristic_fits_in_the_memory_of_every_chip(length, chip, backward):
+    for more in ({}, {"right": 0}, {"left": 1000, "right": 0}):
+        call = call_of(length, chip, backward, **more)
+        implementation = PallasTpu()
+        assert implementation.params_fault(call, implementation.heuristic(call)) is None
+        space = implementation.space(call)
+        assert implementation.heuristic(call) in space
+        assert 1 <= len(space) <= 60
+
+
+def test_long_sequences_are_streamed_and_their_backward_is_split():
+    assert PallasTpu().heuristic(call_of(4096, CHIPS[0], False)).resident is None
+    assert PallasTpu().heuristic(call_of(131_072, CHIPS[0], False)).resident is not None
+    assert PallasTpu().heuristic(call_of(4096, CHIPS[0], True)).query is None
+    assert PallasTpu().heuristic(call_of(131_072, CHIPS[0], True)).query is not None
+
+
+def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
+    call = call_of(65_536, CHIPS[1], True, right=0)
+    fault = PallasTpu().params_fault(call, BackwardParams())
+    assert "bytes of vector memory, more than the 100663296" in fault
+    assert choices.needed(call, BackwardParams()) > choices.capacity(call)
+
+
+def test_heads_too_wide_for_the_memory_are_refused():
+    call = dataclasses.replace(call_of(4096, CHIPS[4], False), query=(1, 4096, 8, 4096), key=(1, 4096, 4, 4096))
+    assert "head_dim is 4096 for query and key and 128 for value" in PallasTpu().unsupported(call)
+    assert PallasTpu().unsupported(call_of(4096, CHIPS[4], False)) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ForwardParams(block_q=100), "block_q must be a multiple of 128, got 100"),
+        (lambda: ForwardParams(resident=0), "resident must be a multiple of 128, got 0"),
+        (lambda: ForwardParams(unroll=9), "unroll must be from 1 to 8, got 9"),
+        (lambda: ForwardParams(sum_by_product=1), "sum_by_product must be True or False, got 1"),
+        (lambda: BackwardParams(resident=1024), "resident must be None in the fused form, got 1024"),
+        (lambda: BackwardParams(query=4), "query must be ForwardParams or None, got 4"),
+        (lambda: BackwardParams(query=FORWARD, transpose=True), "transpose must be False where"),
+    ],
+)
+def test_wrong_parameters_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
