@@ -70,7 +70,8 @@ def ours(shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", **
         if direction == "trained":
             cfg = LinearCrossEntropyGradientsConfig(implementation=implementation, fwd=chosen)
         else:
-            cfg = LinearCrossEntropyConfig(implementation=implementation, fwd=MosaicGpuParams(), bwd=chosen)
+            tile = dataclasses.replace(chosen, form="rows", chunk=None, accumulation_dtype=None)
+            cfg = LinearCrossEntropyConfig(implementation=implementation, fwd=tile, bwd=chosen)
 
     def loss(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         found = linear_cross_entropy(

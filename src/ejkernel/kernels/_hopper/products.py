@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,22 +41,43 @@ def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., No
 
 
 def multiply_stages(
-    pipeline: Pipeline, step: Any, steps: int, multiply: Callable[[Any], None], *, products: int = 1
+    pipeline: Pipeline,
+    step: Any,
+    steps: int,
+    multiply: Callable[[Any], None],
+    *,
+    products: int = 1,
+    during: Sequence[Callable[[], None]] = (),
 ) -> None:
-    """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them."""
+    """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them.
+
+    Args:
+        pipeline: The stages.
+        step, steps: The first step, and their number.
+        multiply: Starts the WGMMAs of a stage.
+        products: How many WGMMAs it starts.
+        during: Other work, a function for each of the first steps, which runs while the WGMMAs of that step do.
+    """
 
     def wait_and_multiply(stage: Any) -> None:
         pipeline.consumer_wait(stage)
         multiply(stage)
 
-    # A stage is released one step late, so that the tensor core always has the next products queued.
-    wait_and_multiply(pipeline.stage(step))
-
-    @pl.loop(1, steps)
-    def _step(i: Any) -> None:
-        wait_and_multiply(pipeline.stage(step + i))
+    def release(i: Any) -> None:
         plgpu.wgmma_wait(products)
         pipeline.consumer_release(pipeline.stage(step + i - 1))
+
+    # A stage is released one step late, so that the tensor core always has the next products queued.
+    for i, work in enumerate(during or [lambda: None]):
+        wait_and_multiply(pipeline.stage(step + i))
+        work()
+        if i:
+            release(i)
+
+    @pl.loop(max(1, len(during)), steps)
+    def _step(i: Any) -> None:
+        wait_and_multiply(pipeline.stage(step + i))
+        release(i)
 
     plgpu.wgmma_wait(0)
     pipeline.consumer_release(pipeline.stage(step + steps - 1))

@@ -37,6 +37,7 @@ class MosaicGpuParams:
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
+    piece: int = 32
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -52,6 +53,7 @@ class MosaicGpuParams:
         _check("stages", self.stages, range(2, 9), "from 2 to 8")
         _check("panel", self.panel, range(1, 257), "from 1 to 256")
         _check("out_slots", self.out_slots, (1, 2, 4), "1, 2 or 4")
+        _check("piece", self.piece, (32, 64), "32 or 64")
 
 
 def _check(name: str, value: object, allowed: range | tuple[int, ...], wanted: str) -> None:
