@@ -29,14 +29,14 @@ def tile_position(number: Any, row_tiles: Any, column_tiles: int, panel: int) ->
     return number_of_panel * panel + (rest - column * rows), column
 
 
-def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., None]) -> list[jax.Array]:
-    """Run `mainloop` on one zeroed float32 accumulator per product, and return their values."""
+def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., Any]) -> list[Any]:
+    """Run `mainloop` on one zeroed float32 accumulator per product; return their values, and the mainloop's results."""
 
     def scoped(*accumulators: Any) -> list[Any]:
-        mainloop(*accumulators)
-        return [accumulator[...] for accumulator in accumulators]
+        more = mainloop(*accumulators) or ()
+        return [*(accumulator[...] for accumulator in accumulators), *more]
 
-    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(products)])
+    found: list[Any] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(products)])
     return found
 
 

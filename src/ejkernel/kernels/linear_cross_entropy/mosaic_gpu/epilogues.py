@@ -43,13 +43,15 @@ class Packed(NamedTuple):
 
     Attributes:
         tile: Its position.
-        pieces: The packed numbers, `[64, 32]` each.
+        pieces: The packed numbers, `[64, 32]` each; `None` for those that are finished.
         rows: A number per row: what an exponent lacks, or what its exponential is relative to; `None` if not needed.
+        sums: The sums per row of the finished pieces, by name.
     """
 
     tile: Tile
     pieces: tuple[Any, ...]
     rows: Any
+    sums: dict[str, Any]
 
 
 class Epilogue:
@@ -85,6 +87,7 @@ class Epilogue:
         self.is_capped = plan.soft_cap is not None
         self.may_be_removed = plan.bias or plan.may_exceed
         # The logits are this number times the values of `_raw`, or of their `tanh`.
+        self.dtype = PACKED if plan.overlap else jnp.float32
         self.unit = plan.scale if plan.soft_cap is None else plan.soft_cap
 
     # The first half.
@@ -106,10 +109,12 @@ class Epilogue:
         top = self._largest(raw, tile)
         if self.is_capped:
             rows = top if self.plan.mode == STATISTICS else relative_to
-            return Packed(tile, tuple(self._argument(piece) for piece in raw), rows)
-        base = relative_to if self.plan.mode == GRADIENT else top
+            return Packed(tile, tuple(self._argument(piece) for piece in raw), rows, {})
+
+        is_shifted = self.plan.mode == EXPONENTIALS and self.plan.overlap
+        base = top if is_shifted or self.plan.mode == STATISTICS else relative_to
         pieces = tuple(self._exponents(piece, base) for piece in raw)
-        return Packed(tile, pieces, top - relative_to if self.plan.mode == EXPONENTIALS else base)
+        return Packed(tile, pieces, top - relative_to if is_shifted else base, {})
 
     def _raw(self, product: Any, tile: Tile, index: int, *, remove: bool = False) -> Any:
         """Return a piece of the product with its bias; `remove`: -inf in columns beyond the last."""
@@ -124,7 +129,7 @@ class Epilogue:
 
     def _argument(self, raw: Any) -> Any:
         """Return the packed argument of `tanh`."""
-        return (raw * (self.plan.scale / self.unit)).astype(PACKED)
+        return (raw * (self.plan.scale / self.unit)).astype(self.dtype)
 
     def _squashed(self, raw: Any) -> Any:
         """Return `tanh` of capped logits divided by the cap as `finish` computes it, or the same values."""
@@ -137,7 +142,8 @@ class Epilogue:
 
     def _largest(self, raw: list[Any], tile: Tile) -> Any:
         """Store each row's largest logit, and return it in base 2; 0 if all are removed."""
-        if self.plan.mode == GRADIENT or (self.is_capped and "max" not in self.parts):
+        is_shifted = self.plan.mode == EXPONENTIALS and self.plan.overlap and not self.is_capped
+        if self.plan.mode != STATISTICS and not is_shifted and "max" not in self.parts:
             return None
         top = raw[0]
         for piece in raw[1:]:
@@ -157,7 +163,7 @@ class Epilogue:
         t = raw * (self.unit * LOG2E) - self._wide(base)
         if self.plan.mode == GRADIENT and self.may_be_removed:
             t = jnp.where(raw == -jnp.inf, -jnp.inf, jnp.maximum(t, _LEAST))
-        return t.astype(PACKED)
+        return t.astype(self.dtype)
 
     def _store_label(self, product: Any, tile: Tile, has_label: Any) -> None:
         """Store the logits at those labels that are columns of this tile."""
@@ -180,10 +186,12 @@ class Epilogue:
 
     # The second half.
 
-    def finish(self, packed: Packed, pieces: range, sums: dict[str, Any]) -> dict[str, Any]:
-        """Finish some pieces; return the sums per row so far, by name."""
+    def finish(self, packed: Packed, pieces: range) -> Packed:
+        """Finish some pieces, and with the last one store the sums per row."""
+        left, sums = list(packed.pieces), packed.sums
         for index in pieces:
             value = packed.pieces[index].astype(jnp.float32)
+            left[index] = None
             if self.plan.mode == GRADIENT:
                 self._store_piece(self._gradient(value, packed, index), packed.tile, index)
                 continue
@@ -195,17 +203,15 @@ class Epilogue:
             if "expected" in self.parts:
                 found["expected"] = e * self._finite(value, squashed, packed.rows)
             sums = {name: sums[name] + x.sum(axis=1) if sums else x.sum(axis=1) for name, x in found.items()}
-        return sums
-
-    def store_sums(self, packed: Packed, sums: dict[str, Any]) -> None:
-        """Store the sums per row of a tile of which all pieces are finished."""
-        for name, values in sums.items():
-            self._store_part(name, packed.tile, values)
+        if all(piece is None for piece in left):
+            for name, values in sums.items():
+                self._store_part(name, packed.tile, values)
+        return packed._replace(pieces=tuple(left), sums=sums)
 
     def _exponent(self, value: Any, rows: Any) -> tuple[Any, Any]:
         """Return the exponents of a piece, and the `tanh` of its logits divided by the cap."""
         if not self.is_capped:
-            return (value + self._wide(rows) if self.plan.mode == EXPONENTIALS else value), None
+            return (value + self._wide(rows) if self.plan.mode == EXPONENTIALS and self.plan.overlap else value), None
         squashed = jnp.tanh(value)
         exponent = squashed * (self.unit * LOG2E) - self._wide(rows)
         return (jnp.where(value == -jnp.inf, -jnp.inf, exponent) if self.may_be_removed else exponent), squashed

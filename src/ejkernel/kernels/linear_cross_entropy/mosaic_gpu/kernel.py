@@ -19,13 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import CLUSTER, PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
+from ejkernel.kernels._hopper.device import Registers
+from ejkernel.kernels._hopper.tile_shapes import ROWS, STEP, WARPGROUPS
 
 from .epilogues import DTYPE, Epilogue, Packed, Tile
 from .plan import GRADIENT, TILE_ROWS, HeadPlan
+
+_REGISTERS = Registers(producer=32, consumer=240)  # a tile, its packed predecessor, and 48 more
 
 
 class HeadMemory(NamedTuple):
@@ -69,6 +72,7 @@ def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = No
         programs=plan.programs,
         memory=kernel.memory_types(),
         consumers=WARPGROUPS,
+        cluster=plan.cluster,
         lane_semantics=True,
         interpret=interpret,
     )
@@ -85,7 +89,7 @@ class HeadKernel:
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, plan.piece), DTYPE, swizzle=2 * plan.piece) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
         return HeadMemory(
             tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
         )
@@ -96,10 +100,11 @@ class HeadKernel:
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
-        tiles = plan.row_tiles * plan.column_tiles
+        self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
+        tiles = plan.row_tiles // plan.cluster * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
         warpgroup = lax.axis_index(WARPGROUP)
-        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, _REGISTERS, producer=self._produce, consumer=self._consume)
 
     def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         plan = self.plan
@@ -122,7 +127,8 @@ class HeadKernel:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
+        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, plan.panel)
+        return rows * plan.cluster + self.rank, column
 
     # Producer.
 
@@ -146,9 +152,10 @@ class HeadKernel:
         for w in range(WARPGROUPS):
             rows = pl.ds(row * TILE_ROWS + ROWS * w, ROWS)
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
 
     # Consumers.
 
@@ -157,6 +164,18 @@ class HeadKernel:
         slots = self.memory.out.at[warpgroup] if plan.has_matrix else None
         self.epilogue = Epilogue(plan, **self.operands, slots=slots)
 
+        if plan.overlap:
+            self._consume_overlapped(warpgroup)
+        else:
+
+            @pl.loop(0, self.tiles)
+            def _tile(index: Any) -> None:
+                self.epilogue.finish(self._multiply(index, warpgroup, None), range(plan.pieces))
+
+        if plan.has_matrix:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _consume_overlapped(self, warpgroup: Any) -> None:
         @pl.when(self.tiles > 0)
         def _any() -> None:
             first = self._multiply(0, warpgroup, None)
@@ -165,10 +184,7 @@ class HeadKernel:
                 return self._multiply(index, warpgroup, packed)
 
             last: Packed = lax.fori_loop(1, self.tiles, following, first)
-            self.epilogue.store_sums(last, self.epilogue.finish(last, range(plan.pieces), {}))
-
-        if plan.has_matrix:
-            plgpu.wait_smem_to_gmem(0)
+            self.epilogue.finish(last, range(self.plan.pieces))
 
     def _tile(self, index: Any, warpgroup: Any) -> Tile:
         row, column_tile = self._position(index)
@@ -177,32 +193,35 @@ class HeadKernel:
     def _multiply(self, index: Any, warpgroup: Any, previous: Packed | None) -> Packed:
         """Compute a tile, and finish the previous one during the first steps; return the tile, packed."""
         plan, epilogue = self.plan, self.epilogue
-        tile, step = self._tile(index, warpgroup), index * plan.steps
-        known = epilogue.known(tile)
+        tile = self._tile(index, warpgroup)
+        def mainloop(accumulator: Any) -> list[Any]:
+            loaded: list[Any] = []
 
-        def mainloop(accumulator: Any) -> None:
+            def load() -> None:
+                loaded.extend(epilogue.known(tile))
+
             def multiply(stage: Any) -> None:
                 buffer = self.memory.rhs.at[stage]
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
                 plgpu.wgmma(accumulator, self.memory.lhs.at[stage, warpgroup], matrix)
 
-            during = [] if previous is None else self._halves(previous)
-            multiply_stages(self.pipeline, step, plan.steps, multiply, during=during)
+            during = [load] if previous is None else self._halves(previous, load)
+            multiply_stages(self.pipeline, index * plan.steps, plan.steps, multiply, during=during)
+            return loaded
 
-        [product] = accumulate((ROWS, plan.block_n), 1, mainloop)
+        product, *known = accumulate((ROWS, plan.block_n), 1, mainloop)
         return epilogue.pack(product, tile, *known)
 
-    def _halves(self, previous: Packed) -> list[Callable[[], None]]:
-        """Return what to run during the first steps: the second half of the previous tile's epilogue."""
+    def _halves(self, previous: Packed, last: Callable[[], None]) -> list[Callable[[], None]]:
+        """Return what to run during the first steps: the second half of the previous tile's epilogue, then `last`."""
         plan, epilogue = self.plan, self.epilogue
-        count = min(plan.pieces, plan.steps)
+        count = min(plan.block_n // 64, plan.steps)
         bounds = [i * plan.pieces // count for i in range(count + 1)]
-        sums: dict[str, Any] = {}
 
         def part(start: int, stop: int) -> None:
-            nonlocal sums
-            sums = epilogue.finish(previous, range(start, stop), sums)
+            nonlocal previous
+            previous = epilogue.finish(previous, range(start, stop))
             if stop == plan.pieces:
-                epilogue.store_sums(previous, sums)
+                last()  # now there are registers for it
 
         return [functools.partial(part, *limits) for limits in itertools.pairwise(bounds)]

@@ -38,6 +38,8 @@ class MosaicGpuParams:
     panel: int = 16
     out_slots: int = 2
     piece: int = 32
+    overlap: bool = False
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:

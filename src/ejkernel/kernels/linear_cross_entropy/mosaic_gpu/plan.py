@@ -50,6 +50,8 @@ class HeadPlan:
     panel: int
     out_slots: int
     piece: int = 32
+    overlap: bool = False
+    cluster: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -73,8 +75,8 @@ class HeadPlan:
 
     @property
     def programs(self) -> int:
-        """Blocks of threads."""
-        return MULTIPROCESSORS
+        """Clusters of blocks of threads."""
+        return MULTIPROCESSORS // self.cluster
 
     @property
     def may_exceed(self) -> bool:
@@ -133,6 +135,8 @@ def head_plan(
         panel=params.panel,
         out_slots=params.out_slots,
         piece=params.piece,
+        overlap=params.overlap,
+        cluster=params.cluster if rows // TILE_ROWS % params.cluster == 0 else 1,
     )
 
 
