@@ -256,8 +256,7 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (32, ("rows", None)),
-        (8, ("rows", 16384)),
+        (32, ("rows", 9472)),
         (4, ("rows", 4096)),
         (3, ("vocabulary", 8192)),
         (1, ("vocabulary", 256)),
@@ -267,6 +266,32 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
 def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expected):
     found = support.heuristic(dataclasses.replace(CALL, tokens=65536, memory_limit=limit << 30))
     assert expected == (found.form, found.chunk)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns", "gibibytes", "chunk", "sum_dtype"),
+    [
+        (8192, 4096, 128256, 3.2, None, None),
+        (16384, 2048, 151936, 3.1, 8192, "bfloat16"),
+        (8192, 2304, 256000, 3.5, 4096, "bfloat16"),
+        (4096, 7168, 129280, 3.0, None, None),
+    ],
+)
+def test_common_heads_take_little_memory_by_default(tokens, inner, columns, gibibytes, chunk, sum_dtype):
+    call = dataclasses.replace(CALL, tokens=tokens, inner=inner, columns=columns, memory_limit=None)
+    found = support.heuristic(call)
+    assert (chunk, sum_dtype) == (found.chunk, found.accumulation_dtype)
+    results = 2 * inner * (tokens + columns)
+    assert support.estimated_bytes(call, found) + results <= gibibytes * 2**30
+
+
+def test_a_sum_in_float32_is_on_request_and_in_the_estimate():
+    call = dataclasses.replace(CALL, tokens=16384)
+    found = support.heuristic(call)
+    assert found.accumulation_dtype == "bfloat16"
+    wide = dataclasses.replace(call, accumulation_dtype="float32")
+    more = support.estimated_bytes(wide, found) - support.estimated_bytes(call, found)
+    assert more == 4 * call.inner * call.columns
 
 
 def test_label_smoothing_with_a_soft_cap_uses_chunks_of_the_vocabulary():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,55 +29,34 @@ def tile_position(number: Any, row_tiles: Any, column_tiles: int, panel: int) ->
     return number_of_panel * panel + (rest - column * rows), column
 
 
-def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., Any]) -> list[Any]:
-    """Run `mainloop` on one zeroed float32 accumulator per product; return their values, and the mainloop's results."""
+def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., None]) -> list[jax.Array]:
+    """Run `mainloop` on one zeroed float32 accumulator per product, and return their values."""
 
     def scoped(*accumulators: Any) -> list[Any]:
-        more = mainloop(*accumulators) or ()
-        return [*(accumulator[...] for accumulator in accumulators), *more]
+        mainloop(*accumulators)
+        return [accumulator[...] for accumulator in accumulators]
 
-    found: list[Any] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(products)])
+    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(products)])
     return found
 
 
 def multiply_stages(
-    pipeline: Pipeline,
-    step: Any,
-    steps: int,
-    multiply: Callable[[Any], None],
-    *,
-    products: int = 1,
-    during: Sequence[Callable[[], None]] = (),
+    pipeline: Pipeline, step: Any, steps: int, multiply: Callable[[Any], None], *, products: int = 1
 ) -> None:
-    """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them.
-
-    Args:
-        pipeline: The stages.
-        step, steps: The first step, and their number.
-        multiply: Starts the WGMMAs of a stage.
-        products: How many WGMMAs it starts.
-        during: Other work, a function for each of the first steps, which runs while the WGMMAs of that step do.
-    """
+    """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them."""
 
     def wait_and_multiply(stage: Any) -> None:
         pipeline.consumer_wait(stage)
         multiply(stage)
 
-    def release(i: Any) -> None:
-        plgpu.wgmma_wait(products)
-        pipeline.consumer_release(pipeline.stage(step + i - 1))
-
     # A stage is released one step late, so that the tensor core always has the next products queued.
-    for i, work in enumerate(during or [lambda: None]):
-        wait_and_multiply(pipeline.stage(step + i))
-        work()
-        if i:
-            release(i)
+    wait_and_multiply(pipeline.stage(step))
 
-    @pl.loop(max(1, len(during)), steps)
+    @pl.loop(1, steps)
     def _step(i: Any) -> None:
         wait_and_multiply(pipeline.stage(step + i))
-        release(i)
+        plgpu.wgmma_wait(products)
+        pipeline.consumer_release(pipeline.stage(step + i - 1))
 
     plgpu.wgmma_wait(0)
     pipeline.consumer_release(pipeline.stage(step + steps - 1))

@@ -4,14 +4,13 @@
 The epilogue works in pieces of 64 columns. Its stores overlap with the arithmetic of the next piece, and few values are
 live at once: with whole tiles, a soft cap spilled registers.
 
-Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
+have neighbouring tiles of one column; each copies its share of the weight to all of them.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +21,12 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.launch import CLUSTER, PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
-from ejkernel.kernels._hopper.device import Registers
-from ejkernel.kernels._hopper.tile_shapes import ROWS, STEP, WARPGROUPS
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
 
-from .epilogues import DTYPE, Epilogue, Packed, Tile
-from .plan import GRADIENT, TILE_ROWS, HeadPlan
+from .plan import EXPONENTIALS, GRADIENT, PIECE, STATISTICS, TILE_ROWS, HeadPlan
 
-_REGISTERS = Registers(producer=32, consumer=240)  # a tile, its packed predecessor, and 48 more
+LOG2E = 1.4426950408889634
+DTYPE = jnp.bfloat16
 
 
 class HeadMemory(NamedTuple):
@@ -45,6 +43,16 @@ class HeadMemory(NamedTuple):
     rhs: Any
     out: Any
     pipeline: Pipeline
+
+
+class _Tile(NamedTuple):
+    """This warpgroup's part of a tile: first row, tile column, first column in this launch and in the weight."""
+
+    row: Any
+    column_tile: Any
+    column: Any
+    first: Any
+    warpgroup: Any
 
 
 def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = None) -> list[jax.Array]:
@@ -88,7 +96,7 @@ class HeadKernel:
         """Return the types of shared memory and barriers."""
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
-        out = tiled((WARPGROUPS, plan.out_slots, ROWS, plan.piece), DTYPE, swizzle=2 * plan.piece) if plan.has_matrix else None
+        out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
         pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
         return HeadMemory(
             tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
@@ -103,31 +111,29 @@ class HeadKernel:
         self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
         tiles = plan.row_tiles // plan.cluster * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
+        self.first_column = self.start[0] if plan.mode == GRADIENT else jnp.int32(0)
         warpgroup = lax.axis_index(WARPGROUP)
-        dispatch_warpgroup(warpgroup, WARPGROUPS, _REGISTERS, producer=self._produce, consumer=self._consume)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
     def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         plan = self.plan
         self.x, self.weight, *others = arrays
-        bias = others.pop(0) if plan.bias else None
-        labels, special, *per_row = others
-        is_gradient = plan.mode == GRADIENT
-        self.first_column = special[0] if is_gradient else 0
-        self.operands = {
-            "bias": bias,
-            "labels": labels,
-            "has_labels": None if is_gradient else special,
-            "first_column": self.first_column,
-            "per_row": per_row,
-            "parts": dict(zip(plan.per_tile, results, strict=False)),
-            "out": results[-1] if plan.has_matrix else None,
-        }
+        self.bias = others.pop(0) if plan.bias else None
+        self.labels = others.pop(0)
+        if plan.mode == GRADIENT:
+            self.start, *self.coefficients = others
+        else:
+            self.has_labels = others.pop(0)
+            self.relative_to = others.pop(0) if plan.mode == EXPONENTIALS else None
+        self.parts = dict(zip(plan.per_tile, results, strict=False))
+        self.out: Any = results[-1] if plan.has_matrix else None
 
     def _position(self, index: Any) -> tuple[Any, Any]:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, plan.panel)
+        panel = max(1, plan.panel // plan.cluster)
+        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, panel)
         return rows * plan.cluster + self.rank, column
 
     # Producer.
@@ -152,76 +158,198 @@ class HeadKernel:
         for w in range(WARPGROUPS):
             rows = pl.ds(row * TILE_ROWS + ROWS * w, ROWS)
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
-        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
         plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
 
     # Consumers.
 
     def _consume(self, warpgroup: Any) -> None:
         plan = self.plan
-        slots = self.memory.out.at[warpgroup] if plan.has_matrix else None
-        self.epilogue = Epilogue(plan, **self.operands, slots=slots)
 
-        if plan.overlap:
-            self._consume_overlapped(warpgroup)
-        else:
-
-            @pl.loop(0, self.tiles)
-            def _tile(index: Any) -> None:
-                self.epilogue.finish(self._multiply(index, warpgroup, None), range(plan.pieces))
+        @pl.loop(0, self.tiles)
+        def _tile(index: Any) -> None:
+            row, column_tile = self._position(index)
+            column = column_tile * plan.block_n
+            row = row * TILE_ROWS + warpgroup * ROWS
+            tile = _Tile(row, column_tile, column, self.first_column + column, warpgroup)
+            self._compute_tile(tile, index * plan.steps)
 
         if plan.has_matrix:
             plgpu.wait_smem_to_gmem(0)
 
-    def _consume_overlapped(self, warpgroup: Any) -> None:
-        @pl.when(self.tiles > 0)
-        def _any() -> None:
-            first = self._multiply(0, warpgroup, None)
+    def _compute_tile(self, tile: _Tile, step: Any) -> None:
+        plan = self.plan
+        known = self._known(tile)  # loaded long before it is needed
 
-            def following(index: Any, packed: Packed) -> Packed:
-                return self._multiply(index, warpgroup, packed)
-
-            last: Packed = lax.fori_loop(1, self.tiles, following, first)
-            self.epilogue.finish(last, range(self.plan.pieces))
-
-    def _tile(self, index: Any, warpgroup: Any) -> Tile:
-        row, column_tile = self._position(index)
-        return Tile(row * TILE_ROWS + warpgroup * ROWS, column_tile)
-
-    def _multiply(self, index: Any, warpgroup: Any, previous: Packed | None) -> Packed:
-        """Compute a tile, and finish the previous one during the first steps; return the tile, packed."""
-        plan, epilogue = self.plan, self.epilogue
-        tile = self._tile(index, warpgroup)
-        def mainloop(accumulator: Any) -> list[Any]:
-            loaded: list[Any] = []
-
-            def load() -> None:
-                loaded.extend(epilogue.known(tile))
-
-            def multiply(stage: Any) -> None:
+        def multiply(accumulator: Any) -> None:
+            def one(stage: Any) -> None:
                 buffer = self.memory.rhs.at[stage]
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
-                plgpu.wgmma(accumulator, self.memory.lhs.at[stage, warpgroup], matrix)
+                plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
 
-            during = [load] if previous is None else self._halves(previous, load)
-            multiply_stages(self.pipeline, index * plan.steps, plan.steps, multiply, during=during)
-            return loaded
+            multiply_stages(self.pipeline, step, plan.steps, one)
 
-        product, *known = accumulate((ROWS, plan.block_n), 1, mainloop)
-        return epilogue.pack(product, tile, *known)
+        [product] = accumulate((ROWS, plan.block_n), 1, multiply)
+        epilogues: dict[str, Any] = {
+            STATISTICS: self._statistics,
+            EXPONENTIALS: self._exponentials,
+            GRADIENT: self._gradient,
+        }
+        epilogues[plan.mode](product, tile, *known)
 
-    def _halves(self, previous: Packed, last: Callable[[], None]) -> list[Callable[[], None]]:
-        """Return what to run during the first steps: the second half of the previous tile's epilogue, then `last`."""
-        plan, epilogue = self.plan, self.epilogue
-        count = min(plan.block_n // 64, plan.steps)
-        bounds = [i * plan.pieces // count for i in range(count + 1)]
+    def _known(self, tile: _Tile) -> list[Any]:
+        if self.plan.mode == GRADIENT:
+            return [self._of_rows(ref, tile) for ref in (self.labels, *self.coefficients)]
+        found = [self.has_labels[lax.div(tile.row, ROWS), tile.column_tile]]
+        return found if self.relative_to is None else [*found, self._of_rows(self.relative_to, tile)]
 
-        def part(start: int, stop: int) -> None:
-            nonlocal previous
-            previous = epilogue.finish(previous, range(start, stop))
-            if stop == plan.pieces:
-                last()  # now there are registers for it
+    def _of_rows(self, ref: Any, tile: _Tile) -> Any:
+        return plgpu.load(ref.at[pl.ds(tile.row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-        return [functools.partial(part, *limits) for limits in itertools.pairwise(bounds)]
+    # Logits.
+
+    @property
+    def _unit(self) -> float:
+        """The logits are this number times the values of `_logits`."""
+        return self.plan.scale if self.plan.soft_cap is None else self.plan.soft_cap
+
+    def _raw(self, product: Any, tile: _Tile, index: int) -> Any:
+        """Return a piece of the product, with its bias."""
+        raw = product[:, index * PIECE : (index + 1) * PIECE]
+        if self.bias is None:
+            return raw
+        at = self.bias.at[pl.ds(tile.first + index * PIECE, PIECE)]
+        bias = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return raw + lax.broadcast_in_dim(bias, raw.shape, [1])
+
+    def _squashed(self, raw: Any) -> Any:
+        """Return `tanh` of capped logits divided by the cap, or the same values without a cap."""
+        return raw if self.plan.soft_cap is None else jnp.tanh(raw * (self.plan.scale / self.plan.soft_cap))
+
+    def _logits(self, product: Any, tile: _Tile, index: int) -> tuple[Any, Any]:
+        """Return a piece of the logits, -inf in removed columns, and finite values for the slope of the cap."""
+        plan, raw = self.plan, self._raw(product, tile, index)
+        squashed = self._squashed(raw)
+        if plan.bias and plan.soft_cap is not None:
+            return jnp.where(raw == -jnp.inf, -jnp.inf, squashed), squashed
+        if plan.may_exceed:
+            inside = _column_numbers() < plan.last - tile.first - index * PIECE
+            return jnp.where(inside, squashed, -jnp.inf), squashed
+        return squashed, squashed
+
+    @property
+    def _may_be_removed(self) -> bool:
+        return self.plan.bias or self.plan.may_exceed
+
+    def _slope(self, squashed: Any) -> Any:
+        return 1.0 - squashed * squashed
+
+    def _store_label(self, product: Any, tile: _Tile, has_label: Any) -> None:
+        """Store the logits at those labels that are columns of this tile."""
+
+        @pl.when(has_label != 0)
+        def _here() -> None:
+            place = self._of_rows(self.labels, tile) - tile.first
+            found: Any = None
+            for i in range(self.plan.pieces):
+                hit = _column_numbers() == _wide(place - i * PIECE)
+                raw = self._raw(product, tile, i)
+                here = jnp.where(hit, raw, jnp.zeros_like(raw))
+                found = here if found is None else found + here
+            # The same arithmetic as for the other logits: the label's logit can be compared with the maximum.
+            raw = found.sum(axis=1)
+            value = self._squashed(raw)
+            if self.plan.bias and self.plan.soft_cap is not None:
+                value = jnp.where(raw == -jnp.inf, -jnp.inf, value)
+            self._store_part("label", tile, value * self._unit)
+
+    def _store_part(self, name: str, tile: _Tile, values: Any) -> None:
+        self.parts[name].at[tile.column_tile, pl.ds(tile.row, ROWS)][...] = values
+
+    # Epilogues.
+
+    def _statistics(self, product: Any, tile: _Tile, has_label: Any) -> None:
+        self._store_label(product, tile, has_label)
+        unit, plan = self._unit, self.plan
+        pieces = [self._logits(product, tile, i)[0] for i in range(plan.pieces)]
+        highest = pieces[0]
+        for piece in pieces[1:]:
+            highest = jnp.maximum(highest, piece)
+        top = highest.max(axis=1) * unit
+        finite_top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_be_removed else top
+        sums: dict[str, Any] = {}
+        for piece in pieces:
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(finite_top * LOG2E))
+            values = {"total": e}
+            if "sum" in self.parts or "expected" in self.parts:
+                finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
+                values |= {"sum": finite} if "sum" in self.parts else {}
+                values |= {"expected": finite * e} if "expected" in self.parts else {}
+            sums = {name: value + sums[name] if sums else value for name, value in values.items()}
+        self._store_part("max", tile, top)
+        for name, value in sums.items():
+            total = value.sum(axis=1)
+            self._store_part(name, tile, total if name == "total" else total * unit)
+
+    def _exponentials(self, product: Any, tile: _Tile, has_label: Any, relative_to: Any) -> None:
+        self._store_label(product, tile, has_label)
+        plan, unit = self.plan, self._unit
+        # With a bias or maxima, sums of a whole piece would spill registers: sum each piece over its columns.
+        is_crowded = plan.bias or "max" in self.parts
+        total: Any = None
+        highest: Any = None
+        for i in range(plan.pieces):
+            piece, squashed = self._logits(product, tile, i)
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(relative_to))
+            if "max" in self.parts:
+                top = piece.max(axis=1)
+                highest = top if highest is None else jnp.maximum(highest, top)
+            self._store_piece(e if plan.soft_cap is None else e * self._slope(squashed), tile, i)
+            part = e.sum(axis=1) if is_crowded else e
+            total = part if total is None else total + part
+        self._store_part("total", tile, total if is_crowded else total.sum(axis=1))
+        if "max" in self.parts:
+            self._store_part("max", tile, highest * unit)
+
+    def _gradient(self, product: Any, tile: _Tile, labels: Any, lse: Any, softmax: Any, label: Any, *more: Any) -> None:
+        plan, unit = self.plan, self._unit
+        constant = more[0] if plan.has_constant else None
+        expected = more[-1] if plan.has_expected else None
+        for i in range(plan.pieces):
+            piece, squashed = self._logits(product, tile, i)
+            p = jnp.exp2(piece * (unit * LOG2E) - _wide(lse))
+            if expected is None:
+                d = p * _wide(softmax)
+            else:
+                finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
+                d = p * (_wide(softmax) + _wide(expected * unit) * finite)
+            hit = _column_numbers() == _wide(labels - tile.first - i * PIECE)
+            d = d + jnp.where(hit, _wide(label), 0.0)
+            if constant is not None:
+                d = d + _wide(constant)
+            if plan.soft_cap is not None:
+                d = d * self._slope(squashed)
+            if self._may_be_removed:
+                d = jnp.where(piece == -jnp.inf, 0.0, d)
+            self._store_piece(d, tile, i)
+
+    def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
+        plan = self.plan
+        slot = self.memory.out.at[tile.warpgroup, index % plan.out_slots]
+        values = values.astype(DTYPE)
+        # The copy that last read this slot is the oldest of `out_slots` copies.
+        plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
+        slot[...] = values
+        plgpu.commit_smem()
+        at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
+        plgpu.copy_smem_to_gmem(slot, self.out.at[at])
+
+
+def _column_numbers() -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
+
+
+def _wide(values: Any) -> Any:
+    return lax.broadcast_in_dim(values, (ROWS, PIECE), [0])

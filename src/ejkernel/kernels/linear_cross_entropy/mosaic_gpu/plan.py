@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 
 from .params import MosaicGpuParams
 
 TILE_ROWS = WARPGROUPS * ROWS
 WIDEST_TILE = 256  # columns
+PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
 EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given number per row, and their sum
@@ -31,6 +32,7 @@ class HeadPlan:
         statistics: Optional results, members of `STATISTICS` of the operation.
         has_constant, has_expected: Whether the gradient has these coefficients.
         block_n, stages, panel, out_slots: As in the parameters.
+        cluster: As in the parameters; 1 if the rows of tiles are not a multiple.
     """
 
     mode: str
@@ -49,8 +51,6 @@ class HeadPlan:
     stages: int
     panel: int
     out_slots: int
-    piece: int = 32
-    overlap: bool = False
     cluster: int = 1
 
     @property
@@ -71,7 +71,7 @@ class HeadPlan:
     @property
     def pieces(self) -> int:
         """Pieces of a tile in the epilogue."""
-        return self.block_n // self.piece
+        return self.block_n // PIECE
 
     @property
     def programs(self) -> int:
@@ -82,7 +82,7 @@ class HeadPlan:
     def may_exceed(self) -> bool:
         """Whether a tile may contain columns beyond the last."""
         # The bias is padded with -inf, which removes them as well.
-        whole = self.last % (self.piece if self.mode == GRADIENT else self.block_n)
+        whole = self.last % (PIECE if self.mode == GRADIENT else self.block_n)
         return bool(whole) and not self.bias
 
     @property
@@ -102,7 +102,7 @@ class HeadPlan:
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
         operands = self.stages * STEP * (TILE_ROWS + self.block_n) * 2
-        return operands + WARPGROUPS * self.out_slots * ROWS * 2 * self.piece + OVERHEAD
+        return operands + WARPGROUPS * self.out_slots * ROWS * ROW_BYTES + OVERHEAD
 
 
 def head_plan(
@@ -134,8 +134,6 @@ def head_plan(
         stages=params.stages,
         panel=params.panel,
         out_slots=params.out_slots,
-        piece=params.piece,
-        overlap=params.overlap,
         cluster=params.cluster if rows // TILE_ROWS % params.cluster == 0 else 1,
     )
 
