@@ -125,11 +125,11 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soft_cap_with_three_products_has_no_races(simulated):
+def test_a_soft_cap_with_three_products_in_clusters_has_no_races(simulated):
     simulated(detect_races=True)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
-    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
+    run, reference = loss_and_gradients(args, MosaicGpuParams(cluster=2, **SMALL), **options)
     assert_all_near(reference(*args), run(*args), 3)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -193,9 +193,26 @@ def replaced(monkeypatch):
     return x.at[::8].multiply(40), *others
 
 
-def prepared(args, **options):
+def prepared(args, params=None, **options):
     args, options, call = described(linear_cross_entropy_gradients, args, LOSS | options)
-    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0]
+    params = params or MosaicGpuParams()
+    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=params)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
+def test_a_sum_over_chunks_starts_from_the_first(replaced, sum_dtype):
+    x, weight, labels, factors, bias = replaced
+    longer = [jnp.concatenate([y, y]) for y in (x, labels, factors)]
+    longer = longer[0], weight, *longer[1:], bias
+    args, run = prepared(longer, MosaicGpuParams(chunk=128, accumulation_dtype=sum_dtype))
+    assert len(args[0]) == 400
+    program = str(jax.make_jaxpr(run)(*args))
+    assert "length=3" in program  # four chunks
+    assert "length=4" not in program
+    _, options, _ = described(linear_cross_entropy_gradients, longer, LOSS)
+    expected = linear_cross_entropy_gradients.reference(*wide(longer), **options)
+    assert_all_near(expected, jax.jit(run)(*args), 4)
 
 
 @pytest.mark.slow
@@ -316,7 +333,15 @@ def test_parameters_that_shared_memory_cannot_hold_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"form": "tiles"}, {"chunk": 100}, {"form": "vocabulary", "chunk": 128}, {"block_n": 64}, {"stages": 1}]
+    "wrong",
+    [
+        {"form": "tiles"},
+        {"chunk": 100},
+        {"form": "vocabulary", "chunk": 128},
+        {"block_n": 64},
+        {"stages": 1},
+        {"cluster": 4},
+    ],
 )
 def test_wrong_parameters_are_refused_with_the_value(wrong):
     name, value = list(wrong.items())[-1]
