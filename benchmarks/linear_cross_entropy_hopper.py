@@ -2,13 +2,14 @@
 """`python -m benchmarks.linear_cross_entropy_hopper`: the language-model head's loss on a Hopper GPU.
 
 "trained" is the mean loss with the gradients of `x` and the weight, "forward" the mean loss alone, "per token" the
-gradients of a weighted sum of each token's loss. The contenders: our kernels with several chunks, our plain JAX, Optax
-on bfloat16 logits, Tokamax if it is installed, and the matrix products alone, which cuBLAS runs: three of them for
-"trained", one for "forward", four for "per token".
+gradients of a weighted sum of each token's loss. The contenders: our kernels by default ("ejkernel") and with other
+tiles and chunks, our plain JAX, Optax on bfloat16 logits, Tokamax if it is installed, and the matrix products alone,
+which cuBLAS runs: three of them for "trained", one for "forward", four for "per token".
 
 Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
 times are those of a warm card. `kernel_us` is the sum of the kernels of one call after a pause. `peak_mib` is temporary
-memory and results, by XLA's `memory_analysis()`. `errors` are relative to our plain JAX in float32.
+memory and results, by XLA's `memory_analysis()`. `errors` are relative to our plain JAX in float32; Tokamax ignores no
+labels, so its own reference has label 0 in place of ignored ones. "best of ours / ours" tells what tuning would gain.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def ours(shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", **
         if direction == "trained":
             cfg = LinearCrossEntropyGradientsConfig(implementation=implementation, fwd=chosen)
         else:
-            cfg = LinearCrossEntropyConfig(implementation=implementation, fwd=MosaicGpuParams(), bwd=chosen)
+            tile = dataclasses.replace(chosen, form="rows", chunk=None, accumulation_dtype=None)
+            cfg = LinearCrossEntropyConfig(implementation=implementation, fwd=tile, bwd=chosen)
 
     def loss(x: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         found = linear_cross_entropy(
@@ -143,13 +145,25 @@ def with_gradients(loss: Function, direction: str) -> Function:
     return loss if direction == "forward" else jax.value_and_grad(loss, (0, 1))
 
 
+TILES: dict[str, dict[str, Any]] = {
+    "panel 8": {"panel": 8},
+    "panel 32": {"panel": 32},
+    "stages 3": {"stages": 3},
+    "block_n 128": {"block_n": 128},
+}
+CHUNKS: dict[str, dict[str, Any]] = {
+    "all rows": {"chunk": None},
+    "rows 8192, bf16 sum": {"chunk": 8192, "accumulation_dtype": "bfloat16"},
+    "rows 4096, bf16 sum": {"chunk": 4096, "accumulation_dtype": "bfloat16"},
+    "rows 4096": {"chunk": 4096},
+    "rows 2048": {"chunk": 2048},
+    "rows 2048, bf16 sum": {"chunk": 2048, "accumulation_dtype": "bfloat16"},
+    "vocabulary 32768": {"form": "vocabulary", "chunk": 32768},
+    "vocabulary 16384": {"form": "vocabulary", "chunk": 16384},
+}
 CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
     OURS: ours,
-    "rows 4096": functools.partial(ours, chunk=4096),
-    "rows 2048": functools.partial(ours, chunk=2048),
-    "rows 2048, bf16 sum": functools.partial(ours, chunk=2048, accumulation_dtype="bfloat16"),
-    "vocabulary 32768": functools.partial(ours, form="vocabulary", chunk=32768),
-    "vocabulary 16384": functools.partial(ours, form="vocabulary", chunk=16384),
+    **{name: functools.partial(ours, **params) for name, params in (TILES | CHUNKS).items()},
     "xla": functools.partial(ours, implementation="xla"),
     "optax": by_optax,
     "tokamax": by_tokamax,
@@ -176,12 +190,19 @@ def compiled(name: str, shape: Shape, direction: str, arrays: tuple[jax.Array, .
     return jax.jit(CONTENDERS[name](shape, direction)).lower(*arrays, *d).compile()
 
 
-def reference(shape: Shape, direction: str, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Return the results of our plain JAX in float32."""
-    x, weight, *others = arrays
+def references(
+    shape: Shape, direction: str, names: Sequence[str], arrays: tuple[jax.Array, ...]
+) -> dict[str, list[jax.Array]]:
+    """Return the results of our plain JAX in float32, for each contender."""
+    x, weight, labels, factors = arrays
     run = jax.jit(ours(shape, direction, implementation="xla"))
-    with jax.default_matmul_precision("highest"):
-        return jax.tree.leaves(run(x.astype(jnp.float32), weight.astype(jnp.float32), *others))
+
+    def results(labels: jax.Array) -> list[jax.Array]:
+        with jax.default_matmul_precision("highest"):
+            return jax.tree.leaves(run(x.astype(jnp.float32), weight.astype(jnp.float32), labels, factors))
+
+    found = dict.fromkeys(names, results(labels))
+    return found | ({"tokamax": results(jnp.maximum(labels, 0))} if "tokamax" in names else {})
 
 
 @jax.jit
@@ -209,11 +230,11 @@ def measured(shape: Shape, direction: str, names: Sequence[str], *, check: bool)
     runs: dict[str, Function] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         jobs = {name: pool.submit(compiled, name, shape, direction, arrays) for name in names}
-        expected = reference(shape, direction, arrays) if check else None
+        expected = references(shape, direction, names, arrays) if check else {}
         for name, job in jobs.items():
             try:
                 program = job.result()
-                found[name] = first_call(name, program, shape, arrays, expected)
+                found[name] = first_call(name, program, shape, arrays, expected.get(name))
             except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
                 found[name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             else:
@@ -256,10 +277,15 @@ def first_call(
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
-    """Return the products' and the best other library's time relative to ours."""
+    """Return times relative to ours by default: the products', the best other library's, our best configuration's."""
     own = rows.get(OURS, {}).get("us")
     others = [rows[name]["us"] for name in RIVALS if "us" in rows.get(name, {})]
-    pairs = {"products / ours": rows.get(PRODUCTS, {}).get("us"), "best other / ours": min(others, default=None)}
+    mine = [rows[name]["us"] for name in (OURS, *TILES, *CHUNKS) if "us" in rows.get(name, {})]
+    pairs = {
+        "products / ours": rows.get(PRODUCTS, {}).get("us"),
+        "best other / ours": min(others, default=None),
+        "best of ours / ours": min(mine, default=None),
+    }
     return {name: round(value / own, 3) for name, value in pairs.items() if own and value}
 
 
@@ -313,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {"environment": report.environment()}
     for direction in args.directions:
         for shape in args.shapes:
-            names = [name for name in args.contenders if direction != "forward" or " " not in name]
+            names = [name for name in args.contenders if direction != "forward" or name not in CHUNKS]
             result = run_apart(shape, direction, names, args.seconds, check=args.check)
             found[f"{shape} | {direction}"] = result
             print(shape, direction, json.dumps(result), file=sys.stderr, flush=True)

@@ -8,8 +8,7 @@ import jax
 from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
 from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy, linear_cross_entropy_gradients
 from ejkernel.ops import Invocation
-from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
 TOKENS, INNER, COLUMNS = 2048, 1024, 32768

@@ -125,11 +125,11 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soft_cap_with_three_products_has_no_races(simulated):
+def test_a_soft_cap_with_three_products_in_clusters_has_no_races(simulated):
     simulated(detect_races=True)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
-    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
+    run, reference = loss_and_gradients(args, MosaicGpuParams(cluster=2, **SMALL), **options)
     assert_all_near(reference(*args), run(*args), 3)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -193,9 +193,26 @@ def replaced(monkeypatch):
     return x.at[::8].multiply(40), *others
 
 
-def prepared(args, **options):
+def prepared(args, params=None, **options):
     args, options, call = described(linear_cross_entropy_gradients, args, LOSS | options)
-    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0]
+    params = params or MosaicGpuParams()
+    return args, lambda *args: MosaicGpuGradients().forward(call, *args, params=params)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
+def test_a_sum_over_chunks_starts_from_the_first(replaced, sum_dtype):
+    x, weight, labels, factors, bias = replaced
+    longer = [jnp.concatenate([y, y]) for y in (x, labels, factors)]
+    longer = longer[0], weight, *longer[1:], bias
+    args, run = prepared(longer, MosaicGpuParams(chunk=128, accumulation_dtype=sum_dtype))
+    assert len(args[0]) == 400
+    program = str(jax.make_jaxpr(run)(*args))
+    assert "length=3" in program  # four chunks
+    assert "length=4" not in program
+    _, options, _ = described(linear_cross_entropy_gradients, longer, LOSS)
+    expected = linear_cross_entropy_gradients.reference(*wide(longer), **options)
+    assert_all_near(expected, jax.jit(run)(*args), 4)
 
 
 @pytest.mark.slow
@@ -256,8 +273,7 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (32, ("rows", None)),
-        (8, ("rows", 16384)),
+        (32, ("rows", 9472)),
         (4, ("rows", 4096)),
         (3, ("vocabulary", 8192)),
         (1, ("vocabulary", 256)),
@@ -267,6 +283,32 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
 def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expected):
     found = support.heuristic(dataclasses.replace(CALL, tokens=65536, memory_limit=limit << 30))
     assert expected == (found.form, found.chunk)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns", "gibibytes", "chunk", "sum_dtype"),
+    [
+        (8192, 4096, 128256, 3.2, None, None),
+        (16384, 2048, 151936, 3.1, 8192, "bfloat16"),
+        (8192, 2304, 256000, 3.5, 4096, "bfloat16"),
+        (4096, 7168, 129280, 3.0, None, None),
+    ],
+)
+def test_common_heads_take_little_memory_by_default(tokens, inner, columns, gibibytes, chunk, sum_dtype):
+    call = dataclasses.replace(CALL, tokens=tokens, inner=inner, columns=columns, memory_limit=None)
+    found = support.heuristic(call)
+    assert (chunk, sum_dtype) == (found.chunk, found.accumulation_dtype)
+    results = 2 * inner * (tokens + columns)
+    assert support.estimated_bytes(call, found) + results <= gibibytes * 2**30
+
+
+def test_a_sum_in_float32_is_on_request_and_in_the_estimate():
+    call = dataclasses.replace(CALL, tokens=16384)
+    found = support.heuristic(call)
+    assert found.accumulation_dtype == "bfloat16"
+    wide = dataclasses.replace(call, accumulation_dtype="float32")
+    more = support.estimated_bytes(wide, found) - support.estimated_bytes(call, found)
+    assert more == 4 * call.inner * call.columns
 
 
 def test_label_smoothing_with_a_soft_cap_uses_chunks_of_the_vocabulary():
@@ -291,7 +333,15 @@ def test_parameters_that_shared_memory_cannot_hold_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"form": "tiles"}, {"chunk": 100}, {"form": "vocabulary", "chunk": 128}, {"block_n": 64}, {"stages": 1}]
+    "wrong",
+    [
+        {"form": "tiles"},
+        {"chunk": 100},
+        {"form": "vocabulary", "chunk": 128},
+        {"block_n": 64},
+        {"stages": 1},
+        {"cluster": 4},
+    ],
 )
 def test_wrong_parameters_are_refused_with_the_value(wrong):
     name, value = list(wrong.items())[-1]

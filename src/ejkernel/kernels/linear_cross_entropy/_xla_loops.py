@@ -21,11 +21,11 @@ Carry = TypeVar("Carry")
 def statistics_by_rows(problem: Problem, chunk: int | None) -> Statistics:
     """Return the statistics; a chunk has complete rows."""
 
-    def step(carry: None, rows: Any) -> tuple[None, Statistics]:
+    def step(carry: tuple[()], rows: Any) -> tuple[tuple[()], Statistics]:
         part = problem.rows(*rows[:2])
         return carry, part.statistics(part.logits()).finished()
 
-    found: Statistics = over_rows(step, None, (problem.x, problem.labels), chunk)[1]
+    found: Statistics = over_rows(step, (), (problem.x, problem.labels), chunk)[1]
     return found
 
 
@@ -116,7 +116,10 @@ def _is_one(chunk: int | None, length: Any) -> bool:
 def over_rows(
     step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, arrays: Any, chunk: int | None, lse: Any = None
 ) -> Any:
-    """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0."""
+    """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0.
+
+    Without a carry, `None`, the first chunk makes it: a sum need not start from zeros.
+    """
     rows = jax.tree.leaves(arrays)[0].shape[0]
     if chunk is None or _is_one(chunk, rows):
         return step(carry, (*arrays, lse))
@@ -125,7 +128,14 @@ def over_rows(
         *(jax.tree.map(lambda x: _cut(x, size), y) for y in arrays),
         None if lse is None else _cut(lse, size, jnp.inf),
     )
-    carry, made = lax.scan(step, carry, cut)
+    if carry is None:
+        carry, first = step(None, jax.tree.map(lambda x: x[0], cut))
+        # One chunk after the other: two at once would take twice the memory.
+        carry, cut = lax.optimization_barrier((carry, jax.tree.map(lambda x: x[1:], cut)))
+        carry, made = lax.scan(step, carry, cut)
+        made = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, made)
+    else:
+        carry, made = lax.scan(step, carry, cut)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], made)
 
 

@@ -220,15 +220,14 @@ def summed_over_rows(
         found: tuple[Gradients, Any] = gradients((*arrays, lse), weight.dtype)
         return found
 
-    def step(sums: tuple[jax.Array, Any], rows: Any) -> Any:
+    def step(sums: Gradients | None, rows: Any) -> Any:
         made, more = gradients(rows, dtype)
-        bias = None if made.bias is None else sums[1] + made.bias
-        return unify_varying(((sums[0] + made.weight, bias), sums))[0], (made.x, more)
+        own = made._replace(x=None)
+        total = own if sums is None else unify_varying((jax.tree.map(jnp.add, sums, own), sums))[0]
+        return total, (made.x, more)
 
-    sums = jnp.zeros(weight.shape, dtype), None if head.bias is None else jnp.zeros(head.columns, jnp.float32)
-    sums = unify_varying((sums, arrays, weight, lse))[0]
-    (dweight, dbias), (dx, more) = over_rows(step, sums, arrays, chunk, lse)
-    return Gradients(dx, dweight.astype(weight.dtype), dbias), more
+    sums, (dx, more) = over_rows(step, None, arrays, chunk, lse)
+    return Gradients(dx, sums.weight.astype(weight.dtype), sums.bias), more
 
 
 def _with_labels(matrix: jax.Array, labels: jax.Array, values: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ class MosaicGpuParams:
         block_n: Columns of a tile, 128 or 256.
         stages: Pipeline stages, each with 64 of `d`.
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
+        cluster: Blocks of threads in a cluster, 1 or 2; those of a cluster share copies of the weight.
         out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
     """
 
@@ -37,6 +38,7 @@ class MosaicGpuParams:
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -52,6 +54,7 @@ class MosaicGpuParams:
         _check("stages", self.stages, range(2, 9), "from 2 to 8")
         _check("panel", self.panel, range(1, 257), "from 1 to 256")
         _check("out_slots", self.out_slots, (1, 2, 4), "1, 2 or 4")
+        _check("cluster", self.cluster, (1, 2), "1 or 2")
 
 
 def _check(name: str, value: object, allowed: range | tuple[int, ...], wanted: str) -> None:

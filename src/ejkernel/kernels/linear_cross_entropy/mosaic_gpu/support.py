@@ -18,6 +18,7 @@ from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
+_LOGITS_BYTES = 5 << 29  # of one chunk: longer chunks are hardly faster
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -75,7 +76,8 @@ def estimated_bytes(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> in
     total += 4 * 3 * call.tokens * -(-columns // params.block_n)
     if not _has_gradients(call):
         return call.examples * total
-    chunk, wide = params.chunk, 2 if _sum_dtype(call, params) == "bfloat16" else 4
+    # A sum in the weight's dtype becomes the result.
+    chunk, wide = params.chunk, 0 if _sum_dtype(call, params) == "bfloat16" else 4
     if params.form == "rows":
         rows = call.tokens if chunk is None else min(chunk, call.tokens)
         total += 2 * rows * columns + wide * inner * columns * (rows < call.tokens)
@@ -94,7 +96,7 @@ def _sum_dtype(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> str:
 
 
 def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
-    """Return good parameters: all rows at once while they fit, then long chunks, then chunks of the vocabulary."""
+    """Return good parameters: few chunks of rows, shorter ones if memory is scarce, then chunks of the vocabulary."""
     base = MosaicGpuParams()
     if not is_known(call.tokens, call.inner, call.columns) or not _has_gradients(call):
         return base
@@ -111,11 +113,22 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
     Chunks of up to `2 * d` rows take no more memory than the sum of the weight's gradient in float32, so shorter ones
     save little.
     """
-    rows = [MosaicGpuParams()]
-    rows += [MosaicGpuParams(chunk=n) for n in _ROW_CHUNKS if max(1024, call.inner) <= n < call.tokens]
+    best = _few_chunks(call)
+    most = call.tokens if best.chunk is None else best.chunk
+    rows = [MosaicGpuParams(chunk=n) for n in _ROW_CHUNKS if max(1024, call.inner) <= n < most]
     columns = [MosaicGpuParams(form="vocabulary", chunk=n) for n in _COLUMN_CHUNKS if n < call.columns]
     columns = columns or [MosaicGpuParams(form="vocabulary")]
-    return [*rows, *columns]
+    return [best, *rows, *columns]
+
+
+def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
+    """Return the fewest chunks of rows whose logits are not many."""
+    count = -(-2 * call.tokens * padded_columns(call.columns) // _LOGITS_BYTES)
+    if count == 1:
+        return MosaicGpuParams()
+    chunk = padded(-(-call.tokens // count), TILE_ROWS)
+    # A sum of two rounds once more, which few will notice; in float32 it takes twice the weight's memory.
+    return MosaicGpuParams(chunk=chunk, accumulation_dtype="bfloat16" if count == 2 else None)
 
 
 def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[MosaicGpuParams]:
