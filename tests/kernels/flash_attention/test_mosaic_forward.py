@@ -162,6 +162,7 @@ def test_the_last_tile_of_an_example_reads_nothing_of_the_next(mosaic):
 
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 96, 200])
 @pytest.mark.parametrize("queries", [512, 577])
+@pytest.mark.usefixtures("mosaic")
 def test_no_array_is_padded_in_memory(head_dim, queries):
     from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
 

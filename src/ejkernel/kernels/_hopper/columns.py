@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory in pieces of columns, each one swizzle wide, for arrays whose sizes are no multiples of tiles.
+"""Shared memory in pieces of columns, each as wide as its swizzle, for arrays that do not divide into tiles.
 
-Copies of whole tiles need tiles in global memory too. A piece that is one swizzle wide has the same addresses with
-and without tiles: it is copied without them, from any row, and what lies past the end of the array becomes zeros.
+Copies of whole tiles need an array of whole tiles in global memory. A piece as wide as its swizzle has the same
+addresses with and without tiles. Its copy has no tiles: it starts at any row, and fills the piece with zeros past the
+end of the array.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _WIDTHS = (64, 32, 16)  # of 16-bit elements: the swizzles of 128, 64 and 32 byt
 
 
 class Columns(NamedTuple):
-    """Some columns of a matrix of 16-bit elements: those of one buffer, and of one product."""
+    """Some columns of a matrix of 16-bit elements; they share a buffer and a product."""
 
     start: int
     width: int

@@ -17,11 +17,11 @@ from .plan import Buffer
 class Matrices:
     """Types, copies and products of matrices of 16-bit elements.
 
-    A buffer of whole matrices has the axes of its `Buffer`. A buffer of pieces has one more, the first: the piece.
+    A buffer of whole matrices has the axes of its `Buffer`. In a buffer of pieces, the number of the piece comes first.
 
     Args:
         backend: The backend.
-        pieced: Whether they are in pieces.
+        pieced: Whether matrices are stored in pieces.
     """
 
     def __init__(self, backend: Backend, *, pieced: bool) -> None:
@@ -63,7 +63,7 @@ class Matrices:
         count, width = pieces.shape[0], pieces.shape[-1]
         for piece in range(count):
             start: Any = piece * width
-            if start + width > array.shape[-1]:  # Pallas refuses constants that are out of bounds
+            if start + width > array.shape[-1]:  # Pallas refuses constants out of bounds
                 start = rows[0] * 0 + start
             parts.append((array.at[(*rows, pl.ds(start, width))], pieces.at[(piece, *at)]))
         return parts
