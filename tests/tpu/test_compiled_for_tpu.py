@@ -44,8 +44,10 @@ def used_memory(function, *args):
     text = jax.jit(function).lower(*args).compile().as_text()
     found = []
     for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
-        configs = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', part)[1]
-        found.append(sum(map(int, re.findall(r'"size":"(\d+)"', configs))))
+        # XLA may keep other arrays below the kernel's scope; what is used counts from 0
+        scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)[1]
+        used = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)[1]
+        found.append(int(used) - int(scope))
     assert found, "the program has no kernel"
     return found
 

@@ -67,7 +67,9 @@ def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) ->
 
 def heuristic(call: AttentionCall) -> Any:
     """Return the parameters with the fewest simulated cycles on this chip that fit in its vector memory."""
-    candidates = [*_preferred(call), *_fallbacks(call)]
+    # float32 products are several of the matrix unit's: large blocks of them are long programs
+    preferred = _preferred(call) if call.dtype == "bfloat16" else ()
+    candidates = [*preferred, *_fallbacks(call)]
     return next((params for params in candidates if params_fault(call, params) is None), candidates[-1])
 
 
@@ -127,7 +129,6 @@ def _candidates(call: AttentionCall) -> Iterable[Any]:
     everything = call.rules.left is None and call.rules.right is None
     strips, flags = (512,) if everything else (256, 512), (False, True)
     yield heuristic(call)
-    yield from _preferred(call)
     if call.backward:
         for (kv, chunk), strip, unroll, flag in itertools.product(_BACKWARD_BLOCKS, strips, (1, 2), flags):
             yield BackwardParams(block_kv=kv, chunk=chunk, strip=strip, unroll=unroll, transpose=flag)
