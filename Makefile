@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make check | test | test-all | doctest | lint | demo | bench | torture | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each sets up $(VENV) by itself.
 PYTHON ?= python3
 VENV ?= .venv
 # An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
 .DELETE_ON_ERROR:
-.PHONY: help venv check test test-all test-tpu doctest docs lint demo bench torture clean
+.PHONY: help venv check test test-all test-tpu doctest docs lint demo bench torture release-check clean
 
 help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
@@ -26,6 +26,7 @@ help:
 	@echo "make demo     tune a small training program and compare it with plain JAX (at most 4 minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make torture  faults, damage, bombs and fuzzing for an hour; TORTURE_ARGS=--short for a minute"
+	@echo "make release-check  builds wheel and sdist, checks metadata and README, tries the wheel in a new environment"
 	@echo "make clean    remove environments, caches and builds"
 
 $(STAMP): pyproject.toml scripts/setup_venv.sh
@@ -74,6 +75,9 @@ bench: $(STAMP)
 
 torture: $(STAMP)
 	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
+
+release-check: $(STAMP)
+	$(BIN)/python scripts/release_check.py
 
 clean:
 	rm -rf .venv .venv-* build dist .demo-cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library costs, beside plain JAX: `python -m benchmarks`. See `benchmarks/results` for runs."""
+"""The cost of the library beside plain JAX: `python -m benchmarks`. See `benchmarks/results` for runs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks`: measure what the library costs, print it, and with `--out` keep it."""
+"""`python -m benchmarks`: measure the overhead of the library and print it; `--out` also saves it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 0 if all bars are met, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="slices of each eager call")
-    parser.add_argument("--build-rounds", type=int, default=7, help="programs that are traced and compiled")
+    parser.add_argument("--build-rounds", type=int, default=7, help="programs to trace and compile")
     parser.add_argument("--out", type=Path, metavar="DIR", help="add the run to dispatch_<platform>.json and .md there")
     args = parser.parse_args(argv)
     run = measure(args.rounds, args.build_rounds)

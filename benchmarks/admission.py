@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a fast wrong candidate is ever admitted: many searches, each with an error of another kind.
+"""Does a search ever admit a fast wrong candidate? Many searches, each with a different error.
 
     python -m benchmarks.admission [--runs 1000] [--jobs N] [--output FILE]
 
-Every search has a slow right heuristic, a right candidate that sums in another order, and a wrong one that is said to
-take a tenth of the time: times are made up, so that nothing but the check stands between it and the user. Errors are
-of the kinds that kernels have: one element, the last rows, a mask off by one, a scale, a tile in the wrong place, NaN,
-a result that was right for other inputs, a gradient.
+Every search has a slow correct heuristic, a correct candidate that sums in another order, and a wrong one with a tenth
+of the time. Times are made up, so only the check can reject the wrong candidate. Errors are typical of kernels: one
+element, the last rows, a mask off by one, a scale, a tile in the wrong place, NaN, a result for other inputs, a
+gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-    """A configuration: how the sum is split, and what goes wrong."""
+    """A configuration: the number of parts of the sum, and the error to make."""
 
     parts: int
     error: str = ""
@@ -88,7 +88,7 @@ _SPOIL: dict[str, Callable[[jax.Array, tuple[int, int]], jax.Array]] = {
 
 
 class Product(Kernel[Way, jax.Array]):
-    """`x @ w`, and what may go wrong with it."""
+    """`x @ w`, with a planted error."""
 
     def __init__(self, run: Run) -> None:
         super().__init__("product")
@@ -100,7 +100,7 @@ class Product(Kernel[Way, jax.Array]):
         self.first = self.example_inputs(self.inv, np.random.default_rng(run.seed))[0][0]
 
     def run(self, x: jax.Array, w: jax.Array, *, cfg: Way) -> jax.Array:
-        """The product, in parts that are added up in float32."""
+        """Return the product, summed in parts in float32."""
         pieces = zip(jnp.split(x, cfg.parts, 1), jnp.split(w, cfg.parts, 0), strict=True)
         out = jnp.asarray(sum(jnp.matmul(a, b, preferred_element_type=jnp.float32) for a, b in pieces)).astype(x.dtype)
         if cfg.error == "stale":
@@ -131,7 +131,7 @@ def made_up(functions: Any, *, sampling: Sampling, **_: Any) -> list[Measurement
 
 
 def winner_of(run: Run) -> str:
-    """Return what a search names: `right`, `wrong`, or the `heuristic`."""
+    """Return the winner of a search: `right`, `wrong`, or the `heuristic`."""
     kernel = Product(run)
     with mock.patch.object(timing, "interleaved", made_up):
         config = Autotuner(seed=run.seed, width=1).tune(kernel.inv, kernel).config
@@ -139,7 +139,7 @@ def winner_of(run: Run) -> str:
 
 
 def main() -> None:
-    """Count who is admitted."""
+    """Count the winners of each kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

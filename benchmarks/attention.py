@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.attention`: attention, tuned and as the library guesses, beside what else JAX users have.
+"""`python -m benchmarks.attention`: attention, tuned and untuned, beside the alternatives of JAX users.
 
-Of each case, all contenders are timed in turn, forward and forward with backward, on normally distributed inputs that
-are not in the cache. What is reported is their medians; of ours, by what was tuned (`--cache`, which
-`python -m benchmarks.shipped tune` fills), as it guesses, and by our own kernels alone, the ratio to the best of the
-others; and for each kind of call the geometric mean of these ratios and the worst. A contender that cannot run a case
-says why.
+The contenders of each case are timed interleaved, forward and forward with backward, on normally distributed inputs
+outside the device's cache. The report has their medians, and the ratio of the best alternative to ours: tuned
+(`--cache`, filled by `python -m benchmarks.shipped tune`), untuned, and with our own kernels alone. Each kind of call
+has the geometric mean of these ratios, and the worst. Contenders that cannot run a case show the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ejkernel.ops.utils.random_arrays import random_array
 
 Attention = Callable[..., jax.Array]
 OURS = ("tuned", "untuned", "mosaic_gpu")
-RIVALS = ("jax.nn cudnn", "jax.nn xla", "tokamax")  # what a user would pick instead
+RIVALS = ("jax.nn cudnn", "jax.nn xla", "tokamax")  # the usual alternatives
 DIRECTIONS = ("forward", "forward and backward")
 UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
 SIXTEEN = (1500, 300, 2100, 700, 1200, 900, 400, 1800, 1000, 1300, 200, 1600, 800, 1100, 600, 884)
@@ -72,7 +71,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """What the call is an example of."""
+        """The kind of call in the report, e.g. `soft cap`."""
         if self.segments:
             return "packed, 8 or more" if len(self.segments) >= 8 else "packed, fewer"
         special = {"soft cap": self.cap, "window": self.window, "bias, mask, lengths": self._extras}
@@ -241,7 +240,7 @@ CONTENDERS: dict[str, Callable[[Case], Attention]] = {
 
 
 def program_of(attention: Attention, *, backward: bool) -> Callable[..., Any]:
-    """Return the forward, or what computes the gradients of all floating-point inputs, for a random cotangent."""
+    """Return the forward, or a function of a cotangent that returns the gradients of all floating-point inputs."""
     if not backward:
         return lambda arrays: attention(**arrays)
 
@@ -261,7 +260,7 @@ def calls_of(case: Case) -> list[Invocation[Any, Any]]:
 
 @contextlib.contextmanager
 def executor_of(cache: Path | None) -> Iterator[None]:
-    """Make calls inside run with what a folder knows, or as the library guesses."""
+    """Run calls inside with the configurations of a folder, or with the heuristic."""
     persistent = None if cache is None else PersistentCache(cache, shipped=False)
     set_default_executor(Executor(ConfigSelectorChain(persistent=persistent)))
     try:
@@ -272,7 +271,7 @@ def executor_of(cache: Path | None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Who takes part in what; compiled in a process of its own, since tracing takes most of the time."""
+    """One contender in one case and direction; compiled in a separate process, since tracing takes most of the time."""
 
     case: str
     direction: str
@@ -288,20 +287,20 @@ class Entry:
             return jax.jit(lambda *flat: program(*jax.tree.unflatten(tree, flat))).lower(*leaves)
 
     def compiled(self) -> Program | str:
-        """Return the program, or why there is none."""
+        """Return the program, or the reason for having none."""
         try:
             lowered = self.lowered()
             code = compat.serialized(lowered.compile())
-        except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
+        except Exception as error:  # noqa: BLE001 - any error of a contender is its result
             return error_text(error)[:300]
         counts = [len(jax.tree.leaves(tree)) for tree in (lowered.in_avals, lowered.out_info)]
         return Program(code=code, inputs=counts[0], outputs=counts[1], mosaic="mosaic_gpu" in lowered.as_text())
 
     def loaded(self, program: Program) -> Any:
-        """Return what runs: not all that others wrote can be carried between processes, and is compiled anew."""
+        """Return a function that runs; compile again if the program cannot be loaded from another process."""
         try:
             return program.load()
-        except Exception:  # noqa: BLE001 - if it does not compile here either, that is the reason
+        except Exception:  # noqa: BLE001 - the compilation below raises the error if there is a real one
             return self.lowered().compile()
 
 
@@ -406,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write attention_<device>.json and .md there")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="which")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--cache", type=Path, help="folder of what was tuned; without one nobody is `tuned`")
+    parser.add_argument("--cache", type=Path, help="cache for the contender `tuned`, which is left out without it")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
@@ -426,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = measured(each, ready, args.rounds)
         found.setdefault(direction, {})[name] = case
         print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
-        if args.out is not None:  # what was measured is kept, should a later case end the process
+        if args.out is not None:  # save after each case, since a later one may end the process
             kept = {"environment": report.environment(), **found}
             report.write(args.out, f"attention_{report.platform_name()}", kept, table(found))
     print(table(found))

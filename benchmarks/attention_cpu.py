@@ -28,7 +28,7 @@ ROUNDS = 7
 
 
 class Case(NamedTuple):
-    """One call: `[batch, length, heads, head_dim]`, the number of key heads, and what hides keys."""
+    """One call: `[batch, length, heads, head_dim]`, the number of key heads, and the mask."""
 
     shape: tuple[int, int, int, int]
     groups: int
@@ -83,7 +83,7 @@ def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def seconds(program: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """Return what one run takes."""
+    """Return the seconds of one run."""
     started = time.perf_counter()
     jax.block_until_ready(program(*args))
     return time.perf_counter() - started

@@ -29,7 +29,7 @@ class MgpuConfig:
     stages: int
 
 
-# Thirteen run; three want more shared memory than there is, one does not divide the sequence.
+# Thirteen run; three need too much shared memory, one does not divide the sequence.
 CANDIDATES = [
     MgpuConfig(block_q=block_q, block_kv=block_kv, stages=stages)
     for block_q, block_kv, most in ((64, 64, 6), (64, 128, 4), (128, 64, 5), (128, 128, 3), (256, 64, 3), (192, 64, 2))
@@ -70,6 +70,6 @@ mgpu_attention = MgpuAttention("mgpu_attention")
 
 
 def program() -> tuple[Any, tuple[Any, ...]]:
-    """Return what `ejkernel tune benchmarks.attention_mgpu:program` tunes."""
+    """Return the program for `ejkernel tune benchmarks.attention_mgpu:program`."""
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float16)
     return mgpu_attention, (array, array, array)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a search takes beyond its budget when a candidate never returns.
+"""How long a search exceeds its budget when a candidate never returns.
 
     python -m benchmarks.budget [--budget 10] [--runs 3] [--output FILE]
 
-A hang is of four kinds: while the candidate runs or while it is traced, and with or without the interpreter's lock. In
-this process the lock cannot be taken from whoever keeps it, so those two are measured in worker processes alone.
+The candidate hangs while it runs or while it is traced, with or without the interpreter's lock. Within one process the
+lock cannot be taken away, so the two cases with the lock are measured in worker processes only.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class Hanging(Kernel[Way, jax.Array]):
         return hung
 
     def reference(self, x: jax.Array) -> jax.Array:
-        """Return the truth."""
+        """Return the reference result."""
         return x
 
     def heuristic_cfg(self, inv: Any) -> Way:
-        """Return what is slow."""
+        """Return the slow configuration."""
         return Way(400)
 
     def config_space(self, inv: Any) -> list[Way]:
-        """Return one that hangs, and one that is fast."""
+        """Return a configuration that hangs, and a fast one."""
         return [Way(1, self.kind), Way(1)]
 
 
 def searched(kind: str, *, isolate: bool, budget: float) -> dict[str, Any]:
-    """Return how long one search took, and what it found."""
+    """Return the seconds and the outcome of one search."""
     kernel = Hanging(kind)
     inv = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),))
     start = time.perf_counter()

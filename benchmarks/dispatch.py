@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager calls: what a call through the library takes beside the same function under `jax.jit`."""
+"""Eager calls: the overhead of a call through the library over the same function under `jax.jit`."""
 
 from __future__ import annotations
 

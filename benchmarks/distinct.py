@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinct calls: what each costs when a program that has many of them is traced and lowered."""
+"""Distinct calls: the cost of each when a program with many of them is traced and lowered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.timing import Timing, compare
 from ejkernel.ops import ConfigSelectorChain, Executor
 
 CALLS = 200
-MANY = (1000, 5000)  # calls of a program whose cost must grow as they do
+MANY = (1000, 5000)  # numbers of calls, to see that the cost grows in proportion
 PLAIN, OURS = "plain JAX", "ejkernel"
 
 
 def program(plain: Callable[..., Any] | None, kernel: Any, count: int, *, gradient: bool) -> Callable[..., Any]:
-    """Return a fresh function of `count` calls that each have a static argument of their own."""
+    """Return a fresh function of `count` calls, each with a different static argument."""
     executor: Executor[Any, Any] = Executor(ConfigSelectorChain())
 
     def forward(x: Any, w: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How published mixtures of experts call grouped products, for `benchmarks/shipped.py`; and what was measured of them.
+"""Grouped products of published mixtures of experts, for `benchmarks/shipped.py`, and a table of their measurements.
 
 python -m benchmarks.experts CACHE   # a table of the searches in a cache, as Markdown
 """
@@ -38,10 +38,10 @@ class Experts:
     """A layer's experts.
 
     Attributes:
-        width: Of the model.
-        hidden: Of one expert.
-        count: How many there are.
-        chosen: How many a token goes to.
+        width: Width of the model.
+        hidden: Hidden units of one expert.
+        count: Number of experts.
+        chosen: Experts per token.
     """
 
     width: int
@@ -60,7 +60,7 @@ MODELS = {
 }
 TRAINING, DECODING = 8192, (64, 256)  # tokens of a batch
 
-# What is worth most comes first: a lease may end before the list does.
+# The most valuable first: the device may be gone before the list ends.
 USES: dict[str, tuple[Experts, int, bool]] = {
     **{f"{name}, training, {TRAINING} tokens": (experts, TRAINING, True) for name, experts in MODELS.items()},
     **{
@@ -91,7 +91,7 @@ def _call(kernel: Any, *args: Any, **options: Any) -> Invocation[Any, Any]:
 
 
 def candidates(inv: Invocation[Any, Any]) -> list[Any]:
-    """Return what is worth measuring for a call: of ours the neighbours of the heuristic's, and JAX's kernel."""
+    """Return candidates for a call: variants of the heuristic's parameters for our kernel, and JAX's kernel."""
     kernel: Any = inv.kernel
     call, own = kernel.call_of(inv), kernel.implementations["mosaic_gpu"]
     decoding = call.rows < 128 * call.groups
@@ -144,7 +144,7 @@ DIRECTIONS = ("in", "in, rows' gradient", "in, weights'", "out", "out, rows' gra
 
 
 def table(cache: Path) -> str:
-    """Return what was measured of each use: microseconds on balanced, skewed and partly empty groups, and means."""
+    """Return a table with a row for each use: microseconds on balanced, skewed and partly empty groups, and means."""
     searches = {
         search.key.call: search for search in MeasurementStore(PersistentCache(cache, shipped=False)).searches()
     }

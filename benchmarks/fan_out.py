@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much sooner calls are tuned by several workers than by one, and what becomes of them when workers are killed.
+"""The speed-up of tuning with several workers over one, and the results when workers are killed.
 
     python -m benchmarks.fan_out --ray [--kills COUNT] --output FILE    # two nodes of a local cluster, a core each
     python -m benchmarks.fan_out --devices 2 4 --output FILE            # GPUs of this machine, by threads
 
-Runs of one worker and of several take turns, on calls of other sizes each time, so that nothing is compiled before, and
-what else the machine does meets both. A kernel has one candidate that is many times as fast as the others, so that
-winners can be compared.
+Runs of one worker and of several are interleaved, so other work of the machine affects both. Each run has calls of new
+sizes, so nothing is compiled in advance. One candidate of the kernel is many times as fast as the others, which makes
+winners comparable.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ repeated = Repeated("repeated")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What it took to tune some calls."""
+    """The cost and the results of tuning some calls."""
 
     seconds: float
     found: int
@@ -96,8 +96,8 @@ class Run:
 
 
 def calls(count: int, sizes: Iterator[int], device: str) -> list[Invocation[Any, Any]]:
-    """Return calls that nobody has seen."""
-    from benchmarks.fan_out import repeated  # as workers know it, who have another `__main__`
+    """Return calls that were not tuned before."""
+    from benchmarks.fan_out import repeated  # importable by workers, unlike `__main__`
 
     types = (jax.ShapeDtypeStruct((size, size), jnp.float32) for size in itertools.islice(sizes, count))
     return [Invocation(kernel=repeated, args=(x,), device=device).abstract() for x in types]
@@ -124,10 +124,10 @@ def tuned(executor: concurrent.futures.Executor, todo: Sequence[Invocation[Any, 
     return Run(seconds=round(seconds, 2), found=len(result), best=best, saved=saved, lost=tuple(lost))
 
 
-def in_turns(
+def interleaved(
     executors: Mapping[int, concurrent.futures.Executor], options: argparse.Namespace, device: str
 ) -> dict[str, Any]:
-    """Return what each took, by how many workers it has, and how much more they got done in a second than one."""
+    """Return the runs by number of workers, and the ratio of the calls per second of several workers to one."""
     sizes, counts = itertools.count(LEAST), list(executors)
     for count, executor in executors.items():  # their processes are there before the clock starts
         tuned(executor, calls(2 * count, sizes, device))
@@ -165,16 +165,16 @@ def versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[None]:
-    """Have a cluster of two nodes, each of which has a core of this machine."""
+    """Provide a cluster of two nodes, with one core of this machine each."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # or whatever else the machine does comes first
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or workers run at lower priority than other processes
     from ray.cluster_utils import Cluster
 
     before = os.sched_getaffinity(0)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for number, core in enumerate(CORES):
-        os.sched_setaffinity(0, {core})  # what is started inherits it
+        os.sched_setaffinity(0, {core})  # child processes inherit it
         cluster.add_node(num_cpus=1, resources={f"node{number}": 1})
     os.sched_setaffinity(0, before)
     import ray
@@ -188,7 +188,7 @@ def two_nodes() -> Iterator[None]:
 
 
 def killed(options: argparse.Namespace, executor: concurrent.futures.Executor, device: str) -> dict[str, Any]:
-    """Kill workers at random while calls are tuned, until enough are; and what came of the calls."""
+    """Kill random workers during tuning until there were enough kills; return the results of the calls."""
     places: dict[int, bool] = {}
     receive, enough, rng = dispatch.ExecutorWorker.receive, threading.Event(), random.Random(options.seed)
     kills: list[float] = []
@@ -235,7 +235,7 @@ def by_ray(options: argparse.Namespace) -> dict[str, Any]:
     ):
         found: dict[str, Any] = {"device": device}
         if options.rounds:
-            found["in turns"] = in_turns({1: one, len(CORES): several}, options, device)
+            found["interleaved"] = interleaved({1: one, len(CORES): several}, options, device)
         if options.kills:
             found["killed"] = killed(options, several, device)
     return found
@@ -251,11 +251,11 @@ def by_threads(options: argparse.Namespace) -> dict[str, Any]:
             count: stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
             for count in sorted({1, *options.devices})
         }
-        return {"device": device, "cold": options.cold, "in turns": in_turns(executors, options, device)}
+        return {"device": device, "cold": options.cold, "interleaved": interleaved(executors, options, device)}
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the selected measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--devices", type=int, nargs="+", metavar="COUNT")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.files`: what it costs to keep configurations and searches in files, and to find them again."""
+"""`python -m benchmarks.files`: the cost of saving configurations and searches in files, and of finding them again."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ BARS = {  # for 100,000 entries; seconds and microseconds are the processor's, f
     "grown_mb": 20.0,
     "shared_grown_mb": 20.0,
 }
-PROCESSES = 5  # that look keys up, each anew
+PROCESSES = 5  # each looks up keys, with cold caches
 LISTINGS = 3  # of which the soonest counts
 LOOKED_UP = 100  # keys that each of them looks up
 
-# What a new process does: it opens the folder, and looks up keys that are far apart.
+# The work of a new process: open the folder, and look up keys that are far apart.
 LOOKUPS = """
 import dataclasses, json, sys, time
 import jax
@@ -89,7 +89,7 @@ class Square(Kernel[dict[str, Any], jax.Array]):
 
 
 def searched(number: int, kernel: Kernel[Any, Any]) -> AutotuneData:
-    """Return a search for a call whose shape depends on the number."""
+    """Return a search for a call with a shape that depends on `number`."""
     x = jax.ShapeDtypeStruct((number + 1, 1024, 8, 64), np.float32)
     inv = Invocation(kernel=kernel, args=(x, x, x), kwargs={"causal": True}, device="gpu:nvidia_h200")
     outcomes = tuple(
@@ -125,7 +125,7 @@ def not_durable(file: Path, text: str) -> None:
 
 
 def entry_costs(folder: Path, count: int) -> dict[str, float]:
-    """Return what putting and getting an entry costs, in microseconds."""
+    """Return the microseconds of putting and getting an entry."""
     found: dict[str, float] = {}
     searches = [searched(number, Square("square")) for number in range(count)]
     for name, write in (("put", _WRITE), ("put_without_fsync", not_durable)):
@@ -164,14 +164,14 @@ def listing_seconds(cache: PersistentCache, count: int) -> dict[str, float]:
             start, cpu = time.perf_counter(), time.process_time()
             read = sum(1 for _ in cache.entries(operation))
             walls.append(time.perf_counter() - start)
-            cpus.append(time.process_time() - cpu)  # without what other processes took of the machine
+            cpus.append(time.process_time() - cpu)  # unaffected by other processes
             assert read in (count, count // 100), read
         found |= {f"{name}_seconds": min(walls), f"{name}_cpu_seconds": min(cpus)}
     return found
 
 
 def shared_copy(folder: Path, source: Path) -> tuple[PersistentCache, dict[str, float]]:
-    """Return a cache over a shared layer that has all that a folder has, and what it takes to make its copy."""
+    """Return a cache with a shared layer that holds all entries of `source`, and the cost of making its local copy."""
     copy = LocalCopy(folder / "copy")
     start = time.perf_counter()
     lines = (line_of(entry) for _, entry in PersistentCache(source, shipped=False).entries())
@@ -190,7 +190,7 @@ def shared_copy(folder: Path, source: Path) -> tuple[PersistentCache, dict[str, 
 
 
 def lookup_costs(folder: Path, keys: Sequence[ConfigKey], *, shared: bool) -> dict[str, float]:
-    """Return what the first lookup of a process costs, and the later ones, and by how much the process grows."""
+    """Return microseconds of the first lookup of a process and of later ones, and the memory that the process gains."""
     found = []
     step = len(keys) // LOOKED_UP
     for number in range(PROCESSES):
@@ -204,7 +204,7 @@ def lookup_costs(folder: Path, keys: Sequence[ConfigKey], *, shared: bool) -> di
 
 
 def large_cache(folder: Path, count: int) -> dict[str, float]:
-    """Return what it costs to look keys up in a cache of so many entries, a folder and the copy of a shared one."""
+    """Return the cost of lookups in a cache of `count` entries, in a folder and in the copy of a shared cache."""
     keys = fill(folder / "entries", count)
     figures = {
         **lookup_costs(folder / "entries", keys, shared=False),
@@ -221,7 +221,7 @@ def large_cache(folder: Path, count: int) -> dict[str, float]:
 
 @mock.patch.object(stores, "write_file", not_durable)
 def log_seconds(folder: Path, count: int) -> dict[str, float]:
-    """Return the seconds of finding a call's logs among as many of other operations, and among as many of its own."""
+    """Return the seconds to find a call's logs among `count` logs of other operations, and of its own operation."""
     found: dict[str, float] = {}
     for name, kernels in (
         ("other_operations", [Square(f"square{n}") for n in range(40)]),
@@ -244,9 +244,9 @@ def log_seconds(folder: Path, count: int) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures; 0 if all bars are met, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.files", description=__doc__)
-    parser.add_argument("--entries", type=int, default=100_000, help="entries of the folder that is listed")
+    parser.add_argument("--entries", type=int, default=100_000, help="entries in the listed folder")
     parser.add_argument("--logs", type=int, default=4_000, help="logs among which one call's are looked for")
-    parser.add_argument("--rounds", type=int, default=300, help="entries that are put and read one by one")
+    parser.add_argument("--rounds", type=int, default=300, help="entries to put and read one by one")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args(argv)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three of JAX's own GPU kernels, with candidates of which some spill registers."""
+"""Three of JAX's own GPU kernels; some of their candidates spill registers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TritonAttention(Kernel[TritonConfig, jax.Array]):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
     def heuristic_cfg(self, inv: Invocation[TritonConfig, jax.Array]) -> TritonConfig:
-        """What JAX's kernel takes by default."""
+        """The default of JAX's kernel."""
         return TritonConfig(block_q=128, block_k=128, warps=8, stages=2)
 
     def config_space(self, inv: Invocation[TritonConfig, jax.Array]) -> list[TritonConfig]:
@@ -113,7 +113,7 @@ mgpu_matmul = MgpuMatmul("mgpu_matmul")
 
 
 def program() -> tuple[Any, tuple[Any, ...]]:
-    """Return what `ejkernel tune benchmarks.gpu_kernels:program` tunes."""
+    """Return the program for `ejkernel tune benchmarks.gpu_kernels:program`."""
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float16)
     factor = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 

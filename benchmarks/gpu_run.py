@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of grouped products and normalisations that waits for a GPU, one step after the other.
+"""All measurements of grouped products and normalisations that need a GPU, one step after the other.
 
     python -m benchmarks.gpu_run --out found                  # all steps
     python -m benchmarks.gpu_run --out found tests norms      # some
-    python -m benchmarks.gpu_run --out found --minutes 9      # what can begin within nine minutes
+    python -m benchmarks.gpu_run --out found --minutes 9      # steps that can begin within nine minutes
 
-Each step is a process of its own, with a limit; what it prints is in a file of its name. One that fails, or is ended at
-its limit, is told of, and the next begins. With `--bundles`, a folder of what `benchmarks.record compile` made, a
-folder a space, the spaces in it are measured, too.
+Each step is a separate process with a time limit, and prints to a file with its name. If a step fails or exceeds its
+limit, the script reports it and begins the next. With `--bundles`, it also measures search spaces: the folder has one
+folder for each space, made by `benchmarks.record compile`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Step:
     """One step.
 
     Attributes:
-        arguments: Of the interpreter; `{out}` is the folder of results.
-        minutes: It is ended after so many.
-        environment: What it has beside this process's.
+        arguments: Arguments of the interpreter; `{out}` is the folder of results.
+        minutes: Time limit.
+        environment: Additional environment variables.
     """
 
     arguments: tuple[str, ...]
@@ -45,7 +45,7 @@ def _layer(size: str) -> tuple[str, ...]:
     return ("examples/mixture_of_experts/run.py", "--size", size, "--json", file)
 
 
-# What is worth most comes first: a lease may end before the list does.
+# The most valuable first: the device may be gone before the list ends.
 STEPS = {
     "tests": Step(
         (
@@ -60,7 +60,7 @@ STEPS = {
     "norms short": Step(("-m", "benchmarks.norms", "--rows", "short", "--out", "{out}"), 6),
     "norms": Step(("-m", "benchmarks.norms", "--rows", "long", "--out", "{out}"), 4),
     "split experts": Step(("-m", "benchmarks.split_experts", "--out", "{out}"), 3),
-    # From cuDNN 9.22 on; no program of ours needs the option, so that this is what a user of XLA alone could have.
+    # From cuDNN 9.22 on. Our programs do not need the option: it is the best that XLA alone offers.
     "cudnn option": Step(
         (
             *("-m", "benchmarks.grouped_matmul", "--contenders", "ragged_dot", "--out", "{out}/cudnn_option"),
@@ -73,7 +73,7 @@ STEPS = {
 
 
 def record_steps(bundles: Path) -> dict[str, Step]:
-    """Return a step for each space that was compiled into a folder of its name."""
+    """Return a step for each compiled space; the folder has the name of its space."""
     return {
         f"record {folder.name}": Step(
             ("-m", "benchmarks.record", "measure", str(folder), folder.name, "{out}/recorded_spaces"), 9

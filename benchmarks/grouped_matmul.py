@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.grouped_matmul`: grouped products beside what else JAX users have, and a dense product.
+"""`python -m benchmarks.grouped_matmul`: grouped products beside the alternatives of JAX users, and a dense product.
 
 "gated" is `silu(x @ w1) * (x @ w3)` with two matrices for each group, and "gated, trained" the same with the gradients
 of all three; n is the length of its rows.
 
-Each contender runs each call in a process of its own, which is ended when it takes too long; only one at a time is on
-the device. It is given normally distributed operands, and sizes of groups that are even, and that follow Zipf's law.
-Results of some rows are compared with NumPy's. What is reported is the median of the device's own times.
+Each contender runs each call in a separate process with a time limit; only one at a time uses the device. Operands are
+normally distributed. Group sizes are equal, or follow Zipf's law. Some rows of each result are compared with NumPy's.
+The report has medians of the device's own times.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def operands(shape: Shape, direction: str) -> tuple[tuple[int, ...], ...]:
 
 
 def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
-    """Return sizes that are even, or that fall as Zipf's law has it, in any order."""
+    """Return equal group sizes, or sizes after Zipf's law in random order."""
     if kind == "even":
         return np.full(shape.groups, shape.m // shape.groups, np.int32)
     rng = np.random.default_rng(7)
@@ -76,7 +76,7 @@ def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
 
 
 def gated(product: Function, direction: str) -> Function:
-    """Return what is made of two products, of which JAX makes one kernel, with its gradients or without."""
+    """Return the gated activation of two products, which JAX fuses, with or without gradients."""
 
     def fused(lhs: jax.Array, rhs: jax.Array, gate: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.nn.silu(product(lhs, rhs, sizes)) * product(lhs, gate, sizes)
@@ -95,7 +95,7 @@ def trained(function: Function) -> Function:
 
 
 def ours(shape: Shape, direction: str, *, implementation: str | None = None) -> Function:
-    """Return the module's call, as it guesses."""
+    """Return the module's call, untuned."""
     if "gated" in direction:
 
         def fused(lhs: jax.Array, rhs: jax.Array, gate: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def ours(shape: Shape, direction: str, *, implementation: str | None = None) -> 
 
 
 def two_calls(shape: Shape, direction: str) -> Function:
-    """Return what is made of two calls of the module."""
+    """Return the gated activation of two calls of our product."""
     return gated(grouped_matmul, direction)
 
 
@@ -130,7 +130,7 @@ def _dimension_numbers(direction: str) -> jax.lax.RaggedDotDimensionNumbers:
 
 
 def by_tokamax(shape: Shape, direction: str, *, implementation: str | None = None) -> Function:
-    """Return Tokamax's product, if that library is there, by what it chooses or by one implementation."""
+    """Return Tokamax's product, by its default choice or by one implementation; needs Tokamax."""
     import tokamax
 
     if "gated" in direction:
@@ -143,7 +143,7 @@ def by_tokamax(shape: Shape, direction: str, *, implementation: str | None = Non
 
 
 def by_jax(shape: Shape, direction: str) -> Function:
-    """Return the kernel that JAX ships for Hopper; of the layouts that were tried, the one that was best."""
+    """Return the kernel that JAX ships for Hopper, with the fastest of the layouts that we tried."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
     tiles = {"block_m": 128, "block_n": 128, "block_k": 64}
@@ -233,7 +233,7 @@ def error_of(arrays: tuple[Any, ...], direction: str) -> float:
 
 
 def run_apart(job: tuple[str, str, str], lock: Path, seconds: float) -> dict[str, Any]:
-    """Return what a process of its own measures, or why it did not."""
+    """Return the result of measuring in a separate process, or the reason for having none."""
     command = [sys.executable, "-m", "benchmarks.grouped_matmul", "--one", *job, str(lock)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share the device's memory
     try:
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--directions", nargs="*", default=list(PRODUCTS), choices=list(PRODUCTS), metavar="DIRECTION")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that one process may take (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of one process (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile at once (default: %(default)s)")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (shape, direction, contender), result in zip(jobs, results, strict=True):
             found.setdefault(f"{shape} | {direction}", {})[contender] = result
             print(shape, direction, contender, json.dumps(result), file=sys.stderr, flush=True)
-            if args.out is not None:  # what was measured is kept, should a later one end the process
+            if args.out is not None:  # save after each result, since a later one may end the process
                 report.write(args.out, f"grouped_matmul_{report.platform_name()}", found, table(found))
     print(table(found))
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import ejkernel.ops` in a process that has imported JAX: how long it takes, and what takes it."""
+"""`import ejkernel.ops` in a process that has imported JAX: the total time, and the time by module."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def slowest_imports(environment: Mapping[str, str], count: int = 10) -> list[tup
 
 
 def initialises_no_device() -> bool:
-    """Return whether the import works where there is no device that could be initialised."""
+    """Return whether the import works with an unknown `JAX_PLATFORMS`, i.e. initialises no device."""
     try:
         _child("import ejkernel.ops", environment={"JAX_PLATFORMS": "no_such_platform"})
     except subprocess.CalledProcessError:
@@ -63,7 +63,7 @@ def initialises_no_device() -> bool:
 def measure() -> dict[str, Any]:
     """Return the result, ready for JSON."""
     with tempfile.TemporaryDirectory() as folder:
-        # Bytecode, as an installed package has it, whatever this environment says about writing it.
+        # Use bytecode, as an installed package does, even if this environment disables it.
         environment = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
         seconds, cpu = import_seconds(environment)
         slowest = slowest_imports(environment)

@@ -6,7 +6,7 @@ gradients of a weighted sum of each token's loss. The contenders: our kernels by
 tiles and chunks, our plain JAX, Optax on bfloat16 logits, Tokamax if it is installed, and the matrix products alone,
 which cuBLAS runs: three of them for "trained", one for "forward", four for "per token".
 
-Each shape has a process of its own. It compiles all contenders at once, then runs them in turn, so the host clock's
+Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
 times are those of a warm card. `kernel_us` is the sum of the kernels of one call after a pause. `peak_mib` is temporary
 memory and results, by XLA's `memory_analysis()`. `errors` are relative to our plain JAX in float32; Tokamax ignores no
 labels, so its own reference has label 0 in place of ignored ones. "best of ours / ours" tells what tuning would gain.
@@ -62,7 +62,7 @@ DIRECTIONS = {"trained": 3, "forward": 1, "per token": 4}  # and how many produc
 
 
 def ours(shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", **params: Any) -> Function:
-    """Return the module's loss, by its heuristic unless there are parameters."""
+    """Return the module's loss, by its heuristic or by given parameters."""
     cfg: Any = None
     if params:
         from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
@@ -207,7 +207,7 @@ def references(
 
 @jax.jit
 def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    """Return the norm of the difference relative to that of what is expected."""
+    """Return the norm of the difference relative to the norm of `expected`."""
     expected = expected.astype(jnp.float32).ravel()
     difference = actual.astype(jnp.float32).ravel() - expected
     found: jax.Array = jnp.linalg.norm(difference) / jnp.linalg.norm(expected)
@@ -224,7 +224,7 @@ def seconds_per_call(run: Function, number: int) -> float:
 
 
 def measured(shape: Shape, direction: str, names: Sequence[str], *, check: bool) -> dict[str, Any]:
-    """Return what each contender takes, or why it does not run."""
+    """Return the figures of each contender, or the reason for having none."""
     arrays = arrays_of(shape)
     found: dict[str, Any] = {}
     runs: dict[str, Function] = {}
@@ -304,7 +304,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def run_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
-    """Return what a process of its own measures, or why it did not."""
+    """Return the result of measuring in a separate process, or the reason for having none."""
     job = json.dumps({"shape": shape, "direction": direction, "names": list(names), "check": check})
     command = [sys.executable, "-m", "benchmarks.linear_cross_entropy_hopper", "--one", job]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a process gains with each call: ever new static values, and configurations that change, beside plain JAX.
+"""Memory that a process gains with each call: with new static values and changing configurations, beside plain JAX.
 
     python -m benchmarks.memory --out benchmarks/results
 
-Each figure is of a process of its own: its resident memory after so many calls, less that after a warm-up. Every new
-static value is a program that is compiled and stays in JAX's caches until newer ones take its place, so plain JAX
-grows as well.
+Each figure comes from a separate process: its resident memory after many calls, less that after a warm-up. Every new
+static value compiles a program that stays in JAX's caches until newer ones replace it, so plain JAX grows as well.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Scale(Kernel[int, jax.Array]):
 
 
 def steps() -> dict[str, Step]:
-    """Return what is done again and again, by its name; each takes a number that it has not been given before."""
+    """Return the repeated calls by name; each takes a number that was not used before."""
     x, kernel = jnp.ones(16), Scale()
     executor: Executor[Any, Any] = Executor(ConfigSelectorChain())
     plain = jax.jit(lambda x, number: (x * number).sum(), static_argnums=1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention under `jit` over a mesh of two GPUs or more, beside `jax.nn` with cuDNN, which splits itself too.
+"""Attention under `jit` over a mesh of two GPUs or more, beside `jax.nn` with cuDNN, which XLA partitions.
 
     python -m benchmarks.mesh --out benchmarks/results
 
-Nothing is tuned, and there is no `shard_map`. Rounds are taken in turn; a ratio is that of `jax.nn`'s time to ours,
-the median of the rounds' own. In explicit mode `jax.nn` may not run; ours is then held against its automatic mode.
+Nothing is tuned, and the program has no `shard_map`. Rounds are interleaved. A ratio is the median over rounds of
+`jax.nn`'s time divided by ours. In explicit mode `jax.nn` may not run; then its time in automatic mode counts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compiled(program: Program, call: tuple[int, ...], mode: str, spec: P) -> tup
         given = arrays(call, mesh, spec)
         try:
             built = jax.jit(program).lower(*given).compile()
-        except Exception as error:  # noqa: BLE001 - whatever keeps a contender from running is its result
+        except Exception as error:  # noqa: BLE001 - an error of a contender is its result
             return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         jax.block_until_ready(built(*given))
     return built, given
@@ -85,7 +85,7 @@ def seconds(program: Program, given: list[jax.Array], calls: int) -> float:
 
 
 def measure(name: str, split: str, mode: str, direction: str, rounds: int) -> dict[str, Any]:
-    """Return times of both, in turns, and their ratio."""
+    """Return interleaved times of both, and their ratio."""
     change: Callable[[Program], Program] = with_gradient if direction == "both" else lambda program: program
     row: dict[str, Any] = {"call": name, "split": split, "mode": mode, "direction": direction}
     own = compiled(change(ours), CALLS[name], mode, SPLITS[split])

@@ -3,19 +3,19 @@
 
     python benchmarks/noise.py --spaces recorded_spaces --output benchmarks/results
 
-A recorded space is a gzip-compressed JSON file with every configuration of a kernel and, of each, its samples on one
-device, in the order in which they were taken; only spaces with 32 samples a configuration are used.
+A recorded space is a gzip-compressed JSON file with every configuration of a kernel and its samples on one device, in
+the order of measurement. Only spaces with 32 samples per configuration are used.
 
-One pick: 100 configurations are drawn, of which a way of measuring sees some samples, in recorded order; the others,
-which none sees, are the truth. Regret is the held-out median of what was picked over the least of the 100, less one.
-Two ways to hold out:
+For one pick, 100 configurations are drawn. A way of measuring sees some of their samples in recorded order; the
+held-out samples define the reference. Regret is the held-out median of the pick, divided by the least of the 100, less
+one. Samples are held out in two ways:
 
-    mixed: 16 of the samples after the first, drawn at random for each pick, are seen: past and future are alike.
-    past:  the 15 samples after the first are seen, the 16 that follow are the truth: a clock that steps in between, or
-           warms up, cannot be foreseen, and what is tested is how little it harms.
+    mixed: 16 random samples after the first are seen, different for each pick, so past and future are alike.
+    past:  the 15 samples after the first are seen, the 16 that follow are the reference. A clock that steps in
+           between, or warms up, cannot be foreseen; the figure shows how little it harms.
 
-The very first sample of each configuration is seen and never counts, for all ways alike; it is part of what is spent.
-The samples of different configurations were not taken in turns, so the replay says nothing of what interleaving adds.
+Every way sees the very first sample of each configuration and ignores it, but pays for it. The recorded samples of
+different configurations were not interleaved, so the replay does not show the effect of interleaving.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def fixed(rounds: int, center: Callable[..., np.ndarray]) -> Way:
 
 
 def two_stages(seen: np.ndarray) -> tuple[int, int]:
-    """Pick by the median of 15 among the eight that are the best by the median of 5."""
+    """Pick by the median of 15 samples among the eight configurations with the best medians of 5."""
     finalists = np.argsort(np.median(seen[:, 1:6], axis=1), kind="stable")[:8]
     best = np.median(seen[finalists, 1:16], axis=1).argmin()
     return int(finalists[best]), len(seen) * 6 + len(finalists) * 10
@@ -123,10 +123,10 @@ def picks(space: Space, split: str, ways: dict[str, Way], repeats: int) -> dict[
         seen = np.zeros(SAMPLES, bool)
         seen[0] = True
         seen[1 + rng.choice(SAMPLES - 1, 16, replace=False) if split == "mixed" else slice(0, 16)] = True
-        truth = np.median(drawn[:, ~seen], axis=1)
+        reference = np.median(drawn[:, ~seen], axis=1)
         for name, way in ways.items():
             pick, spent = way(drawn[:, seen])
-            found[name].append((float(truth[pick] / truth.min() - 1), spent))
+            found[name].append((float(reference[pick] / reference.min() - 1), spent))
     return {name: np.array(rows) for name, rows in found.items()}
 
 
@@ -229,9 +229,10 @@ def document(results: dict[str, Any]) -> str:
         "",
         f"{results['date']}, {results['repeats']} picks a space; {versions}; devices: those in the spaces' names.",
         "",
-        "`python benchmarks/noise.py --spaces DIR`; the file says what is held out, and how. ±: one standard error;",
+        "`python benchmarks/noise.py --spaces DIR`; its docstring explains held-out samples. ±: one standard error;",
         "the difference is paired, pick by pick. Samples include the first of each candidate, which never counts. The",
-        "sampling's defaults were looked for on these spaces; the last section reports a choice where it was not made.",
+        "defaults of early stopping were chosen on these spaces; the last section chooses on one kernel and tests on",
+        "the other.",
         "",
     ]
     titles = {"mixed": "Held out: samples in between", "past": "Held out: samples that come after"}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.norms`: normalisations of rows beside the same formulas in plain JAX, which XLA fuses.
 
-What is reported is the median of the device's own times, and how many bytes a second that is: of those that the
-operation has to read and write, whatever a contender reads twice. Nothing is tuned, but of short rows, as of heads,
-which are left to XLA by default, our kernel is tried with several parameters, and the fastest is told.
+The report has the median of the device's own times, and the bandwidth: the bytes that the operation has to read and
+write, divided by the time. Nothing is tuned. By default XLA computes short rows, e.g. of heads; for these, our kernel
+runs with several parameters, and the report has the fastest.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Operation:
     """One normalisation.
 
     Attributes:
-        ours: The module's, of rows, vectors, and what is added to the rows, if it is.
+        ours: The module's function of rows, vectors, and the residual if it has one.
         plain: The same in plain JAX.
-        vectors: How many there are.
+        vectors: Number of vectors, e.g. weight and bias.
         kernel: The operation behind it.
-        residual: Whether something is added.
+        residual: Whether it adds a residual.
     """
 
     ours: Function
@@ -70,7 +70,7 @@ def plain_layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Ar
 
 
 def added(plain: Function) -> Function:
-    """Return the same of a sum, which is a result, too."""
+    """Return `plain` of a sum of rows and residual, and the sum itself as a second result."""
 
     def function(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         *vectors, residual = rest
@@ -81,7 +81,7 @@ def added(plain: Function) -> Function:
 
 
 def ours_added(module: Function) -> Function:
-    """Return the module's function with what is added as the last of its arguments."""
+    """Return the module's function with the residual as its last positional argument."""
 
     def function(*args: jax.Array, **options: Any) -> Any:
         return module(*args[:-1], residual=args[-1], **options)
@@ -98,7 +98,7 @@ OPERATIONS = {
 
 
 def with_gradients(function: Function) -> Function:
-    """Return output and gradients for cotangents that are given."""
+    """Return a function that computes output and gradients for given cotangents."""
 
     def both(cotangents: Any, *args: jax.Array) -> Any:
         out, pull = jax.vjp(function, *args)

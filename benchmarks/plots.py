@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.plots`: the figures of attention, grouped products and normalisations, as pictures beside them.
+"""`python -m benchmarks.plots`: plots of the figures of attention, grouped products and normalisations, beside them.
 
-A point is how many times as long another takes as we do, for one call; what is left of the line at 1 is faster than
-we are. It needs matplotlib, which nothing else here does: pip install matplotlib.
+A point is the time of another implementation divided by ours, for one call; left of the line at 1 it is faster than
+ours. Needs matplotlib, which the rest does not: pip install matplotlib.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import matplotlib
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WIDTH, HEIGHT, FOOT = 11.0, 0.2, 1.5  # inches: of a picture, of a line of it, and of what is around the lines
+WIDTH, HEIGHT, FOOT = 11.0, 0.2, 1.5  # inches: width, height of one line, and height of title and axis
 WIDE = 4.0  # ratio from which on an axis is logarithmic
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"))  # told apart by all
 Ratios = dict[str, dict[str, dict[str, float]]]  # by direction, call and contender
 
 
 class Picture(NamedTuple):
-    """What is drawn of a file: its title, and what to make of what is in it."""
+    """The plot of one results file: its title, and a function from the file's content to ratios."""
 
     title: str
     ratios: Callable[[Mapping[str, Any]], Ratios]
@@ -77,7 +77,7 @@ PICTURES = {
 
 
 def drawn(title: str, ratios: Ratios, file: Path, *, source: str) -> None:
-    """Draw a panel for each direction, a line for each call, and a point for each contender; it says of what it is."""
+    """Draw a panel for each direction, a line for each call and a point for each contender, and name the source."""
     matplotlib.use("svg")
     from matplotlib import pyplot, ticker
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process of `benchmarks.ranks` does: random programs, of which all processes know which come next.
+"""One process of `benchmarks.ranks`: it runs random programs, which all processes know in advance.
 
-Everything else is each process's own: what its caches hold, what its heuristics say, what it lowers before the others
-and in which order, when it forgets what was compiled. A process is forked for each line of JSON on the input.
+Everything else differs between processes: the content of their caches, their heuristics, which programs they lower
+early and in which order, and when they forget compiled programs. A process is forked for each line of JSON on the
+input.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class Scaled(Kernel[int, jax.Array]):
         return cfg * x
 
     def heuristic_cfg(self, inv: Invocation[int, jax.Array]) -> int:
-        """Return this process's own guess."""
+        """Return this process's heuristic."""
         return self._heuristic
 
 
 class Split(Scaled):
-    """The same, of which each device computes a part without being told so."""
+    """The same, partitioned by our sharding rule."""
 
     def sharding_rule(self, inv: Invocation[int, jax.Array]) -> ShardingRule:
         """Say that rows are apart."""
@@ -83,7 +84,7 @@ class Summed(Scaled):
 
 
 class Case:
-    """A call in a program: how it is lowered and run, and what configurations there are."""
+    """A call in a program: how to lower and run it, and its configurations."""
 
     def __init__(self, rank: Rank, kind: str, name: str) -> None:
         self.rank, self.kind, self.name = rank, kind, name
@@ -109,7 +110,7 @@ class Case:
         return rng.choice(self.space)
 
     def program(self) -> Any:
-        """Return the program, compiled by nobody yet."""
+        """Return the program, not compiled yet."""
         function = self.rank.executor
         if self.kind in ("scaled", "split"):
             return jax.jit(lambda x: self._sums(function(self.kernel, x)))
@@ -134,16 +135,16 @@ class Case:
 class Rank:
     """This process in one run."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.index, self.count, self.folder = told["index"], told["count"], Path(told["folder"])
-        self.shared, self.own = random.Random(told["seed"]), random.Random(f"{told['seed']} {self.index}")
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.index, self.count, self.folder = plan["index"], plan["count"], Path(plan["folder"])
+        self.shared, self.own = random.Random(plan["seed"]), random.Random(f"{plan['seed']} {self.index}")
         self.mesh = Mesh(np.array(jax.devices()), ("ranks",))
         shape = (_ROWS * len(jax.devices()), _COLUMNS)
         self.x = jax.make_array_from_callback(
             shape, NamedSharding(self.mesh, _SPREAD), lambda part: np.ones(shape, np.float32)[part]
         )
         self.weight = np.ones(_COLUMNS, np.float32)
-        policy = AutotunePolicy(autotune=self.own.random() < 0.2, agree=told["agree"])
+        policy = AutotunePolicy(autotune=self.own.random() < 0.2, agree=plan["agree"])
         saved = PersistentCache(self.folder / f"cache{self.index}", shipped=False)
         persistent = saved if self.own.random() < 0.5 else None
         self.chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), persistent, policy=policy)
@@ -153,7 +154,7 @@ class Rank:
         self.errors = 0
 
     def meet(self, name: str, last: bool) -> None:
-        """Wait for the others: those that are still there."""
+        """Wait for the other processes, except in the last round, when one may be gone."""
         if last:
             return
         self.service.wait_at_barrier(name, 60_000)
@@ -179,7 +180,7 @@ class Rank:
             list(pool.map(lambda case: case.program().lower(self.x), some))
 
     def odd_overlay(self, case: Case, name: str) -> None:
-        """Enter an overlay in one process alone: who lowers after it, or it after who lowers, raises."""
+        """Enter an overlay in one process only: later lowerings of the same call must raise."""
         odd, entries = self.shared.randrange(self.count), {case.key: case.config(self.shared)}
         with overlay_cache(entries if odd == self.index else {}):
             try:
@@ -189,18 +190,18 @@ class Rank:
         self.meet(name, last=False)
 
 
-def rounds_of(rank: Rank, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Go through the rounds, and yield what was used after each."""
-    for number in range(told["rounds"]):
-        last = number == told["rounds"] - 1
+def rounds_of(rank: Rank, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Go through the rounds, and yield the configurations in use after each."""
+    for number in range(plan["rounds"]):
+        last = number == plan["rounds"] - 1
         kinds = rank.shared.choices(("scaled", "split", "mapped", "summed", "norm"), k=rank.shared.randrange(2, 5))
         cases = [Case(rank, kind, f"{kind}_{number}_{at}") for at, kind in enumerate(kinds)]
         for case in cases:
             rank.remember(case)
-        if last and told["killed"]:
+        if last and plan["killed"]:
             os.kill(os.getpid(), signal.SIGKILL)
         rank.lower_some(cases)
-        if not (last and told["someone_killed"]):
+        if not (last and plan["someone_killed"]):
             _run_together(rank, cases)
             rank.odd_overlay(Case(rank, "scaled", f"odd_{number}"), f"odd {number}")
         yield {"used": configuration_digest().keys, "mixed": rank.mixed, "errors": rank.errors}
@@ -208,7 +209,7 @@ def rounds_of(rank: Rank, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _run_together(rank: Rank, cases: list[Case]) -> None:
-    """Run every program, plain and under overlays that all enter, with what this process forgets in between."""
+    """Run every program, plain and under the same overlays in all processes; each process forgets some in between."""
     rank.shared.shuffle(cases)
     overlaid = rank.shared.sample(cases, rank.shared.randrange(len(cases) + 1))
     overlay = {case.key: case.config(rank.shared) for case in overlaid}
@@ -223,21 +224,21 @@ def _run_together(rank: Rank, cases: list[Case]) -> None:
                 jax.clear_caches()
 
 
-def run(told: dict[str, Any]) -> None:
+def run(plan: dict[str, Any]) -> None:
     """Be one process of a run."""
     warnings.simplefilter("ignore")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{told['port']}", told["count"], told["index"], heartbeat_timeout_seconds=100)
-    rank = Rank(told)
+    jax.distributed.initialize(f"127.0.0.1:{plan['port']}", plan["count"], plan["index"], heartbeat_timeout_seconds=100)
+    rank = Rank(plan)
     alive = open(_alive(rank, rank.index), "w")  # noqa: SIM115 - for as long as the process lives
     fcntl.flock(alive, fcntl.LOCK_EX)
     rank.meet("all alive", last=False)
     with open(rank.folder / f"{rank.index}.jsonl", "w", encoding="utf-8") as file:
-        for entry in rounds_of(rank, told):
+        for entry in rounds_of(rank, plan):
             print(json.dumps(entry), file=file, flush=True)
-    if rank.index == 0:  # the service is here, and JAX ends who is without it
+    if rank.index == 0:  # this process runs the service, and JAX ends processes that lose it
         for other in range(1, rank.count):
             with open(_alive(rank, other)) as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -263,7 +264,7 @@ def main() -> None:
                 sys.excepthook(*sys.exc_info())
             finally:
                 sys.stderr.flush()
-                os._exit(status)  # without JAX's farewell, which waits for a process that was killed
+                os._exit(status)  # skip JAX's shutdown, which would wait for a killed process
         os.write(1, f"{pid}\n".encode())
         os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether processes of one program ever run different configurations, or hang: many launches of four, at random.
+"""Do processes of one program ever run different configurations, or hang? Many random launches of four.
 
     python -m benchmarks.ranks [--runs 200] [--processes 4] [--rounds 2] [--seed 0] [--control] [--output FILE]
 
-A run is a launch: so many new processes, each with a hash seed, caches, heuristics and policies of its own, join a
-coordination service and go through some rounds of `benchmarks.rank_rounds`; in every fifth run one of them is killed
-before the last round. Processes are forked from others that have imported JAX, and used nothing of it.
+A run is a launch of new processes. Each has its own hash seed, caches, heuristics and policies, joins a coordination
+service and goes through some rounds of `benchmarks.rank_rounds`. In every fifth run one process is killed before the
+last round. Processes are forked from others that have imported JAX without using it.
 
-Divergent is a call for which two processes used different configurations, or whose result says so; a run hangs if it
-is not over after two minutes. With --control the processes agree on nothing, to see that this would be found.
+A call is divergent if two processes used different configurations for it, or if its result shows two. A run hangs if
+it takes longer than two minutes. With --control the processes do not agree, to show that the benchmark can fail.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Host:
         for line in self._process.stdout:
             self._lines.put(line)
 
-    def start(self, **told: Any) -> None:
+    def start(self, **plan: Any) -> None:
         """Fork a rank."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.write(json.dumps(plan) + "\n")
         self._process.stdin.flush()
 
     def result(self, until: float) -> dict[str, Any]:
-        """Return how the rank ended, and what it wrote; one that does not end is killed."""
+        """Return how the rank ended; kill it if it has not ended by `until`."""
         pid = int(self._lines.get())
         try:
             return {"hangs": False, "status": int(self._lines.get(timeout=max(0.001, until - time.monotonic())))}
@@ -84,17 +84,17 @@ class Host:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def launch(hosts: Sequence[Host], options: argparse.Namespace, seed: int, killed: bool) -> dict[str, Any]:
-    """Return what became of one run."""
+    """Return the outcome of one run."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        told = {
+        plan = {
             "port": free_port(),
             "count": len(hosts),
             "seed": seed,
@@ -104,7 +104,7 @@ def launch(hosts: Sequence[Host], options: argparse.Namespace, seed: int, killed
             "someone_killed": killed,
         }
         for index, host in enumerate(hosts):
-            host.start(index=index, killed=killed and index == len(hosts) - 1, **told)
+            host.start(index=index, killed=killed and index == len(hosts) - 1, **plan)
         ended = [host.result(began + options.longest) for host in hosts]
         written = [Path(folder, f"{index}.jsonl") for index in range(len(hosts))]
         found = [list(map(json.loads, file.read_text().splitlines())) if file.exists() else [] for file in written]
@@ -127,7 +127,7 @@ def _failures(ended: Sequence[Mapping[str, Any]], killed: bool) -> list[int]:
 
 
 def _divergent(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the calls that two processes used different configurations for, or whose results show two."""
+    """Return the calls with different configurations in two processes, or with results of two configurations."""
     wrong = [f"result of {name}" for rank in found for entry in rank for name in entry["mixed"]]
     last = [ConfigurationDigest({c: tuple(d) for c, d in rank[-1]["used"].items()}) for rank in found if rank]
     for mine in last:
@@ -137,7 +137,7 @@ def _divergent(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what became of every run."""
+    """Return the outcome of every run."""
     rng, runs, hosts = random.Random(options.seed), [], []
     with contextlib.ExitStack() as stack:
         for number in range(options.runs):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time every configuration of one of our own spaces, and keep it in the form that `benchmarks/search.py` replays.
+"""Time every configuration of one of our own spaces, in the format of `benchmarks/search.py`.
 
     python -m benchmarks.record compile SPACE FOLDER   # anywhere with JAX's CUDA plugin
     python -m benchmarks.record measure FOLDER OUT     # on the device
 
-Of calls that are measured on several draws of inputs, a sample is the geometric mean of these. A process measures a few
-dozen configurations and says which it is at; where it is silent for long it is ended, and the configuration that it was
-at counts as failed.
+If a call is measured on several draws of inputs, a sample is their geometric mean. A process measures a few dozen
+configurations and reports the current one. If it is silent for too long it is ended, and that configuration counts as
+failed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _attention(case: str, direction: str) -> Invocation[Any, Any]:
 
 
 def _grouped(number: int, **sizes: int) -> Invocation[Any, Any]:
-    """Return a product into experts, to each of whom a token goes; 0: forward, 1: of the rows, 2: of the weights."""
+    """Return a product into experts with one expert per token; 0: forward, 1: rows' gradient, 2: weights' gradient."""
     layer = experts.Experts(width=sizes["k"], hidden=sizes["n"], count=sizes["groups"], chosen=1)
     return shipped.aimed(lambda: experts.calls_of(layer, sizes["m"], training=True))[number]
 
 
-# Spaces of our own kernels, by what is called.
+# Spaces of our own kernels, by name.
 SPACES: dict[str, Callable[[], Invocation[Any, Any]]] = {
     "attention_causal_d128": functools.partial(_attention, "causal D128 B4 4k", "fwd"),
     "attention_full_d64": functools.partial(_attention, "full D64 4k", "fwd"),
@@ -102,7 +102,7 @@ def _measure(bundle: Path, indices: Sequence[int], tell: Connection) -> None:
 
 
 def measured(bundle: Path, wanted: Sequence[int]) -> Iterator[tuple[int, list[float] | str]]:
-    """Yield what became of each of these configurations: its samples in milliseconds, or why there are none."""
+    """Yield each configuration's index with its samples in milliseconds, or the reason for having none."""
     spawn, left = multiprocessing.get_context("spawn"), list(wanted)
     while left:
         here, there = spawn.Pipe(duplex=False)
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_space(space: str, folder: Path, out: Path) -> None:
-    """Measure a bundle, and write what was found, also on the way."""
+    """Measure a bundle, and write the results, also while it runs."""
     (call,) = read_bundle(folder)
     wanted = [index for index, candidate in enumerate(call.candidates) if candidate.program is not None]
     times: dict[int, list[float] | str] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two searches name the same winner: one call tuned many times, on the GPU, from compiled candidates.
+"""Do two searches find the same winner? One call is tuned many times on the GPU, from compiled candidates.
 
     python -m benchmarks.repeatability --bundle FOLDER --output FILE
 
-The bundle is what `ejkernel tune --compile-only` makes of `benchmarks.attention_mgpu:program`. Two searches agree if
+`ejkernel tune --compile-only` makes the bundle from `benchmarks.attention_mgpu:program`. Two searches agree if
 they name the same configuration, or two whose times, pooled over all searches, are within 2 %.
 """
 

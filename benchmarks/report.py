@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 BARS = {"arrays": 1.25, "forms": 2.5, "distinct": 1.5, "import_ms": 60.0}
-USUAL = ("a usual kernel, forward", "a usual kernel, gradient")  # to which the bar of distinct calls belongs
+USUAL = ("a usual kernel, forward", "a usual kernel, gradient")  # the bar of distinct calls applies to these
 
 
 def platform_name() -> str:
@@ -24,7 +24,7 @@ def platform_name() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the environment that the figures depend on: device, versions, date and load."""
     info = Path("/proc/cpuinfo")
     model = re.search(r"(?m)^model name\s*:\s*(.+)$", info.read_text()) if info.exists() else None
     device = jax.devices()[0].device_kind
@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 
 def bar_of(form: str) -> float:
-    """Return what an eager call of this form may take, as a ratio to `jax.jit`."""
+    """Return the bar for an eager call of this form, as a ratio to `jax.jit`."""
     return BARS["arrays" if form.startswith("arrays") and "NumPy" not in form else "forms"]
 
 
@@ -71,7 +71,7 @@ def table(timings: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def heading(run: Mapping[str, Any]) -> str:
-    """Return one line that says what ran where."""
+    """Return one line with versions, device, load and date."""
     env = run["environment"]
     return f"JAX {env['jax']}, Python {env['python']}; {env['device']}; load {env['load']}; {env['date']}"
 
@@ -112,9 +112,9 @@ def runs(found: Mapping[str, Any]) -> str:
     """Return all runs as Markdown."""
     lead = (
         "# Dispatch, tracing and import\n\n"
-        "`python -m benchmarks --out benchmarks/results`. Slices of about 1 ms are taken in turn; ratios are to the "
-        "first line of each table. The load is that of the whole machine at the start: on a shared or busy one the "
-        "minima and their ratios mean something, the medians mostly say how busy it was."
+        "`python -m benchmarks --out benchmarks/results`. Slices of about 1 ms are interleaved; ratios are to the "
+        "first line of each table. The load is the whole machine's at the start. On a busy machine rely on the minima "
+        "and their ratios; the medians mostly show how busy it was."
     )
     return "\n\n".join([lead, *(run_text(run) for run in found.values())]) + "\n"
 
@@ -123,9 +123,9 @@ def rivals(found: Mapping[str, Any]) -> str:
     """Return the rivals' results as Markdown."""
     parts = [
         "# Eager calls of comparable libraries",
-        "`python -m benchmarks.rivals --make-envs DIR`: each in an environment of its own with the JAX that it asks "
-        "for, on 16 x 16 arrays. Ratios are to plain `jax.jit` in that environment. `ejkernel` on PyPI is the earlier "
-        "system of this name.",
+        "`python -m benchmarks.rivals --make-envs DIR`: each in a separate environment with the JAX version that "
+        "it requires, on 16 x 16 arrays. Ratios are to plain `jax.jit` in that environment. `ejkernel` on PyPI is an "
+        "earlier system with this name.",
     ]
     for name, run in found.items():
         parts.append(f"## {name}")

@@ -28,7 +28,7 @@ def layer(a: Any, b: Any, *, scale: float = 1.0) -> Any:
     return jnp.tanh(a @ b) * scale
 
 
-class Layer(Kernel):  # type: ignore[type-arg]  # whatever the earlier system's class takes
+class Layer(Kernel):  # type: ignore[type-arg]  # the earlier system's class may have other type parameters
     """The same as a kernel of the earlier system."""
 
     def run(self, a: Any, b: Any, *, scale: float = 1.0, cfg: Any) -> Any:
@@ -36,7 +36,7 @@ class Layer(Kernel):  # type: ignore[type-arg]  # whatever the earlier system's 
         return layer(a, b, scale=scale)
 
     def heuristic_cfg(self, inv: Any) -> Config:
-        """Return the one configuration."""
+        """Return the only configuration."""
         return Config()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager calls of comparable libraries, each in an environment of its own, beside plain `jax.jit` in that environment.
+"""Eager calls of comparable libraries, each in a separate environment, beside plain `jax.jit` there.
 
 `python -m benchmarks.rivals --make-envs DIR` makes the environments (once) and measures; `--out DIR` stores the result.
-The distribution `ejkernel` on PyPI is the earlier system of that name, not this library.
+The distribution `ejkernel` on PyPI is an earlier system with that name, not this library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_environment(folder: Path, requirement: str) -> Path:
 
 
 def measure(python: Path, name: str, rounds: int) -> dict[str, Any]:
-    """Return what the rival's probe prints, run by its own Python."""
+    """Return the output of the rival's probe, run by its own Python."""
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [str(python), "-m", f"benchmarks.rival_{name}", str(rounds)]
     done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation that is measured, as plain functions and as a kernel: small, so that what is around it shows."""
+"""The measured operation, as plain functions and as a kernel: small, so that overhead shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(Kernel[LayerConfig, jax.Array]):
         return layer(a, b, scale=scale)
 
     def heuristic_cfg(self, inv: Invocation[LayerConfig, jax.Array]) -> LayerConfig:
-        """Return the one configuration."""
+        """Return the only configuration."""
         return LayerConfig()
 
 
@@ -51,7 +51,7 @@ class Block(Kernel[LayerConfig, jax.Array]):
         return block(x, w, scale=scale)
 
     def heuristic_cfg(self, inv: Invocation[LayerConfig, jax.Array]) -> LayerConfig:
-        """Return the one configuration."""
+        """Return the only configuration."""
         return LayerConfig()
 
 
@@ -59,11 +59,11 @@ class Applies(Kernel[LayerConfig, jax.Array]):
     """A kernel of containers and of static values of any kind."""
 
     def run(self, x: Any, given: Any = None, *, cfg: LayerConfig) -> Any:
-        """Add the arrays that are given to the hyperbolic tangent of `x`."""
+        """Add the arrays in `given` to the hyperbolic tangent of `x`."""
         return applied(x, given)
 
     def heuristic_cfg(self, inv: Invocation[LayerConfig, jax.Array]) -> LayerConfig:
-        """Return the one configuration."""
+        """Return the only configuration."""
         return LayerConfig()
 
 
@@ -74,7 +74,7 @@ def applied(x: Any, given: Any = None) -> Any:
 
 
 def executor_that_knows(kernel: Layer, *args: Any, **kwargs: Any) -> Executor[LayerConfig, jax.Array]:
-    """Return an executor whose memory has a configuration for the call."""
+    """Return an executor with a configuration for the call in memory."""
     cache = ConfigCache()
     cache.put(Invocation(kernel=kernel, args=args, kwargs=kwargs).key, LayerConfig(block=32))
     return Executor(ConfigSelectorChain(cache))

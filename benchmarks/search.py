@@ -4,7 +4,7 @@
     python benchmarks/search.py --spaces recorded_spaces
 
 A recorded space is a gzip-compressed JSON file with every configuration of a kernel and its time on one device. A
-strategy sees what it would see on the device: a configuration's time, or that it failed, once it has asked for it.
+strategy asks for configurations and sees the same as on the device: the time, or a failure.
 
 Score of a space, after Willemsen et al., "A methodology for comparing optimization algorithms for auto-tuning", 2024:
 with F(k) the mean over seeds of the best time after k evaluations (B(1) before the first that did not fail) and B(k)
@@ -37,7 +37,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 MOST = 200  # evaluations of the longest search
 WARM = 100  # evaluations of a search that starts from records
 AFTER = (10, 25, 50, 100, 200)
-NEAR = 1.05  # times the optimum: what counts as found
+NEAR = 1.05  # times the optimum: counts as found
 HALVES = (("convolution", "gemm"), ("dedispersion", "pnpoly"))
 GRID = (
     SearchOptions(),
@@ -75,7 +75,7 @@ class Space:
 
     @property
     def valid(self) -> np.ndarray:
-        """The times of what did not fail, in order."""
+        """The times of valid configurations, ascending."""
         return np.sort(self.times[~np.isnan(self.times)])
 
     @property
@@ -103,10 +103,10 @@ class Space:
 
 
 def failing(space: Space) -> Space:
-    """Return the space with what is most tempting made to fail: a made-up restriction, on recorded times.
+    """Return the space with its most tempting part made to fail: a made-up restriction on recorded times.
 
-    It is the values of two axes that together hold at most a tenth of the configurations, and as many of the fastest
-    twentieth as possible: as when the fastest tiles are next to those that no longer fit.
+    Configurations with certain values on two axes fail. They are at most a tenth of the space, and include as many of
+    the fastest twentieth as possible: often the fastest tiles are next to tiles that no longer fit.
     """
     names = list(space.configurations[0])
     fast = space.times <= np.nanquantile(space.times, 0.05)
@@ -124,7 +124,7 @@ def failing(space: Space) -> Space:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One search: the best time after each evaluation (NaN before the first success), what it asked for, its time."""
+    """One search: the best time after each evaluation (NaN before the first success), its evaluations, its time."""
 
     curve: np.ndarray
     asked: tuple[int, ...]
@@ -183,7 +183,7 @@ def failed_share(space: Space, runs: Sequence[Run], most: int) -> float:
 
 
 def record_of(space: Space, asked: Iterable[int]) -> Record:
-    """Return what these evaluations found out."""
+    """Return the record of these evaluations."""
     times = [(row, float(space.times[row])) for row in asked]
     return Record(space.name, tuple((space.configurations[r], None if math.isnan(t) else t) for r, t in times))
 
@@ -193,7 +193,7 @@ Task = tuple[str, str, int, SearchOptions, tuple[tuple[str, tuple[int, ...]], ..
 
 
 def run_task(task: Task) -> Run:
-    """Run one search; `kind` is random, cold or warm, and `known` what the records of a warm one hold."""
+    """Run one search; `kind` is random, cold or warm, and `known` holds the records for a warm one."""
     kind, name, seed, options, known = task
     space = _spaces[name]
     if kind == "random":
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spaces", type=Path, default=Path("recorded_spaces"), help="folder of *.json.gz files")
     parser.add_argument("--seeds", type=int, default=20, help="searches of each space")
-    parser.add_argument("--only", default="", help="use the spaces whose name holds this")
+    parser.add_argument("--only", default="", help="use the spaces with this in their name")
     parser.add_argument("--failing", action="store_true", help="cold searches of spaces with failures; nothing else")
     parser.add_argument("--choose", action="store_true", help="also try other options, and report them held out")
     parser.add_argument("--jobs", type=int, default=1, help="processes; set OMP_NUM_THREADS=1")
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Here:
-    """Stands for a pool when there is one process."""
+    """Replaces the pool if there is only one process."""
 
     def __enter__(self) -> None:
         return None

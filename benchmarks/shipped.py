@@ -3,11 +3,11 @@
 
     python -m benchmarks.shipped compile models BUNDLES     # anywhere with JAX's CUDA plugin
     python -m benchmarks.shipped tune models BUNDLES CACHE  # on the H200: seconds a call
-    python -m benchmarks.shipped ship CACHE                 # what was found, into src/ejkernel/data/configs
+    python -m benchmarks.shipped ship CACHE                 # the results, into src/ejkernel/data/configs
 
-`models` is their attention, `experts` their grouped products, `cases` what `benchmarks.attention` compares. The
-candidates of a call are the neighbours of its heuristic and what else was once the best of some shape, each compiled
-once. All of them race, and what is decided is what `ejkernel tune` would have saved.
+`models` is their attention, `experts` their grouped products, `cases` the cases of `benchmarks.attention`. The
+candidates of a call are variants of its heuristic, and configurations that were the best for some other shape; each is
+compiled once. All are measured, and the decision is the same as in `ejkernel tune`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _local(model: Model, window: int) -> Model:
     return dataclasses.replace(model, window=window)
 
 
-# What is worth most comes first: a lease may end before the list does.
+# The most valuable first: the device may be gone before the list ends.
 USES: list[tuple[str, Model, Use]] = [
     ("Llama-3 8B", LLAMA_3_8B, _packed(1, 8192)),
     ("Llama-3 8B", LLAMA_3_8B, _use(2, 4096)),
@@ -132,11 +132,11 @@ USES: list[tuple[str, Model, Use]] = [
 ]
 
 
-Works = dict[str, Callable[[], list[Invocation[Any, Any]]]]  # what is tuned, by name
+Works = dict[str, Callable[[], list[Invocation[Any, Any]]]]  # calls to tune, by name
 
 
 def works_of(what: str) -> Works:
-    """Return the calls of all models' attention, of their experts, or of the cases that are compared."""
+    """Return the calls of all models' attention, of their experts, or of the cases of the attention benchmark."""
     if what == "experts":
         return {name: functools.partial(experts.calls_of, *use) for name, use in experts.USES.items()}
     if what == "cases":
@@ -180,10 +180,10 @@ def calls_of(model: Model, use: Use) -> list[Invocation[Any, Any]]:
 
 
 def candidates(inv: Invocation[Any, Any]) -> list[Any]:
-    """Return what is worth measuring for a call: every implementation, and of ours a few dozen parameters."""
+    """Return candidates for a call: every implementation, with a few dozen parameters for ours."""
     if inv.op_id in experts.OPERATIONS:
         return experts.candidates(inv)
-    call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # calls that are found in programs have one
+    call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # calls found in programs have one
     field, able = ("bwd" if call.backward else "fwd"), inv.kernel.able(inv)  # type: ignore[union-attr]
     found: list[Any] = [FlashAttentionConfig(implementation=name) for name in able if name in ("cudnn", "cudnn_packed")]
     if "mosaic_gpu" in able:
@@ -243,7 +243,7 @@ def _folder(bundles: Path, number: int) -> Path:
 
 
 def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int) -> None:
-    """Compile the candidates of every work, each into a bundle of its own; bundles that are there stay."""
+    """Compile the candidates of every work, each into a separate bundle; existing bundles stay."""
     for number, (name, find) in enumerate(works.items()):
         folder = _folder(bundles, number)
         if (folder / "manifest.json").exists() or name not in only:
@@ -256,13 +256,13 @@ def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What tuning may take.
+    """Limits of tuning.
 
     Attributes:
-        seconds: After which no search is begun.
+        seconds: No search begins after this time.
         budget: Seconds of a search.
-        checked: How many scores a call may have for its candidates to be compared with the reference, which has all of
-            them in memory several times over.
+        checked: The largest number of scores for a comparison with the reference, which needs several times the
+            memory of all scores.
     """
 
     seconds: float
@@ -271,7 +271,7 @@ class Limits:
 
 
 def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limits: Limits) -> None:
-    """Measure what was compiled, work after work, for about so many seconds; what is in the cache already stays."""
+    """Measure the compiled calls, work after work, for about `limits.seconds`; skip calls that are in the cache."""
     end = time.monotonic() + limits.seconds
     store = PersistentCache(cache, shipped=False)
     with worker_session():
@@ -286,7 +286,7 @@ def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limi
 
 
 def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, limits: Limits) -> None:
-    # Gradients of grouped products are calls of their own; all of the reference's would take seconds to be compiled.
+    # Gradients of grouped products are separate calls; compiling all of the reference's would take seconds.
     check: bool | Literal["outputs"] = "outputs" if inv.op_id in experts.OPERATIONS else _scores(inv) <= limits.checked
     policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=check)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
@@ -335,14 +335,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         step = steps.add_parser(name)
         if name != "ship":
             step.add_argument("what", choices=("models", "experts", "cases"))
-            step.add_argument("--only", nargs="+", metavar="NAME", help="of which uses or cases (default: all)")
+            step.add_argument("--only", nargs="+", metavar="NAME", help="names of uses or cases (default: all)")
         for folder in folders:
             step.add_argument(folder, type=Path)
         if name == "compile":
             step.add_argument("--processes", type=int, default=2, help="that compile (default: %(default)s)")
         if name == "tune":
             step.add_argument("--seconds", type=float, default=3600.0, help="after which no search is begun")
-            step.add_argument("--checked", type=int, default=2**29, help="scores of a call that is checked, at most")
+            step.add_argument("--checked", type=int, default=2**29, help="largest number of scores of a checked call")
             step.add_argument("--budget", type=float, default=30.0, help="seconds of a search (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.step == "ship":

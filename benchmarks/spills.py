@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What register spills cost: three of JAX's own GPU kernels, every candidate measured, beside what its compiler says.
+"""The cost of register spills: every candidate of three of JAX's own GPU kernels, beside the compiler's report.
 
     ejkernel tune --compile-only --target nvidia_h200 benchmarks.gpu_kernels:program --output BUNDLE
     python -m benchmarks.spills BUNDLE --output FILE
@@ -40,12 +40,12 @@ def measured(call: BundledCall) -> dict[str, Any]:
     rows = [
         {
             "config": str(found.config),
-            "spilled": told.outcome.spilled,
+            "spilled": compiled.outcome.spilled,
             "status": found.status,
             "microseconds": None if found.measurement is None else round(found.measurement.median * 1e6, 1),
             "reason": found.reason[:120],
         }
-        for told, found in zip(call.candidates, data.outcomes, strict=True)
+        for compiled, found in zip(call.candidates, data.outcomes, strict=True)
     ]
     return {"operation": inv.op_id, "candidates": sorted(rows, key=lambda row: row["microseconds"] or 1e9)}
 

@@ -3,10 +3,10 @@
 
     python -m benchmarks.split_experts --out benchmarks/results
 
-Nothing is tuned, and there is no `shard_map`. Rounds are taken in turn; a ratio is that of `ragged_dot`'s time to ours,
-the median of the rounds' own. Sizes of groups follow Zipf's law, in any order.
+Nothing is tuned, and the program has no `shard_map`. Rounds are interleaved. A ratio is the median over rounds of
+`ragged_dot`'s time divided by ours. Group sizes follow Zipf's law, in random order.
 
-On one device: what it costs that a call is told of which groups its matrices are.
+On one device: the cost of passing the numbers of the groups to a call with some of the matrices.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compiled(program: Program, arrays: list[jax.Array]) -> Program:
     return built
 
 
-def in_turns(programs: list[Program], arrays: list[jax.Array], rounds: int) -> tuple[list[float], float]:
+def interleaved(programs: list[Program], arrays: list[jax.Array], rounds: int) -> tuple[list[float], float]:
     """Return the microseconds of two programs, and the second's as a multiple of the first's."""
     calls = [max(3, round(0.02 / seconds(program, arrays, 3))) for program in programs]
     pairs = [
@@ -86,9 +86,9 @@ def measure(name: str, split: str, direction: str, rounds: int) -> dict[str, Any
     for product in (grouped_matmul, jax.lax.ragged_dot):
         try:
             programs.append(compiled(with_gradients(product) if direction == "both" else product, given))
-        except Exception as error:  # noqa: BLE001 - whatever keeps a contender from running is its result
+        except Exception as error:  # noqa: BLE001 - an error of a contender is its result
             return row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-    (own, theirs), ratio = in_turns(programs, given, rounds)
+    (own, theirs), ratio = interleaved(programs, given, rounds)
     apart = difference(*[program(*given) for program in programs])
     return row | {"ejkernel_us": own, "ragged_dot_us": theirs, "ratio": ratio, "largest_difference": round(apart, 5)}
 
@@ -143,7 +143,7 @@ def table_of_parts(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure what so many devices can, print it, and keep it."""
+    """Measure on as many devices as there are, print the results and save them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=11)
@@ -177,7 +177,7 @@ def keep(result: dict[str, Any], path: Path) -> None:
     """Write the results, as JSON and as a table."""
     said = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
     made = table if result["devices"] > 1 else table_of_parts
-    title = "over a mesh of devices" if result["devices"] > 1 else "that are told of which groups their matrices are"
+    title = "over a mesh of devices" if result["devices"] > 1 else "with the numbers of their groups"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(

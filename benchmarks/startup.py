@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the command takes to answer what needs no JAX, beside an interpreter that does nothing and `import jax`."""
+"""The start-up time of commands that need no JAX, beside an idle interpreter and `import jax`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def seconds(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds of each command's process, in turns: from its start to its end, and of the processor."""
+    """Return wall and CPU seconds of each command's process, interleaved."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
-        # Bytecode, as an installed package has it, whatever this environment says about writing it.
+        # Use bytecode, as an installed package does, even if this environment disables it.
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
         for turn in range(rounds + 1):
             for name, arguments in COMMANDS.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fair comparison on a noisy machine: short slices, taken in turn, so that whatever disturbs one disturbs all."""
+"""Fair comparison on a noisy machine: short interleaved slices, so that a disturbance affects all functions alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import jax
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one function took, in seconds.
+    """The time of one function, in seconds.
 
     Attributes:
-        minimum: The quickest slice: the cost without disturbance.
-        median: The usual slice: the cost on this machine as it was.
-        ratio: `minimum` over the first function's.
-        median_ratio: Median of the ratios to the first function's slice of the same round.
+        minimum: The fastest slice: the cost without disturbance.
+        median: The median slice: the cost under the current load.
+        ratio: `minimum` divided by the first function's.
+        median_ratio: Median over rounds of the ratio to the first function's slice.
     """
 
     minimum: float
@@ -29,12 +29,12 @@ class Timing:
     median_ratio: float
 
     def data(self) -> dict[str, float]:
-        """Return the fields, rounded to what they are worth."""
+        """Return the fields, rounded to significant digits."""
         return {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(self).items()}
 
 
 def compare(samples: Mapping[str, list[float]]) -> dict[str, Timing]:
-    """Return a `Timing` a name; the first is what the others are compared with."""
+    """Return a `Timing` for each name; the first is the base of the ratios."""
     base = next(iter(samples.values()))
     return {
         name: Timing(
@@ -64,7 +64,7 @@ def per_call(function: Callable[[], Any], slice_s: float = 0.001) -> Callable[[]
     Results are waited for at the end of the slice only, as a program would.
     """
     jax.block_until_ready(function())
-    quickest = min(_seconds(function, 10) for _ in range(20))  # one that was disturbed would make slices too short
+    quickest = min(_seconds(function, 10) for _ in range(20))  # a disturbed sample makes slices too short
     number = max(1, int(slice_s / (quickest / 10)))
     return lambda: _seconds(function, number) / number
 

@@ -60,7 +60,7 @@ def arguments() -> tuple[Any, Any]:
 
 
 def build_times(way: str, **options: Any) -> tuple[float, float]:
-    """Return the seconds that one fresh program takes to trace and lower, and to compile."""
+    """Return the seconds for tracing and lowering one fresh program, and for compiling it."""
     function, given = jax.jit(program(way, **options)), arguments()
     with stamping(way) if way != PLAIN else contextlib.nullcontext():
         start = time.perf_counter()
@@ -85,11 +85,11 @@ def build_costs(rounds: int, *, equal: bool, gradient: bool) -> dict[str, dict[s
 
 
 def optimised(way: str, *, equal: bool, gradient: bool) -> str:
-    """Return the optimised program without what does not run: attributes, metadata, names."""
+    """Return the optimised program without attributes, metadata and names."""
     function = jax.jit(program(way, scales=scales_of(equal=equal), gradient=gradient))
     with stamping(way) if way != PLAIN else contextlib.nullcontext():
         text = function.lower(*arguments()).compile().as_text()
-    assert text is not None  # XLA prints what it compiles for these devices
+    assert text is not None  # XLA prints programs for these devices
     return strip(text)
 
 
@@ -108,7 +108,7 @@ def strip(text: str) -> str:
 
 
 def _without(opening: str, text: str) -> str:
-    """Return `text` without what starts with `opening`, up to the brace that closes it; JSON stands there unquoted."""
+    """Return `text` without the parts from `opening` to the brace that closes it; they contain unquoted JSON."""
     kept, *rest = text.split(opening)
     for part in rest:
         depth, end = 1, 0
@@ -120,7 +120,7 @@ def _without(opening: str, text: str) -> str:
 
 
 def differing_programs() -> list[str]:
-    """Return which programs are not, once optimised, what plain JAX gives: none, it is hoped."""
+    """Return the programs that differ from plain JAX's after optimisation: none are expected."""
     differing = []
     for equal in (True, False):
         for gradient in (False, True):

@@ -20,7 +20,7 @@ from benchmarks.report import environment
 
 
 def once(bundle: Path | None, isolate: bool, processes: int) -> dict[str, object]:
-    """Tune in this process, and return what it took."""
+    """Tune in this process, and return time and result."""
     import jax
     import jax.numpy as jnp
 
@@ -49,7 +49,7 @@ def once(bundle: Path | None, isolate: bool, processes: int) -> dict[str, object
 
 
 def main() -> None:
-    """Measure each way in processes of its own."""
+    """Measure each way in separate processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--isolate", action="store_true")

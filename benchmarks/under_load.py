@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a search names the wrong one of two candidates while other processes keep the machine busy.
+"""How often a search picks the wrong one of two candidates while other processes keep the machine busy.
 
     python -m benchmarks.under_load --name after --output benchmarks/results
 
-Two candidates, of which one does half as much work again, are tuned over and over, as `autotune(num_warmup=3,
-num_iters=10)` does: in some runs the heuristic is the slow one and must be replaced, in others the fast one and must
-stay. In a third kind of runs both do the same work, by programs that differ: then the heuristic must stay. They are
-compiled once, and before the load is there, which would be most of the time. The busy processes are started here, end
-by themselves after a while whatever happens, and are ended here.
+Two candidates are tuned over and over, as `autotune(num_warmup=3, num_iters=10)` does; one does 1.5 times the work. In
+some runs the heuristic is the slow candidate and must be replaced, in others the fast one and must stay. In a third
+kind of runs, two different programs do the same work, and the heuristic must stay. Both are compiled once, before the
+load starts, since compiling would take most of the time. The script starts and ends the busy processes; they also end
+by themselves after a while.
 
-`contradictions` counts runs whose printed medians say otherwise than the choice, by more than a tie; `undecided`, runs
-that say of themselves that the evidence was too little, whatever they chose.
+`contradictions` counts runs whose printed medians contradict the choice, by more than a tie; `undecided` counts runs
+that report too little evidence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ejkernel.ops import AutotunePolicy, Invocation, Kernel
 from ejkernel.ops.autotuner.tuner import Autotuner
 
 BUSY = 14
-MARGIN = 0.02  # nearer than that is a tie
+MARGIN = 0.02  # smaller differences are ties
 STEPS = {"short": 20, "middle": 200, "long": 1000, "parallel": 8}  # of the fast one: about 0.2, 1.5, 7 and 2 ms
 RATIOS = {"slow": (1.5, 1.0), "fast": (1.0, 1.5), "equal": (1.0, 1.0)}  # work of the heuristic, and of the other
 
@@ -84,7 +84,7 @@ def busy_processes(count: int, seconds: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Tally:
-    """What came out of the runs of one kind."""
+    """Results of the runs of one kind."""
 
     runs: int = 0
     wrong: int = 0
@@ -111,7 +111,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A program that is there, as a search wants one that was compiled before."""
+    """A compiled program, in the form that a search expects."""
 
     program: Any
     spilled: int | None = None
@@ -152,7 +152,7 @@ class Call:
 
 
 def measure(kinds: Sequence[str], runs: int, busy: int, seconds: float) -> dict[str, Any]:
-    """Return what came out, of as many runs of each kind as the time allows, `runs` at most; they take turns."""
+    """Return the results of interleaved runs of each kind: at most `runs`, and as many as the time allows."""
     calls = {f"{kind}, heuristic {case}": (case, Call.of(kind, case), Tally()) for kind in kinds for case in RATIOS}
     end = time.perf_counter() + seconds
     with busy_processes(busy, round(seconds) + 120):
@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=100, help="of each kind and case")
     parser.add_argument("--busy", type=int, default=BUSY, help="busy processes")
     parser.add_argument("--seconds", type=float, default=180.0, help="for all of it")
-    parser.add_argument("--name", default="after", help="what the figures are kept as")
-    parser.add_argument("--output", type=Path, help="folder for under_load.json, to which they are added")
+    parser.add_argument("--name", default="after", help="name of these figures")
+    parser.add_argument("--output", type=Path, help="folder of under_load.json; adds to the file")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     found = measure(args.kinds, args.runs, args.busy, args.seconds)

@@ -2,11 +2,12 @@
 """A hook of mkdocs: the site also has the files beside `docs` to which its pages link.
 
 In the repository the pages link to `../benchmarks/results/attention_gpu.md` and the like, which works where the files
-are read as they are. On the site the same files are under `files/`.
+are read as they are. On the site the same files are under `files/`. Notebooks become pages with the same name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -36,7 +37,23 @@ def on_files(files: Files, config: Any) -> Files:
             if "__pycache__" not in path.parts:
                 uri = f"files/{path.relative_to(ROOT).as_posix()}"
                 files.append(File.generated(config, uri, abs_src_path=str(path)))
+    for path in (ROOT / "docs").rglob("*.ipynb"):
+        uri = path.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        files.append(File.generated(config, uri, content=_page_of(path)))
     return files
+
+
+def _page_of(notebook: Path) -> str:
+    """Return a notebook as Markdown, with the stored pictures of what its cells show."""
+    parts = [f"[Download this page as a notebook]({notebook.name}){{ download }}"]
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            last = source.splitlines()[-1]
+            parts.append(f"![What the notebook shows for {last}](data:image/png;base64,{output['data']['image/png']})")
+    title = parts.pop(1)  # starts with the heading of the page
+    return "\n\n".join([title, *parts]) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -51,6 +68,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return os.path.relpath(_on_site(target), source.parent)
 
     markdown = LINK.sub(moved, markdown)
+    markdown = re.sub(r"\.ipynb\)(?!\{)", ".md)", markdown)
     if inside:  # links of a copy that do not go up
         own = re.compile(r"(?<=\]\()(?!\.\./|https?:|#|mailto:)([^)#\s]+)")
         markdown = own.sub(lambda m: os.path.relpath(_on_site(str(folder / m.group(1))), source.parent), markdown)

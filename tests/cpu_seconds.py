@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytest --cpu-limit SECONDS` lists what took more of a processor, so that the mark `slow` stays where it belongs.
+"""`pytest --cpu-limit SECONDS` lists tests that took longer, so that the mark `slow` stays accurate.
 
-Seconds of a processor, those of the processes that a test started and waited for among them, depend little on what else
-the machine does; still nothing fails for them.
+CPU seconds, including those of processes that a test started and waited for, depend little on other work of the
+machine. Even so, no test fails for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 import pytest
 
 _took = pytest.StashKey[float]()
-_seconds = defaultdict(float)  # of each test, by its name without parameters: the most that one case took
+_seconds = defaultdict(float)  # by test name without parameters: the slowest case
 _marked = set()
 
 
@@ -42,7 +42,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    """Take the time of a test, wherever it ran."""
+    """Record the CPU seconds of a test, from any xdist worker."""
     took = dict(report.user_properties).get("cpu_seconds")
     if took is not None:
         name = report.nodeid.partition("[")[0]

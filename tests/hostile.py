@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and descriptions that a crafted text or file may hold: every road to code that we know of.
+"""Names and descriptions for a crafted text or file: every way to run code that we know of.
 
-The module has what such a file could want to name: functions, dataclasses, pytree types, enumerations and named tuples
-that note in `FIRED` when they are made, called or asked. And it has a kernel, with what its author registered.
+The module contains targets for such a file: functions, dataclasses, pytree types, enumerations and named tuples. They
+append to `FIRED` when they are made, called or queried. It also has a kernel, and names registered by its author.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import os  # noqa: F401 - a name that is there to be reached for
+import os  # noqa: F401 - a name to reach for
 import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ HERE = __name__
 FIRED: list[str] = []
 
 
-# --- what a crafted file would like to run ---
+# --- targets for a crafted file ---
 
 
 def fire(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ FUNCTIONS = {"swish": fire}
 alias = fire
 
 
-# --- the kernel, and what its author registered ---
+# --- the kernel, and names registered by its author ---
 
 
 class Mode(enum.Enum):
@@ -147,7 +147,7 @@ def swish(x):
 
 
 class Takes(Kernel[Config, jax.Array]):
-    """Takes every static argument, and calls the first if that is a function."""
+    """Takes every static argument, and calls the first if it is a function."""
 
     def run(
         self,
@@ -173,7 +173,7 @@ takes = Takes("takes")
 
 
 def called_with(*statics, **options):
-    """Return the description of a call with static arguments that are described already."""
+    """Return the description of a call with already described static arguments."""
     return {"op": "takes@v0", "args": [{"array": ["float32", [4]]}, *statics], "kwargs": options}
 
 
@@ -226,7 +226,7 @@ FOREIGN = [
 
 
 def uses(cls):
-    """Yield every form in which a description may make an object of a class."""
+    """Yield every form of description that may instantiate a class."""
     yield {"name": cls}
     yield {"enum": cls, "name": "ONE"}
     yield {"dataclass": cls, "fields": {"rows": 1}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/data_parallel`: training steps over a mesh, in two libraries, learn what plain JAX learns."""
+"""`examples/data_parallel`: training steps over a mesh, in two libraries, match plain JAX."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ RUN = Path(__file__).resolve().parents[1] / "examples" / "data_parallel" / "run.
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize(("library", "needs"), [("equinox", "equinox"), ("nnx", "flax")])
-def test_step_over_a_mesh_learns_what_plain_jax_learns(library, needs, data, model):
+def test_a_step_over_a_mesh_matches_plain_jax(library, needs, data, model):
     pytest.importorskip(needs)
     size = ["--data", str(data), "--model", str(model), "--steps", "3"]
     done = subprocess.run(

@@ -110,9 +110,7 @@ def attention_kernel(page):
 
 
 @pytest.mark.parametrize(("platform", "operation"), [("cuda", "sine"), ("tpu", "cosine"), ("cpu", "tanh")])
-def test_the_platform_method_is_the_one_of_the_platform_that_a_program_is_lowered_for(
-    attention_kernel, executor, platform, operation
-):
+def test_the_platform_method_is_the_lowered_platform_s(attention_kernel, executor, platform, operation):
     run = jax.jit(lambda q: executor(attention_kernel, q, q, q, cfg=AttentionConfig()))
     text = run.trace(X).lower(lowering_platforms=(platform,)).as_text()
     assert [operation] == [name for name in ("sine", "cosine", "tanh") if f"stablehlo.{name} " in text]

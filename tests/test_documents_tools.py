@@ -111,7 +111,7 @@ def test_device_functions_describe_this_device(page):
     assert module.fingerprint.startswith(f"{module.kind}:")
 
 
-def test_sharding_enters_the_key_that_is_built_with_it(page):
+def test_sharding_enters_the_key(page):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.device_put(A, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
     source = """
@@ -281,9 +281,7 @@ def test_an_environment_variable_enables_recording_for_the_offline_page(page, ke
 @pytest.mark.parametrize(
     ("stamp", "labels", "shows_the_call"), [("hash", 1, False), ("json", 1, True), ("none", 0, False)]
 )
-def test_an_environment_variable_controls_what_a_program_says_of_its_calls(
-    executor, monkeypatch, stamp, labels, shows_the_call
-):
+def test_an_environment_variable_controls_the_labels_of_a_program(executor, monkeypatch, stamp, labels, shows_the_call):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", stamp)
     text = jax.jit(lambda x: executor(DOUBLE, x)).lower(X).as_text()
     payload = text.partition("#Double@v0:")[2].partition("}")[0]
@@ -356,7 +354,7 @@ def test_calls_run_under_the_profiler(page, executor, tmp_path):
 # --- Constructors that the documents' sources use ---
 
 
-def test_an_entry_and_a_result_are_made_of_their_parts():
+def test_an_entry_and_a_result_are_built_from_their_fields():
     entry = ops.Entry("matmul@v1", "0123456789abcdef", MyConfig())
     result = ops.AutotuningResult("cpu:some", (entry,))
     assert ("cpu:some", (entry,)) == (result.device, result.entries)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SECURITY.md says, point by point: what texts, files and the environment can do, and what they cannot.
+"""The claims of SECURITY.md, point by point: permitted and forbidden effects of texts, files and the environment.
 
-`hostile.FIRED` is what ran and must not have.
+`hostile.FIRED` lists code that ran and must not have.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ DOCUMENT = (Path(__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
-def test_the_document_names_tests_that_there_are():
-    """And every point about what cannot be done names one."""
+def test_the_document_names_existing_tests():
+    """Every point about a forbidden effect names a test."""
     named = set(re.findall(r"`(test_\w+)`", DOCUMENT))
     assert named <= set(globals())
     points = [point for point in re.findall(r"^- .*$", DOCUMENT, re.M) if "`test_" not in point]
-    assert len(points) == 2  # that a bundle is run when it is measured, and that what is recorded stays in memory
+    assert len(points) == 2  # running a bundle's programs, and keeping recorded values in memory, have no test
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def nothing_fired():
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Modules that do something when they are asked for anything, and what is loaded."""
+    """Lazy modules that react to any attribute access, and the set of loaded modules."""
     spec = importlib.util.find_spec("antigravity")
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +126,7 @@ def modules(monkeypatch):
     spec.loader.exec_module(waiting)
     monkeypatch.setitem(sys.modules, "lazy_by_loader", waiting)
     monkeypatch.setitem(sys.modules, "lazy_by_getattr", lazy)
-    decode_config({"rows": 1}, f"{HERE}.Config")  # what reading itself needs is imported when it is first used
+    decode_config({"rows": 1}, f"{HERE}.Config")  # reading itself imports these at its first use
     names_of(takes).find("")
     codecs.lookup("utf-8-sig"), codecs.lookup("ascii")
     before = set(sys.modules)
@@ -139,7 +139,7 @@ def modules(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_description_names_what_was_registered_and_nothing_else(modules):
+def test_a_description_names_only_registered_objects(modules):
     names = names_of(takes)
     for number, data in enumerate(HOSTILE):
         places = list(wrapped(data))
@@ -201,7 +201,7 @@ def test_a_partial_is_made_and_not_called():
     assert function.func is jnp.tanh
 
 
-def test_what_the_kernel_declares_may_be_named():
+def test_objects_declared_by_the_kernel_may_be_named():
     options = {"dataclass": f"{HERE}.Options", "fields": {"scale": describe(1.0), "nested": nested()}}
     inv = rebuild(called_with(options=options, mode={"enum": f"{HERE}.Mode", "name": "SAFE"}))
     assert inv.kwargs["options"] == Options(1.0, Nested(Level.LOW))
@@ -216,19 +216,19 @@ def nested():
     }
 
 
-def test_what_is_marked_nameable_may_be_named():
+def test_objects_marked_nameable_may_be_named():
     assert rebuild(called_with({"name": f"{HERE}.swish"})).args[1] is swish
 
 
-def test_a_name_that_was_pointed_elsewhere_finds_nothing(monkeypatch):
-    """Neither what is there now, which nobody registered, nor what was, which has that name no more."""
+def test_a_rebound_name_finds_nothing(monkeypatch):
+    """It finds neither the current, unregistered object, nor the registered one, which lost its name."""
     monkeypatch.setattr(sys.modules[HERE], "swish", fire)
     with pytest.raises(DescriptionError):
         rebuild(called_with({"name": f"{HERE}.swish"}))
 
 
 def test_jaxs_functions_that_may_be_named_touch_nothing_but_their_arguments():
-    """Also those of a newer JAX: what handles files, callbacks or settings shows in the code or in the parameters."""
+    """This includes newer JAX versions: file access, callbacks and settings show in the code or in the parameters."""
     touches = re.compile(
         r"\bopen\(|(io|pure|debug)_callback\(|debug\.|\.tofile|\bsave\w*\(|np\.load|print\(|config\.update|\bexec\("
     )
@@ -341,7 +341,7 @@ def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
 
 
 def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
-    """`import` finds what lies there only if the user named modules."""
+    """`import` searches the working directory only if the user named modules."""
     file = tmp_path / "program:step.mlir"
     file.write_text("")
     monkeypatch.chdir(tmp_path)
@@ -379,7 +379,7 @@ def step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["program.mlir", "train:step"])
-def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
+def test_no_process_runs_a_file_that_only_has_a_module_s_name(tmp_path, target):
     """Neither the command, nor its workers, nor their processes that compile, nor Python's own helper."""
     folder, command = tmp_path / "here", tmp_path / "bin" / "command.py"
     folder.mkdir()
@@ -398,7 +398,7 @@ def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
     assert len(list((tmp_path / "cache").rglob("*.json"))) == (":" in target)
 
 
-def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
+def test_a_file_can_ask_for_an_existing_implementation_only():
     from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
@@ -410,7 +410,7 @@ def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
 
 
 @pytest.mark.parametrize("name", [*TYPES, *NAMES])
-def test_a_configuration_is_of_a_type_that_was_registered(modules, name):
+def test_a_configuration_has_a_registered_type(modules, name):
     with pytest.raises(ConfigError, match="files may name here"):
         decode_config({"rows": 1}, name)
 
@@ -421,7 +421,7 @@ def made(name):
 
 
 def test_types_that_files_may_name():
-    """Those that kernel classes name, that were marked, and that this process stored."""
+    """Types that kernel classes name, marked types, and types that this process stored."""
     assert decode_config({"rows": 3}, f"{HERE}.Config") == Config(3)
 
     stored = made("Stored")
@@ -437,7 +437,7 @@ def test_types_that_files_may_name():
 KEY = ConfigKey("cpu", "takes@v0", "0" * 16)
 
 
-def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, monkeypatch):
+def test_an_entry_of_an_unregistered_type_is_a_miss_with_a_warning(tmp_path, monkeypatch):
     cache = PersistentCache(tmp_path, shipped=False)
     monkeypatch.setattr(entries, "type_name", lambda config: f"{HERE}.Fires")
     cache.put(KEY, Config(2))
@@ -467,7 +467,7 @@ def test_a_url_has_one_of_a_few_protocols(url, monkeypatch):
 
 
 class Bucket:
-    """What fsspec would make of a place that somebody hostile writes to."""
+    """Imitates fsspec's view of a place with a hostile writer."""
 
     protocol = "bucket"
 
@@ -502,7 +502,7 @@ def test_names_in_a_shared_place_name_no_files(tmp_path):
     assert (bucket.read, list(tmp_path.rglob("*"))) == ([], [])
 
 
-def test_what_is_fetched_of_a_shared_place_is_bounded_and_has_to_be_what_its_name_says(tmp_path):
+def test_downloads_from_a_shared_place_are_bounded_and_must_match_their_digest(tmp_path):
     small, large = (f"{digit * 32}.pack" for digit in "0f")
     bucket = Bucket(**{small: 10, large: packs.LARGEST + 1})
     layer = layer_over(tmp_path, bucket)
@@ -531,7 +531,7 @@ def test_a_url_is_shown_without_its_secrets(tmp_path):
     assert "secret" not in f"{cache!r} {cache.shared[0]} {Store(url)!r} {cache.shared[0].copy.folder}"
 
 
-def test_who_writes_the_folder_chooses_the_configuration(tmp_path):
+def test_writers_of_the_folder_choose_the_configuration(tmp_path):
     """Among those that the kernel's type accepts."""
     inv = Invocation(kernel=takes, args=(X,))
     cache = PersistentCache(tmp_path, shipped=False)
@@ -542,14 +542,14 @@ def test_who_writes_the_folder_chooses_the_configuration(tmp_path):
         assert ConfigSelectorChain(persistent=cache).resolve(inv, takes).source == "heuristic"
 
 
-def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
+def test_a_result_of_an_unregistered_type_is_an_error(monkeypatch):
     monkeypatch.setattr(result, "type_name", lambda config: f"{HERE}.Fires")
     text = AutotuningResult("cpu", (Entry(KEY.op, KEY.call, Config(2)),)).dumps()
     with pytest.raises(ConfigError, match="files may name here"):
         AutotuningResult.loads(text)
 
 
-def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
+def test_a_decision_has_a_registered_type(monkeypatch):
     class Untyped(Kernel):
         def run(self, x, *, cfg):
             return x
@@ -566,7 +566,7 @@ def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
         agreement.decoded("untyped", decision, inv)
 
 
-def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):
+def test_a_log_of_an_unregistered_type_is_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "type_name", lambda config: f"{HERE}.Fires")
     store = MeasurementStore(tmp_path)
     store.save(Autotuner(rounds=1, warmup=1).tune(Invocation(kernel=takes, args=(jnp.ones(4),)), takes))
@@ -585,16 +585,16 @@ def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     assert len(calls_in_bundle(folder).calls) == 1
 
 
-def test_a_program_that_is_a_link_is_not_read(tmp_path):
+def test_a_linked_program_is_not_read(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"code")
     (tmp_path / "000-0000.bin").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CandidateError, match="not a regular file but a link"):
         CodeFile(tmp_path / "000-0000.bin", digest_of(b"code")).read()
 
 
-def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):
+def test_a_bundle_of_unregistered_types_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bundles, "type_name", lambda config: f"{HERE}.Fires")
-    with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # what was written is read
+    with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # it reads its own output
         compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), tmp_path / "bundle")
 
 
@@ -632,11 +632,12 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     )
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
-        ("cli/sources.py", "importlib.import_module"),  # our own modules
+        ("cli/sources.py", "importlib.import_module"),  # our modules only
         ("cli/programs.py", "importlib.import_module"),  # our own modules, and those that the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("testing/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("testing/forms.py", "pickle.loads"),  # the same
+        ("ops/utils/services.py", "importlib.import_module"),  # one of our own modules, by a fixed name
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/messages.py", "pickle.loads"),  # between a process and its own child, or an executor's
@@ -649,14 +650,14 @@ def test_only_these_places_turn_names_or_bytes_into_code():
 def test_loaded_modules_are_not_searched_by_a_files_names():
     users = {str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if "sys.modules" in file.read_text("utf-8")}
     assert users == {
-        "cli/app.py",  # whether our own errors were imported yet
+        "cli/app.py",  # whether our errors module was imported yet
         "ops/core/hooks.py",  # where an instance is kept, to be pickled by name
         "ops/utils/values/nameable.py",  # where annotations of registered classes are to be resolved
         "ops/utils/values/signature.py",  # whether a value has the name that it says it has
     }
 
 
-def test_what_is_described_is_what_may_be_read():
+def test_only_readable_values_are_described():
     """The two directions speak of the same names."""
     for value in (swish, by_default, Mode.SAFE, Options(2.0, Nested()), jnp.tanh, jax.lax.Precision.HIGHEST):
         description = called_with(describe(value))

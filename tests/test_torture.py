@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torture finds what is planted: for each guarantee one defect that breaks it, and the program says so."""
+"""The torture finds planted defects: one for each guarantee, and the program reports it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def loud_again(monkeypatch):
-    """What is damaged is warned of nowhere, while it is damaged on purpose."""
+    """Silence warnings during deliberate damage, and restore them."""
     monkeypatch.delenv("EJKERNEL_OPS_STAMP", raising=False)
     with warnings.catch_warnings():
         yield
@@ -58,16 +58,16 @@ def kinds(tally):
     return {(found.kind, found.where) for found in tally.findings}
 
 
-# --- what files hold ---
+# --- content of files ---
 
 
-def test_a_digest_that_is_not_checked_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_unchecked_digest(budget, tally, monkeypatch):
     monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(2000, only=("entry",)), tally)
     assert ("wrong", "entry") in kinds(tally)
 
 
-def test_a_reader_that_raises_what_it_does_not_say_and_one_that_hangs_are_found(budget, tally, monkeypatch):
+def test_the_torture_finds_undeclared_errors_and_hanging_readers(budget, tally, monkeypatch):
     monkeypatch.setattr(part, "PATIENCE", 0.01)
     Judge.judge(judge(tally, lambda raw: raw[0]), 7, b"", sealed=False)
     Judge.judge(judge(tally, lambda raw: threading.Event().wait()), 8, b"", sealed=False)
@@ -81,7 +81,7 @@ def judge(tally, read):
     return Judge(made, tally)
 
 
-def test_what_is_of_no_legal_form_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_illegal_forms(budget, tally, monkeypatch):
     monkeypatch.setattr("benchmarks.torture.formats.decoded", lambda entry, cfg_type: entry.config)
     monkeypatch.setattr("benchmarks.torture.formats._is_tile", _has_fields)
     fuzzing.mutation(budget(300, only=("entry",)), tally)
@@ -103,21 +103,21 @@ def test_the_same_seed_and_number_make_the_same_input(budget):
     assert budget(1, seed=1).random("a").random() != budget(1).random("a").random()
 
 
-def test_nothing_is_found_in_what_is_there(budget, tally):
+def test_the_torture_finds_nothing_without_a_planted_defect(budget, tally):
     fuzzing.damage(budget(20), tally)
     bombs.bombs(budget(100, only=("entry",), folder=budget(1).folder / "bombs"), tally)
     assert tally.findings == []
     assert tally.counts["entry"] > 40
 
 
-def test_without_atheris_it_is_said_that_nothing_was_guided(budget, tally, monkeypatch):
+def test_without_atheris_guided_fuzzing_is_reported_as_left_out(budget, tally, monkeypatch):
     monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
     fuzzing.guided(budget(1), tally)
     assert "atheris is not installed" in tally.left_out[0]
     assert runs_of("#2\tINITED cov: 3\n#4096\tpulse  cov: 5\nDone 5000 runs in 3 second(s)\n") == 5000
 
 
-# --- what is around them ---
+# --- environment of files ---
 
 
 def not_atomic(file, text, *, durable=True, root=None):
@@ -129,26 +129,26 @@ def not_atomic(file, text, *, durable=True, root=None):
                 raise OSError("the disk is full")
 
 
-def test_files_that_are_not_replaced_in_one_step_are_found(budget, tally, monkeypatch):
+def test_the_torture_finds_files_not_replaced_atomically(budget, tally, monkeypatch):
     monkeypatch.setattr(persistent, "write_file", not_atomic)
     surroundings.disks(budget(8), tally)
     assert ("lost", "a limit of a file's size") in kinds(tally)
 
 
-def test_what_waits_for_a_pipe_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_a_read_that_waits_for_a_pipe(budget, tally, monkeypatch):
     monkeypatch.setattr(part, "PATIENCE", 0.2)
     monkeypatch.setattr("ejkernel.ops.config._files._READ", os.O_RDONLY)
     surroundings.places(budget(None, only=("a pipe as entry",)), tally)
     assert ("hang", "a pipe as entry") in kinds(tally)
 
 
-def test_an_order_that_trusts_the_clock_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_order_that_trusts_the_clock(budget, tally, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.autotuner.store.measurements._after", lambda stamp: "20000101T000000")
     surroundings.clocks(budget(3), tally)
     assert ("wrong", "clock") in kinds(tally)
 
 
-def test_what_a_killed_process_was_told_and_is_not_there_is_found(tmp_path):
+def test_the_torture_finds_a_lost_acknowledged_put(tmp_path):
     plan = Plan(folder=str(tmp_path), seed=0, processes=1, operations=100, every=10)
     writer = Writer(plan, 0, {})
     for number in range(100):
@@ -165,7 +165,7 @@ def test_what_a_killed_process_was_told_and_is_not_there_is_found(tmp_path):
 
 
 def older(found):
-    """Return what was put under the same key before."""
+    """Return the previous entry under the same key."""
     from benchmarks.torture.crashes import _OWN, _content
 
     return _content(found["writer"], found["number"] - _OWN, len(found["padding"]))
@@ -178,8 +178,8 @@ def older(found):
         "exchange.FolderPlace._check = lambda place, members, rivals: None",
     ],
 )
-def test_a_command_that_removes_or_replaces_what_it_has_not_judged_is_found(tmp_path, defect):
-    """In a process of its own, which forks before JAX has threads."""
+def test_the_torture_finds_a_command_that_removes_or_replaces_unjudged_files(tmp_path, defect):
+    """Runs in a new process, which forks before JAX has threads."""
     program = (
         "import json, sys, time\n"
         "from benchmarks.torture.upkeep import Plan, torture\n"
@@ -193,7 +193,7 @@ def test_a_command_that_removes_or_replaces_what_it_has_not_judged_is_found(tmp_
     assert json.loads(done.stdout)["problems"][0].startswith("lost: ")
 
 
-def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_tracebacks_and_terminal_codes_of_a_command(budget, tally, monkeypatch):
     monkeypatch.setattr(commands, "main", lambda words: 1 // (len(words) - 2))
     commands.commands(budget(40), tally)
     assert kinds(tally) == {("uncaught", "command line")}
@@ -202,14 +202,14 @@ def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, 
         commands.status_of(["show"])
 
 
-def test_an_overlay_that_is_not_in_force_is_found(budget, tally, monkeypatch):
+def test_the_torture_finds_an_ignored_overlay(budget, tally, monkeypatch):
     monkeypatch.setattr(threads, "overlay_cache", lambda entries: contextlib.nullcontext())
     threads.threads(budget(160), tally)
     assert kinds(tally) == {("wrong", "threads")}
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
-def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeypatch):
+def test_the_torture_finds_and_ends_a_process_left_behind(budget, tally, monkeypatch):
     monkeypatch.setattr(candidates, "_LEAVE", 0.0)
     # By the shell alone: while a process becomes another program, its environment cannot be read.
     ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -222,7 +222,7 @@ def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeyp
 
 
 def save_unmeasured(folder, number):
-    """Have a chain save what a search found that ended before the winner was measured."""
+    """Have a chain save the result of a search that ended before the winner was measured."""
     inv, config = searches.call(number), searches.Candidate("", 2)
     heuristic = Outcome(config=searches.HEURISTIC, status="measured", measurement=Measurement(samples=(2.0,)))
     outcomes = (heuristic, Outcome(config=config, status="skipped"))
@@ -237,7 +237,7 @@ def save_unmeasured(folder, number):
         chain.search(inv, searches.INTERRUPTED)
 
 
-def test_a_winner_that_was_never_measured_is_found_in_the_cache(tmp_path, tally, monkeypatch):
+def test_the_torture_finds_an_unmeasured_winner_in_the_cache(tmp_path, tally, monkeypatch):
     save_unmeasured(tmp_path, 0)
     searches.check(tmp_path, 0, None, tally)
     assert (tally.findings, tally.counts["entries that were saved"]) == ([], 0)  # the library saves no such winner
@@ -253,7 +253,7 @@ def test_a_winner_that_was_never_measured_is_found_in_the_cache(tmp_path, tally,
 # --- the program ---
 
 
-def test_what_is_found_is_told_with_the_command_that_repeats_it_and_kept(monkeypatch, capsys, tmp_path):
+def test_findings_are_printed_with_the_command_that_repeats_them_and_saved(monkeypatch, capsys, tmp_path):
     def broken(budget, tally):
         tally.counts["tries"] += 5
         tally.found("lost", "it's gone", 3, "it is not there")
@@ -287,7 +287,7 @@ def totals():
     return json.loads((ROOT / "benchmarks/results/torture.json").read_text())["totals"]
 
 
-def test_each_guarantee_stands_beside_the_figures_of_its_part():
+def test_each_guarantee_has_the_figures_of_its_part():
     found = rows("docs/guarantees.md")
     assert {name.strip("`") for _, name, *_ in found} == set(program.PARTS)
     for _, name, tried, *kinds in found:
@@ -301,7 +301,7 @@ def shown(counts):
     return {"inputs": sum(counts.values())} if "entry" in counts else counts
 
 
-def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
+def test_each_kind_of_content_has_its_number_of_attempts(tmp_path):
     for kind, *figures in rows("SECURITY.md"):
         parts = ("damage", "mutation", "guided", "bombs")
         counts = [totals()[part]["counts"].get(kind.strip("`"), 0) for part in parts]
@@ -309,7 +309,7 @@ def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
     assert {kind.strip("`") for kind, *_ in rows("SECURITY.md")} == set(formats(tmp_path))
 
 
-def test_the_guarantees_name_tests_that_there_are():
+def test_the_guarantees_name_existing_tests():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")))
     defined = {
         name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())
@@ -318,7 +318,7 @@ def test_the_guarantees_name_tests_that_there_are():
     assert named <= defined
 
 
-def test_what_was_found_is_repeated_by_its_number(budget, tally, monkeypatch):
+def test_a_finding_is_repeated_by_its_number(budget, tally, monkeypatch):
     monkeypatch.setattr(serialize, "_is_whole", lambda raw, form: True)
     fuzzing.damage(budget(None, only=("result",)), tally)
     found, again = tally.findings[3], Tally("part")

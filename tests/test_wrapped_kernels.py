@@ -41,7 +41,7 @@ def gmm(kernels):
 
 @pytest.fixture
 def hopper(kernels, monkeypatch):
-    """The Hopper kernel, which asks which CUDA there is even where it is only lowered."""
+    """The Hopper kernel, which queries the CUDA version even for lowering."""
     try:
         module = kernels._hopper()
     except ImportError as error:
@@ -86,7 +86,7 @@ def test_the_grouped_product_is_tuned_on_such_groups(gmm):
     assert list(best) == ["tiling"]
 
 
-def test_splash_tunes_forward_and_backward_over_blocks_of_their_own(kernels, splash):
+def test_splash_tunes_forward_and_backward_over_separate_blocks(kernels, splash):
     step, args = kernels.splash_step()
     calls = {inv.direction: inv for inv in discover(step, *args)}
     forward, backward = (list(candidates_of(splash, calls[direction])) for direction in ("fwd", "bwd"))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is promised of files, processes and threads on hostile days, tried: `python -m benchmarks.torture`."""
+"""Tests of the promises about files, processes and threads under hostile conditions: `python -m benchmarks.torture`."""

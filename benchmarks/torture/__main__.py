@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try to break what the library promises: `python -m benchmarks.torture [PART...]`.
+"""Try to break the library's promises: `python -m benchmarks.torture [PART...]`.
 
-Parts that have a number of things to try end when they have tried them; each of the others runs for as long as
-`--seconds` says, or until it has had so many `--inputs` of each kind. With the same `--seed` all of it is the same
-again, but for the moments at which processes are killed and threads switched. What must not be is printed with the
-command that repeats it, and makes the exit status 1.
+Parts with a fixed number of cases end after the last. The others run for `--seconds`, or for `--inputs` inputs of each
+kind. The same `--seed` repeats everything except the moments of kills and thread switches. Each violation is printed
+with the command that repeats it, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ PARTS: Final[dict[str, Part]] = {
     "candidates": candidates.candidates,
     "searches": searches.searches,
 }
-NUMBERED: Final = {"places", "clocks", "damage", "bombs", "mutation", "commands"}  # whose inputs are alone repeated
-SHORT: Final = {  # what all of it takes a minute with
+NUMBERED: Final = {"places", "clocks", "damage", "bombs", "mutation", "commands"}  # can repeat a single input
+SHORT: Final = {  # about a minute for all parts together
     "crashes": 100,
     "upkeep": 30,
     "disks": 20,
@@ -66,7 +65,7 @@ def run(name: str, budget: Budget) -> Tally:
 
 
 def repeats(part: str, finding: Finding, seed: int) -> str:
-    """Return the command that repeats what was found."""
+    """Return the command that repeats a finding."""
     whole = f"python -m benchmarks.torture {part} --seed {seed}"
     if part not in NUMBERED:
         return whole
@@ -74,7 +73,7 @@ def repeats(part: str, finding: Finding, seed: int) -> str:
 
 
 def shown(tally: Tally, seed: int) -> str:
-    """Return what a part has counted and found, for people."""
+    """Return a part's counts and findings as text."""
     counts = ", ".join(f"{count:,} {what}" for what, count in sorted(tally.counts.items()))
     lines = [f"{tally.part}: {len(tally.findings)} found in {tally.seconds:.0f} s; {counts or 'nothing was tried'}"]
     lines += [f"  left out: {why}" for why in tally.left_out]

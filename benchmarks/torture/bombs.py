@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content that is small for its writer and large for its reader: deep, long, many, or compressed."""
+"""Content that is small to write and large to read: deep, long, many, or compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.torture.fuzzing import Judge
 from benchmarks.torture.material import quiet
 from benchmarks.torture.part import Budget, Tally
 
-_MOST_MEMORY: Final = 2 << 30  # bytes that a reader may take; the largest file that is read has half of it
+_MOST_MEMORY: Final = 2 << 30  # bytes for a reader; twice the size of the largest file
 
 
 def _zip(size: int) -> bytes:
@@ -64,12 +64,12 @@ BOMBS: Final[dict[str, Callable[[int], bytes]]] = {
     "gzip": lambda size: gzip.compress(b"\0" * size * 50),
     "zip": _zip,
 }
-_ABOUT: Final = 1000  # more than there are of one kind of content
+_ABOUT: Final = 1000  # an upper bound for the contents of one kind
 _SIZES: Final = {"small": 1 << 16, "large": 3 << 20}
 
 
 def bombs(budget: Budget, tally: Tally) -> None:
-    """Have each reader read each of them, by itself, sealed, and in the place of a value."""
+    """Feed each content to each reader: alone, sealed, and in the place of a value."""
     quiet()
     for format in formats(budget.folder).values():
         if budget.only and format.name not in budget.only:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates that die in every way, in searches whose own process is killed while they do.
+"""Candidates that die in every way, in searches that are killed at random moments.
 
-No process may be left behind, what was stored must be whole, and a search that is let go to its end must find the one
-candidate that is right and fast.
+No process may stay behind, stored files must be intact, and a complete search must find the only candidate that is
+correct and fast.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 
 _MARK: Final = "TORTURE_MARK"
-_LEAVE: Final = 60.0  # seconds after which a process whose parent is gone ought to be gone too
+_LEAVE: Final = 60.0  # seconds in which a process must end after its parent
 _LAST: Final = 900.0  # seconds that a search to its end may take
 _CHILD: Final = "import sys; from benchmarks.torture.candidates import search; search(sys.argv[1])"
 
 
 class Dying(Faulty):
-    """Its candidates die in every way that there is."""
+    """A kernel with candidates that die in every way."""
 
     kinds = (
         *("abort", "exit", "abort while tracing", "memory", "nan", "wrong", "terabyte", "wrong gradient"),
@@ -51,7 +51,7 @@ DYING: Final = Dying("dying")
 
 
 def search(folder: str) -> None:
-    """Tune, store what is found, and print it."""
+    """Tune, save the result, and print it."""
     quiet()
     run = AdaptiveTimeout(first=120.0, least=2.0, factor=5.0)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
@@ -88,7 +88,7 @@ def _started(folder: Path, mark: str) -> subprocess.Popen[str]:
 
 
 def _check(folder: Path, mark: str, number: int, tally: Tally) -> None:
-    """Tell of processes that are left, and of files that are not whole."""
+    """Report processes left behind, and damaged files."""
     end = time.monotonic() + _LEAVE
     while (left := _marked(mark)) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines of all kinds: an answer, or a message and a status, and never a traceback.
+"""Command lines of all kinds: the result is an answer, or a message and a status, never a traceback.
 
-Words name only what lies in a folder of ours, and no module that there is: a command that removes files may come out.
+Words name only files in our folder, and no existing module, since a random command may remove files.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def status_of(words: Sequence[str], *, printable: bool = True) -> int:
 
     Args:
         words: The command line.
-        printable: Whether what is printed must be; of wrong usage, the user's own words are shown.
+        printable: Whether to check the output; messages about wrong usage show the user's own words.
 
     Raises:
-        AssertionError: there is no such status, or what is printed would drive a terminal.
+        AssertionError: The status is undocumented, or the output contains control characters.
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that put and get, side by side in one folder, and are killed at random moments.
+"""Processes that put and get in the same folder, and are killed at random moments.
 
-What a process was told to be stored must be there afterwards, or something later; what any process reads must be whole,
-of the right key, and not older than what it had been told before. They are forked from one that has imported the
-library, and no JAX threads: `python -m benchmarks.torture.crashes` is that process.
+Every put that was reported as stored must still be readable, or a later one. Every read must return a complete entry of
+the right key, not older than the last reported put. The processes are forked from one that has imported the library
+without JAX's threads: `python -m benchmarks.torture.crashes`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PUT_OWN, _PUT_SHARED, _GET_OWN, _GET_SHARED = range(4)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is done.
+    """The parameters of one run.
 
     Attributes:
-        folder: The cache's.
-        seed: What is put and when it is killed.
-        processes: How many there are at a time.
-        operations: Of each: puts and gets.
-        every: Operations of all, about, after which one of the processes is killed.
+        folder: The cache's folder.
+        seed: Determines entries and kills.
+        processes: Number of concurrent processes.
+        operations: Puts and gets per process.
+        every: Average number of operations, of all processes, between two kills.
     """
 
     folder: str
@@ -63,23 +63,23 @@ def _content(writer: int, number: int, size: int) -> dict[str, Any]:
 
 
 def is_whole(found: Any) -> bool:
-    """Return whether a configuration is one that was put."""
+    """Return whether a configuration was put by one of the processes."""
     return bool(found == _content(found["writer"], found["number"], len(found["padding"])))
 
 
 def _operation(plan: Plan, index: int, number: int) -> tuple[random.Random, int]:
-    """Return what a process does at that number, with chance for the rest."""
+    """Return the kind of operation with this number, and the source of randomness for its details."""
     chance = random.Random(f"{plan.seed} {index} {number}")
     return chance, chance.randrange(_GET_SHARED + 1)
 
 
 class Writer:
-    """One of the processes.
+    """One writing and reading process.
 
     Args:
-        plan: What is done.
-        index: Which it is.
-        acknowledged: Of each of its own keys, the number of the last put that it was told is stored.
+        plan: The parameters of the run.
+        index: The number of the process.
+        acknowledged: For each own key, the number of the last put reported as stored.
     """
 
     def __init__(self, plan: Plan, index: int, acknowledged: dict[int, int]) -> None:
@@ -87,7 +87,7 @@ class Writer:
         self._cache = PersistentCache(plan.folder, shipped=False)
 
     def do(self, number: int) -> None:
-        """Do the operation of that number; the same in whatever process it is done again."""
+        """Do the operation of that number; a replacement process repeats it identically."""
         chance, kind = _operation(self._plan, self._index, number)
         size, own = chance.choice((0, 10, 1000, 20_000)), number % _OWN
         if kind == _PUT_OWN:
@@ -105,10 +105,10 @@ class Writer:
                 raise AssertionError(f"wrong: read {str(found)[:200]}")
 
     def check(self, own: int, found: Any, limit: int) -> None:
-        """Raise unless what was found under one of its own keys is what must be there.
+        """Raise unless `found`, read under one of its own keys, is as it must be.
 
         Raises:
-            AssertionError: it is lost, or something else.
+            AssertionError: The entry is lost or wrong.
         """
         least = self._acknowledged.get(own)
         if found is None:
@@ -127,7 +127,7 @@ def _run(writer: Writer, numbers: range, tell: int) -> None:
             for number in numbers:
                 writer.do(number)
                 os.write(tell, number.to_bytes(_TELLING))
-    except BaseException as error:  # noqa: BLE001 - the process has nobody else to tell it
+    except BaseException as error:  # noqa: BLE001 - reported through the pipe
         os.write(tell, b"!" * _TELLING + f"{type(error).__name__}: {error}".encode()[:3000])
         os._exit(1)
     os._exit(0)
@@ -137,23 +137,23 @@ def _run(writer: Writer, numbers: range, tell: int) -> None:
 
 
 class Child:
-    """One of the processes, and those that take its place.
+    """One process and its replacements after kills.
 
     Args:
-        plan: What is done.
-        index: Which it is.
+        plan: The parameters of the run.
+        index: The number of the process.
     """
 
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
         self.acknowledged: dict[int, int] = {}
-        self.done = 0  # operations that were told of
+        self.done = 0  # reported operations
         self.error = ""
         self._rest = b""
         self.pid = self.descriptor = -1
 
     def start(self) -> None:
-        """Go on behind what was told of."""
+        """Continue after the last reported operation."""
         self.descriptor, tell = os.pipe()
         self.pid = os.fork()
         if not self.pid:
@@ -161,7 +161,7 @@ class Child:
         os.close(tell)
 
     def read(self) -> bool:
-        """Read what the process tells; return whether it is still there."""
+        """Read the process's reports; return whether it is still running."""
         chunk = os.read(self.descriptor, 1 << 16)
         self._rest += chunk
         while len(self._rest) >= _TELLING and not self._rest.startswith(b"!"):
@@ -184,7 +184,7 @@ class Child:
 
 
 def torture(plan: Plan) -> dict[str, Any]:
-    """Run all of them to their end, and return what was seen."""
+    """Run all processes to their end, and return operations, kills and problems."""
     chance = random.Random(plan.seed)
     children = [Child(plan, index) for index in range(plan.processes)]
     selector = selectors.DefaultSelector()
@@ -197,7 +197,7 @@ def torture(plan: Plan) -> dict[str, Any]:
     while selector.get_map() and not problems:
         ready = selector.select(timeout=60.0)
         if not ready and time.monotonic() - last > 60.0:
-            problems.append("hang: nobody has told anything for a minute")
+            problems.append("hang: no process has reported anything for a minute")
         for key, _ in ready:
             child, last = key.data, time.monotonic()
             before = child.done
@@ -223,7 +223,7 @@ def torture(plan: Plan) -> dict[str, Any]:
 
 
 def _left(plan: Plan, children: list[Child]) -> list[str]:
-    """Return what is wrong with what is there in the end."""
+    """Return the problems of the final content."""
     problems = []
     cache = PersistentCache(plan.folder, shipped=False)
     with warnings.catch_warnings(record=True) as caught:
@@ -248,15 +248,15 @@ def _left(plan: Plan, children: list[Child]) -> list[str]:
 
 
 def main() -> None:
-    """Do what the plan on the command line says, and print what was seen."""
+    """Run the plan on the command line, and print the result."""
     print(json.dumps(torture(Plan(**json.loads(sys.argv[1])))))
 
 
 def started(plan: Plan) -> dict[str, Any]:
-    """Run `torture` in a process of its own.
+    """Run `torture` in a new process.
 
     Raises:
-        RuntimeError: it did not come to its end.
+        RuntimeError: The process failed.
     """
     command = [sys.executable, "-m", "benchmarks.torture.crashes", json.dumps(dataclasses.asdict(plan))]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

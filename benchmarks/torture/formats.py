@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each kind of file with its reader, and what the reader says that it may raise.
+"""Each kind of file with its reader, and the errors that the reader may raise.
 
-Where a file ends with a digest, or has digests inside, `seal` makes content that was changed whole again, as whoever
-may write the file can. What is then read may be anything of the right form; what was not sealed again must be refused,
-or be read as what was written.
+If a file ends with a digest, or contains digests, `seal` computes them again after a change, as anyone with write
+access can. Sealed content may be read as anything of the right form; content that was not sealed must be refused, or
+be read as originally written.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Format:
     """A kind of file.
 
     Attributes:
-        name: What it is called.
-        originals: Content as it is written.
-        read: Reads content as its user does, and returns what it stands for, in a form that can be compared.
-        declared: What `read` says that it may raise.
-        seal: Makes changed content whole again; `None` where there is no digest.
-        is_json: How many JSON values there are: one, or one a line; `""` if it is no JSON.
-        is_exact: Whether there are digests that tell each change of content.
-        in_parts: Whether what is read is a list, of which damage may leave some.
-        legal: Whether something may come of content that was changed, and sealed again if it can be.
+        name: Its name in reports.
+        originals: Valid contents.
+        read: Reads content as its user does, and returns a comparable result.
+        declared: The errors that `read` may raise.
+        seal: Computes digests of changed content again; `None` if the format has none.
+        is_json: `"one"` JSON value, or one on each of the `"lines"`; `""` if not JSON.
+        is_exact: Whether digests detect each change of content.
+        in_parts: Whether `read` returns a list, and damage may remove some of its items.
+        legal: Whether changed content, sealed again, may be read as this result.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Format:
 
 
 class Readers:
-    """Readers of content, as files where their users have them in files.
+    """Readers of content, from files if their users read files.
 
     Args:
-        files: What is read over; their places are used for what is read.
+        files: Valid files; the readers overwrite them.
     """
 
     def __init__(self, files: Files) -> None:
@@ -121,12 +121,12 @@ class Readers:
         return found
 
     def pack(self, raw: bytes) -> Any:
-        """Check a pack that was fetched under its name."""
+        """Check a downloaded pack against the digest in its name."""
         packs.check(self.files.pack.name, raw)
         return raw
 
     def copy(self, raw: bytes) -> Any:
-        """Look a key up in the copy of a shared cache, and merge and compare all that is there."""
+        """Look a key up in the copy of a shared cache, and merge and compare its entries."""
         self.files.pack.write_bytes(raw)
         copy = LocalCopy(self.files.pack.parent)
         entries = copy.find(self.key)
@@ -162,7 +162,7 @@ class Readers:
 
 
 def formats(folder: Path) -> dict[str, Format]:
-    """Return all formats; their readers keep what they read in a folder."""
+    """Return all formats; their readers use files in a folder."""
     files = write(folder / "files")
     readers = Readers(files)
     return {format.name: format for format in (*_sealed(files, readers), *_others(files, readers))}
@@ -177,7 +177,7 @@ def _is_tile(config: object) -> bool:
 
 
 def _sealed(files: Files, readers: Readers) -> Iterator[Format]:
-    """Yield what ends with a digest, or has some inside."""
+    """Yield formats that end with a digest, or contain digests."""
     inv, key = files.inv, files.inv.key
     entry = (files.entry.read_bytes(),)
     one: Any = {"seal": sealed_member, "is_json": "one"}
@@ -217,7 +217,7 @@ def _sealed(files: Files, readers: Readers) -> Iterator[Format]:
 
 
 def _others(files: Files, readers: Readers) -> Iterator[Format]:
-    """Yield what is held to a digest that is elsewhere, or to none."""
+    """Yield formats without digests, or with the digest elsewhere."""
     yield Format(name="pack", originals=(files.pack.read_bytes(),), read=readers.pack, declared=_UNUSABLE)
     yield Format(
         name="machine code",
@@ -255,7 +255,7 @@ def _others(files: Files, readers: Readers) -> Iterator[Format]:
         name="environment",
         originals=(variables.encode(),),
         read=readers.environment,
-        declared=(ConfigError, RuntimeError),  # RuntimeError: `~` of a user that there is not
+        declared=(ConfigError, RuntimeError),  # RuntimeError: `~` of an unknown user
         is_exact=False,
     )
 

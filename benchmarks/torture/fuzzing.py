@@ -21,11 +21,11 @@ from benchmarks.torture.part import Budget, Tally
 
 
 class Judge:
-    """What a reader may make of content.
+    """Judges the results of one reader.
 
     Args:
-        format: What is read.
-        tally: Where it is told.
+        format: The format and its reader.
+        tally: Receives the findings.
     """
 
     def __init__(self, format: Format, tally: Tally) -> None:
@@ -33,10 +33,10 @@ class Judge:
         self._tally = tally
         self._answers = [format.read(raw) for raw in format.originals]
         self._parts = [part for answer in self._answers for part in answer] if format.in_parts else []
-        assert all(map(format.legal, self._answers))  # or nothing that is found means anything
+        assert all(map(format.legal, self._answers))  # otherwise findings would mean nothing
 
     def judge(self, number: int, raw: bytes, *, sealed: bool) -> None:
-        """Have the content read, and tell of whatever must not be."""
+        """Have the content read, and report any violation."""
         format = self.format
         answer = self._tally.try_(format.name, number, lambda: [format.read(raw)], format.declared)
         if answer is None:
@@ -83,7 +83,7 @@ def _damaged(originals: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def mutation(budget: Budget, tally: Tally) -> None:
-    """Have each reader read content that was changed at random."""
+    """Feed randomly changed content to each reader."""
     judges = _judges(budget, tally)
     others = [raw for judge in judges for raw in judge.format.originals]
     for judge in judges:
@@ -95,7 +95,7 @@ def mutation(budget: Budget, tally: Tally) -> None:
 
 
 def input_of(format: Format, random: random.Random, others: Sequence[bytes]) -> tuple[bytes, bool]:
-    """Return content that was changed, and whether it was sealed again."""
+    """Return changed content, and whether it was sealed again."""
     original = random.choice(format.originals)
     sealed = format.seal is not None and random.random() < 0.6
     body = body_of(original) if sealed else original

@@ -15,11 +15,11 @@ with atheris.instrument_imports(include=["ejkernel.ops", "ejkernel.cli"]):
     from benchmarks.torture.material import quiet
     from benchmarks.torture.part import Tally
 
-_PLAIN, _SEALED = b"\0", b"\1"  # how an input begins: whether its digests are to be made right
+_PLAIN, _SEALED = b"\0", b"\1"  # first byte of an input: whether to seal it
 
 
 def main(argv: list[str]) -> None:
-    """Fuzz until libFuzzer has had enough; what is found ends the process."""
+    """Fuzz until libFuzzer stops; a finding ends the process."""
     name, folder, *options = argv
     quiet()
     place = Path(folder)

@@ -128,7 +128,7 @@ def _write_pack(cache: PersistentCache, key: ConfigKey, folder: Path) -> None:
 
 
 def _write_bundle(folder: Path, inv: Invocation[Any, Any]) -> None:
-    """Write a bundle, whose program is none: reading it runs nothing."""
+    """Write a bundle with a dummy program; reading it runs nothing."""
     folder.mkdir()
     code = b"machine code"
     (folder / "000-0000.bin").write_bytes(code)
@@ -157,5 +157,5 @@ def _write_programs(folder: Path) -> None:
 
 
 def quiet() -> None:
-    """Have no warning shown: what is damaged is warned of, each file once."""
+    """Silence warnings: the library warns once for each damaged file."""
     warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content that is nearly right: bytes that are changed, cut and mixed, and JSON with any value in any place."""
+"""Content that is nearly right: bytes changed, cut and mixed, and JSON with any value in any place."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def mutated(random: random.Random, raw: bytes, others: Sequence[bytes]) -> bytes
     """Return bytes with one change, or a few.
 
     Args:
-        random: Where chance comes from.
-        raw: What is changed.
-        others: What pieces may come from.
+        random: Source of randomness.
+        raw: The bytes to change.
+        others: Sources of foreign pieces.
     """
     for _ in range(random.choice((1, 1, 1, 2, 4, 16))):
         raw = random.choice(_CHANGES)(random, raw, others)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of the torture: what it may spend, what it counts, and what it finds."""
+"""A part of the torture: its budget, counts and findings."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MOST: Final = 20  # findings of a part; a defect has many faces
 
 
 class HangError(BaseException):
-    """Something did not come back. Not an `Exception`: whoever catches those must not catch this."""
+    """An operation did not return. Not an `Exception`, so that code under test does not catch it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a part may spend, and what its inputs are made of.
+    """The budget of a part, and the source of its inputs.
 
     Attributes:
-        seconds: When to stop, where `inputs` does not say it.
-        inputs: How many inputs of each kind; `None`: as many as there is time for.
-        seed: What all inputs are made of: the same seed and number make the same input.
-        first: The number of the first input, to go on from, or to repeat one.
+        seconds: Time limit, unless `inputs` is given.
+        inputs: Inputs of each kind; `None`: as many as the time allows.
+        seed: Determines all inputs: the same seed and number make the same input.
+        first: The number of the first input, to continue from, or to repeat one.
         folder: An empty folder.
-        only: The kinds of input that are wanted; all, if there are none.
+        only: Kinds of input to try; empty means all.
     """
 
     seconds: float
@@ -46,11 +46,11 @@ class Budget:
     only: tuple[str, ...] = ()
 
     def random(self, *names: object) -> random.Random:
-        """Return a source of numbers for what has these names; the same names give the same numbers."""
+        """Return a random source for these names; the same names give the same numbers."""
         return random.Random(f"{self.seed} {names}")
 
     def chosen(self, count: int) -> range:
-        """Return the numbers of those that are tried, of so many: all, or as many as `inputs` says, spread evenly."""
+        """Return the numbers of the cases to try, out of `count`: all, or as many as `inputs` says, spread evenly."""
         if self.inputs is None or self.first:
             return range(self.first, count if self.inputs is None else min(count, self.first + self.inputs))
         return range(0, count, max(1, count // max(1, self.inputs)))
@@ -65,13 +65,13 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that must not be.
+    """A violation of a promise.
 
     Attributes:
         kind: One of `KINDS`.
         where: The kind of input.
         number: The number of the input.
-        what: What happened.
+        what: A description.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What a part has counted and found."""
+    """The counts and findings of a part."""
 
     part: str
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -99,7 +99,7 @@ class Tally:
     def try_(
         self, where: str, number: int, do: Callable[[], _T], declared: tuple[type[BaseException], ...] = ()
     ) -> _T | None:
-        """Return what `do` returns, or `None` if it raises what it says that it may raise; all else is a finding."""
+        """Return the result of `do`, or `None` if it raises a declared error; other errors are findings."""
         try:
             with within(PATIENCE):
                 return do()
@@ -109,7 +109,7 @@ class Tally:
             raise
         except HangError as error:
             self.found("hang", where, number, last_lines(error))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody said that it would come
+        except BaseException as error:  # noqa: BLE001 - any undeclared error is a finding
             self.found("uncaught", where, number, last_lines(error))
         return None
 
@@ -128,12 +128,12 @@ Part = Callable[[Budget, Tally], None]
 
 
 def last_lines(error: BaseException) -> str:
-    """Return what was raised, and where."""
+    """Return the error's type, message and innermost frames."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     try:
         text = str(error)
-    except Exception as why:  # noqa: BLE001 - an error that cannot say what it is
+    except Exception as why:  # noqa: BLE001 - an error with a broken `__str__`
         text = f"(no words: {type(why).__name__})"
     return f"{type(error).__name__}: {text[:300]} [{places}]"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches that are cut short: by their budget, by Ctrl-C, by the death of their worker or of their own process.
 
-Among the candidates are wrong, crashing and hanging ones. After each search every saved entry must name a candidate
-that was measured, is right, and beat the heuristic in the same search; each call is searched for several times, so
-that an earlier entry is there to be kept.
+Some candidates are wrong, crash or hang. After each search, every saved entry must name a candidate that was measured,
+is correct, and beat the heuristic in the same search. Each call is searched several times, so that earlier entries
+exist and must be kept.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SEARCHES: Final = 4  # of each call, one after the other
 _ENDS: Final = ("the budget", "Ctrl-C", "a killed worker", "a killed process")
 _FAULTS: Final = ("wrong", "wrong", "raise", "abort", "exit", "never")
 _CHILD: Final = "import sys; from benchmarks.torture.searches import serve; serve(sys.argv[1])"
-_START: Final = 120.0  # seconds in which the process that searches must have started
+_START: Final = 120.0  # seconds for the searching process to start
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration: what goes wrong, and how much work it does."""
+    """A configuration: its fault, and its amount of work."""
 
     kind: str = ""
     repeats: int = 0
@@ -53,7 +53,7 @@ HEURISTIC: Final = Candidate(repeats=200)
 
 
 class Interrupted(Kernel[Candidate, jax.Array]):
-    """`x`, by way of `repeats` products; the call's `number` says which candidates there are."""
+    """`x`, by way of `repeats` products; the call's `number` selects the candidates."""
 
     def run(self, x: jax.Array, *, number: int, cfg: Candidate) -> jax.Array:
         """Return `x`."""
@@ -66,7 +66,7 @@ class Interrupted(Kernel[Candidate, jax.Array]):
         return x * 1.01 if cfg.kind == "wrong" else x
 
     def reference(self, x: jax.Array, *, number: int) -> jax.Array:
-        """Return what is right."""
+        """Return the reference result."""
         return x
 
     def heuristic_cfg(self, inv: Invocation[Candidate, jax.Array]) -> Candidate:
@@ -108,7 +108,7 @@ def call(number: int) -> Invocation[Candidate, jax.Array]:
 
 
 def serve(folder: str) -> None:
-    """Search for what standard input asks, `number budget` a line, and answer each line when the search is over."""
+    """Read `number budget` lines from standard input, run these searches, and answer each line when it ends."""
     from ejkernel.ops.autotuner.process.worker import worker_session
 
     quiet()
@@ -125,7 +125,7 @@ def serve(folder: str) -> None:
 def search(folder: str, number: int, budget: float) -> None:
     """Search for the configuration of a call; no budget is 0."""
     policy = AutotunePolicy(isolate=True, budget_s=budget or None)
-    run = AdaptiveTimeout(first=10.0, least=1.0)  # what hangs is given up soon
+    run = AdaptiveTimeout(first=10.0, least=1.0)  # give up hanging candidates soon
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
         ConfigCache(),
         PersistentCache(folder, shipped=False),
@@ -193,7 +193,7 @@ def _workers(parent: int) -> list[int]:
 
 
 def searches(budget: Budget, tally: Tally) -> None:
-    """Cut searches short, and look at what they have saved."""
+    """Cut searches short, and check the saved entries."""
     quiet()
     folder = budget.folder / "cache"
     folder.mkdir()
@@ -244,7 +244,7 @@ def saved(folder: Path, number: int) -> StoredEntry | None:
 
 
 def check(folder: Path, number: int, before: StoredEntry | None, tally: Tally) -> None:
-    """Tell of an entry that is gone, or that names a candidate which is not measured, right and confirmed."""
+    """Report lost entries, and entries that name a candidate not measured, correct and confirmed."""
     entry = tally.try_("searches", number, lambda: saved(folder, number))
     if entry is None:
         if before is not None:
@@ -259,7 +259,7 @@ def check(folder: Path, number: int, before: StoredEntry | None, tally: Tally) -
 
 
 def faults(entry: StoredEntry) -> Sequence[str]:
-    """Return what is wrong with a saved entry."""
+    """Return the faults of a saved entry."""
     measured, config = dict(entry.measured or {}), entry.config
     winner, standing = measured.get("winner") or {}, measured.get("standing") or {}
     is_heuristic = config == dataclasses.asdict(HEURISTIC)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is around the files: processes that are killed, disks that are full, folders that are somebody else's, clocks.
+"""The environment of the files: killed processes, full disks, folders of other users, clocks.
 
-What cannot be stored is kept in memory, what was there before stays there whole, and nobody waits for what is no file.
+If a value cannot be stored, it stays in memory and the earlier file stays intact. Reading something that is not a
+regular file never blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def crashes(budget: Budget, tally: Tally) -> None:
         tally.found(kind if kind in ("lost", "hang", "wrong") else "uncaught", "puts and gets", 0, problem)
 
 
-# --- disks that are full, folders that are not ours ---
+# --- full disks, folders of other users ---
 
 
 def _stored(cache: PersistentCache, number: int) -> None:
@@ -68,7 +69,7 @@ def _stored(cache: PersistentCache, number: int) -> None:
 
 
 def _check_stored(folder: Path, before: int, cache: PersistentCache, now: int) -> str:
-    """Return what is wrong after something was put that may not have been stored; `""` if nothing is."""
+    """Return the problem after a put that may have failed to store, or `""`."""
     key = call().key
     on_disk, told = PersistentCache(folder, shipped=False).get(key, Tile), cache.get(key, Tile)
     if on_disk not in (Tile(before), Tile(now)):
@@ -80,7 +81,7 @@ def _check_stored(folder: Path, before: int, cache: PersistentCache, now: int) -
 
 
 def disks(budget: Budget, tally: Tally) -> None:
-    """Write where there is no room, and where nobody may."""
+    """Write to full disks and to folders without write permission."""
     quiet()
     _limited(budget, tally)
     _full(budget, tally)
@@ -158,13 +159,13 @@ def _not_writable(budget: Budget, tally: Tally) -> None:
                 tally.found("lost", where, number, f"{folder}: {cache.get(call().key, Tile)}")
             tally.try_(where, number, functools.partial(_stored, cache, 8))
             if cache.get(call().key, Tile) != Tile(8):
-                tally.found("lost", where, number, f"{folder} has not what was put")
+                tally.found("lost", where, number, f"{folder} has lost the new entry")
             for words in _READING:
                 tally.try_(where, number, functools.partial(status_of, [*words, "--cache", str(folder)]))
             tally.counts[where] += 1
     os.chmod(ours, 0o755)
     if PersistentCache(ours, shipped=False).get(call().key, Tile) != Tile(7):
-        tally.found("lost", where, 0, "what may not be written has changed")
+        tally.found("lost", where, 0, "a read-only entry has changed")
 
 
 _READING: Final = (
@@ -177,7 +178,7 @@ _READING: Final = (
 
 @contextlib.contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Have the rights of nobody, where this is the superuser, who may write everywhere."""
+    """Drop the superuser's rights, which allow writing everywhere."""
     if os.geteuid():
         yield
         return
@@ -189,7 +190,7 @@ def _as_nobody() -> Iterator[None]:
 
 
 def _bundles(budget: Budget, tally: Tally) -> None:
-    """Write bundles where there is no room: an error that says so, and nothing is left of it."""
+    """Write bundles to a full disk: the result is a clear error and no leftover files."""
     where = "a bundle on a full disk"
     target = Target.named("here")
     for number in range(min(4, budget.inputs or 4)):
@@ -207,7 +208,7 @@ def _tell(tally: Tally, where: str, number: int, problem: str) -> None:
         tally.found(problem.partition(":")[0], where, number, problem)
 
 
-# --- what is no file ---
+# --- nodes that are not regular files ---
 
 
 def _remove(place: Path) -> None:
@@ -256,11 +257,11 @@ NODES: Final[dict[str, Callable[[Path], Any]]] = {
 
 
 def places(budget: Budget, tally: Tally) -> None:
-    """Put whatever a file system has in the place of each file and each folder."""
+    """Replace each file and each folder by every other kind of file-system node."""
     quiet()
     whole = write(budget.folder / "whole")
     os.chmod(budget.folder, 0o755)
-    # of what is named on the command line, a pipe is waited for
+    # a pipe named on the command line blocks by design
     cases = [case for case in itertools.product(NODES, _places(whole)) if case != ("a pipe", "shapes")]
     for number in budget.chosen(len(cases)):
         name, place = cases[number]
@@ -331,11 +332,11 @@ def _read_all(files: Files, where: str, number: int, tally: Tally) -> None:
 
 
 def _write_again(files: Files, where: str, number: int, tally: Tally) -> None:
-    """Store over what is there, and find it."""
+    """Store over the replaced nodes, and read the result."""
     cache = PersistentCache(files.cache.path, shipped=False)
     tally.try_(where, number, lambda: _stored(cache, 3))
     if tally.try_(where, number, lambda: cache.get(files.inv.key, Tile)) != Tile(3):
-        tally.found("lost", where, number, "what was put is not there")
+        tally.found("lost", where, number, "the new entry is not there")
     folder = str(cache.path)
     for words in (["cache", "prune", "--unreadable"], ["cache", "clear", "--yes"]):
         tally.try_(where, number, functools.partial(status_of, [*words, "--cache", folder]))
@@ -371,7 +372,7 @@ def _stopped(time: datetime.datetime) -> Callable[[], datetime.datetime]:
 
 
 def _under(folder: Path, times: list[datetime.datetime], number: int, tally: Tally, chance: Any) -> None:
-    """Store one thing after the other, each at its time; the last is what is read."""
+    """Store several entries, each at its own time; reading must return the last."""
     inv = call()
     for at, time in enumerate(times):
         cache = PersistentCache(folder, shipped=False, clock=_stopped(time))

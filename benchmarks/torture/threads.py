@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that resolve calls, under overlays of their own, while others change the caches under them.
+"""Threads that resolve calls, under their own overlays, while others change the caches.
 
-What a thread's overlay says is what the thread gets; without one, a thread gets something that was put for the call, or
-the heuristic, and never another call's.
+A thread gets the configuration of its overlay; without an overlay, a configuration that was put for the call or the
+heuristic, never another call's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ejkernel.ops import (
 )
 
 _THREADS: Final = 8
-_MORE: Final = 300.0  # seconds after which a thread that was to end hangs
+_MORE: Final = 300.0  # seconds until an unfinished thread counts as hanging
 _CALLS: Final = 5
 _PER_CALL: Final = 1000  # rows of a configuration say which call it is for
 
@@ -55,11 +55,11 @@ class Subject:
         self.jitted = jax.jit(lambda x: self.executor(DOUBLE, x))
 
     def is_for(self, which: int, config: Tile) -> bool:
-        """Return whether a configuration is one that somebody put for a call, or the heuristic's."""
+        """Return whether a configuration was put for this call, or is the heuristic's."""
         return config == Tile(1) or config.rows // _PER_CALL == which + 1
 
     def step(self, chance: random.Random) -> str:
-        """Do one of the things that a thread may do; return what is wrong."""
+        """Do one random operation of a thread; return the problem, or `""`."""
         which = chance.randrange(_CALLS)
         own = Tile(_PER_CALL * (which + 1) + chance.randrange(_PER_CALL))
         return chance.choice(_STEPS)(self, chance, which, own)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that remove, replace and share entries, beside processes that put and get, all killed at random moments.
 
-Writers put under keys of their own: first an old entry, which every command may remove or replace, then a new one,
-which none may. A new entry that was acknowledged must be there until its writer replaces it. Pushers push new entries
-to a shared cache that others merge and prune; an entry whose push has succeeded must be there, or a later one.
+Each writer has its own keys. It puts an old entry first, which every command may remove or replace, then a new one,
+which no command may touch: it must stay until its writer replaces it. Pushers push new entries to a shared cache that
+other processes merge and prune; after a successful push, the shared cache must have that entry or a later one.
 
 `python -m benchmarks.torture.upkeep` is the process that forks all of them: it has imported the library and started no
 threads of JAX.
@@ -37,7 +37,7 @@ from ejkernel.ops import PersistentCache
 from ejkernel.ops.config.shared.exchange import SharedPlace
 from ejkernel.ops.core.types import ConfigKey
 
-_WRITERS, _PUSHERS, _OWN = 4, 2, 6  # processes, and keys of each
+_WRITERS, _PUSHERS, _OWN = 4, 2, 6  # processes of each kind, and keys per process
 _EVERY: Final = 0.25  # seconds, about, between two kills
 _QUIET: Final = 60.0  # seconds without an acknowledgement that are a hang
 _TELLING: Final = 8  # bytes of an acknowledgement
@@ -46,13 +46,13 @@ _OLD: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is done.
+    """The parameters of one run.
 
     Attributes:
-        folder: Where all of it lies.
-        seed: What decides when which process is killed.
-        seconds: When it ends.
-        puts: After how many acknowledged puts it ends, if that is sooner.
+        folder: The folder of all files.
+        seed: Determines the kills.
+        seconds: Time limit.
+        puts: Acknowledged puts after which the run ends early.
     """
 
     folder: str
@@ -79,12 +79,12 @@ def _put(folder: str, key: ConfigKey, content: Any, *, speedup: float, is_old: b
 
 
 class Writer:
-    """A process that puts under keys of its own.
+    """A process that puts under its own keys.
 
     Args:
-        plan: What is done.
-        index: Which it is.
-        acknowledged: The number of the last new entry of each key, but for the key that is being written.
+        plan: The parameters of the run.
+        index: The number of the process.
+        acknowledged: The number of the last new entry of each key, except the key being written.
     """
 
     def __init__(self, plan: Plan, index: int, acknowledged: dict[int, int]) -> None:
@@ -106,10 +106,10 @@ class Writer:
         self.acknowledged[own] = number
 
     def check(self) -> None:
-        """Raise unless all that was acknowledged is there.
+        """Raise unless all acknowledged entries are there.
 
         Raises:
-            AssertionError: something is lost.
+            AssertionError: An entry is lost.
         """
         for own, number in self.acknowledged.items():
             found = self._cache.get(self.key(own))
@@ -119,7 +119,7 @@ class Writer:
 
 
 class Pusher(Writer):
-    """A process that pushes entries of a folder of its own to a shared cache."""
+    """A process that pushes entries of its own folder to a shared cache."""
 
     def do(self, number: int) -> None:
         """Push a new entry."""
@@ -141,7 +141,7 @@ class Pusher(Writer):
 
 
 class Reader:
-    """A process that reads what the writers put."""
+    """A process that reads the writers' entries."""
 
     def __init__(self, plan: Plan) -> None:
         self._cache = PersistentCache(plan.cache, shipped=False)
@@ -156,7 +156,7 @@ class Reader:
                 continue
             if not is_whole(entry.config):
                 raise AssertionError(f"wrong: read {str(entry.config)[:200]}")
-            step = entry.config["number"] // 2  # a writer that is killed does its last step again
+            step = entry.config["number"] // 2  # a killed writer repeats its last step
             if step < self._last.get(key, -1):
                 raise AssertionError(f"lost: {key} was {self._last[key]}, and is {step}")
             self._last[key] = step
@@ -176,7 +176,7 @@ def run(*words: str) -> None:
 
 
 def _jobs(plan: Plan) -> dict[str, Callable[[int], object]]:
-    """Return what the other processes do, again and again."""
+    """Return the repeated commands of the other processes."""
     cache, rival, team = ("--cache", plan.cache), f"{plan.folder}/rival", plan.url("team")
     found: dict[str, tuple[str, ...]] = {
         "prune": ("prune", "--older-than", "52w", *cache),
@@ -199,11 +199,11 @@ def _run_once(words: tuple[str, ...], number: int) -> None:
 
 
 class Child:
-    """A process, and those that take its place when it is killed.
+    """A process and its replacements after kills.
 
     Args:
-        name: What it does.
-        make: Returns what does one step, given what was acknowledged.
+        name: The kind of process.
+        make: Returns the function for one step, given the acknowledged entries.
     """
 
     def __init__(self, name: str, make: Callable[[dict[int, int]], Callable[[int], object]]) -> None:
@@ -214,7 +214,7 @@ class Child:
         self.pid = self.descriptor = -1
 
     def start(self) -> None:
-        """Go on behind what was acknowledged."""
+        """Continue after the last acknowledged entry."""
         self.descriptor, tell = os.pipe()
         self.pid = os.fork()
         if not self.pid:
@@ -223,7 +223,7 @@ class Child:
         self._rest = b""
 
     def read(self) -> bool:
-        """Read what the process tells; return whether it is still there."""
+        """Read the process's reports; return whether it is still running."""
         chunk = os.read(self.descriptor, 1 << 16)
         self._rest += chunk
         while len(self._rest) >= _TELLING and not self._rest.startswith(b"!"):
@@ -258,7 +258,7 @@ def _serve(
                 do(number)
                 os.write(tell, number.to_bytes(_TELLING))
                 number += 1
-    except BaseException as error:  # noqa: BLE001 - the process has nobody else to tell it
+    except BaseException as error:  # noqa: BLE001 - reported through the pipe
         os.write(tell, b"!" * _TELLING + f"{type(error).__name__}: {error}".encode()[:3000])
     os._exit(1)
 
@@ -283,7 +283,7 @@ def _doing(job: Callable[[int], object], acknowledged: dict[int, int]) -> Callab
 
 
 def _prepare(plan: Plan) -> None:
-    """Make what `pull` and `merge` bring: better than old entries, and worse than new ones."""
+    """Make entries for `pull` and `merge`: better than old entries, and worse than new ones."""
     for index in range(_WRITERS):
         for own in range(_OWN):
             key = ConfigKey("gpu", "own@v0", f"{index}-{own}")
@@ -295,7 +295,7 @@ def _prepare(plan: Plan) -> None:
 
 
 def torture(plan: Plan) -> dict[str, Any]:
-    """Run all of them, and return what was seen."""
+    """Run all processes, and return counts and problems."""
     _prepare(plan)
     chance, children, selector = random.Random(plan.seed), list(_children(plan)), selectors.DefaultSelector()
     for child in children:
@@ -319,7 +319,7 @@ def torture(plan: Plan) -> dict[str, Any]:
                 child.start()
                 selector.register(child.descriptor, selectors.EVENT_READ, child)
         if time.monotonic() - last > _QUIET:
-            problems.append(f"hang: no process has told anything for {_QUIET:g} s")
+            problems.append(f"hang: no process has reported anything for {_QUIET:g} s")
         if time.monotonic() > next_kill:
             child = chance.choice(children)
             os.kill(child.pid, signal.SIGKILL)
@@ -334,7 +334,7 @@ def _problem(child: Child) -> str:
 
 
 def _stopped(selector: selectors.BaseSelector) -> list[str]:
-    """Kill all processes, and return what they still had to tell."""
+    """Kill all processes, and return the problems in their last reports."""
     left: list[Child] = [key.data for key in selector.get_map().values()]
     for child in left:
         os.kill(child.pid, signal.SIGKILL)

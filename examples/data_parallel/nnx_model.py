@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer in Flax NNX whose attention and norms are ejkernel's; nothing in it knows of devices."""
+"""A transformer in Flax NNX with ejkernel's attention and norms; its code does not mention devices."""
 
 from __future__ import annotations
 

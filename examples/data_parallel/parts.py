@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both models are made of: their size, the mesh, where arrays are, and two attentions to choose from."""
+"""Shared by both models: their sizes, the mesh, the shardings of arrays, and two attentions to choose from."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a transformer over a mesh, with ejkernel's attention and with JAX's, in turns.
+"""Train a transformer over a mesh, with ejkernel's attention and with JAX's, interleaved.
 
     python examples/data_parallel/run.py --library equinox --data 2 --model 1
 
-Examples are divided over `data`, heads and hidden units over `model`; there is no `shard_map`, and the models know
-nothing of devices. Needs `equinox`, or `flax` with `--library nnx`.
+Examples are divided over `data`, heads and hidden units over `model`, without `shard_map` and without any code for
+devices in the models. Needs `equinox`, or `flax` with `--library nnx`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(library: str, size: Size, data: int, model: int, steps: int) -> dict[s
 
 
 def main() -> int:
-    """Print what came out; 1 if the losses disagree."""
+    """Train, print the result, and return 1 if the losses disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=("equinox", "nnx"), default="equinox")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")

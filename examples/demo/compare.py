@@ -73,7 +73,7 @@ def say(text: str) -> None:
 
 
 def build(name: str, operations: Operations, model: Model, cache: Path | None = None) -> Build:
-    """Compile the training step, with the configurations saved in the folder `cache`, if there is one."""
+    """Compile the training step, with the configurations saved in the folder `cache` if given."""
     say(f"compiling: {name}")
     persistent = None if cache is None else PersistentCache(cache)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=persistent)
@@ -98,7 +98,7 @@ def build(name: str, operations: Operations, model: Model, cache: Path | None = 
 def baseline(name: str, operations: Operations, model: Model, deadline: float) -> Build:
     """Compile a build of JAX alone; one that cannot be compiled here in time says why."""
     if time.monotonic() > deadline:
-        return Build(name=name, missing="not compared: there was no time left to compile it")
+        return Build(name=name, missing="not compared: no time left to compile it")
     try:
         return build(name, operations, model)
     except Exception as error:  # noqa: BLE001 - JAX raises many types for a call that cuDNN does not support
@@ -106,7 +106,7 @@ def baseline(name: str, operations: Operations, model: Model, deadline: float) -
 
 
 def drop_too_large(builds: Sequence[Build], limit: int | None) -> None:
-    """Drop the builds whose step needs more memory than `limit` bytes, beside the state of the other builds."""
+    """Drop the builds that do not fit: step and the state of all other builds need more than `limit` bytes."""
     states = {each.name: sum(leaf.nbytes for leaf in jax.tree.leaves(each.state)) for each in builds}
     for each in builds:
         needed = each.needed_bytes + sum(states.values()) - states[each.name]
@@ -130,7 +130,7 @@ def summary(builds: Sequence[Build], model: Model) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "rounds": found.rounds,
         "tokens": model.tokens,
-        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens",
+        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens, {model.vocabulary:,} words",
         "missing": {each.name: each.missing for each in builds if each.compiled is None},
         "seconds": found.seconds,
         "middle half of the tuned steps": found.middle[TUNED],

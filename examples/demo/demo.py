@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".demo-cache"
 TARGET = "train:training_step"
 LIMIT = 240.0  # seconds for the whole demo
-BUDGET = 30  # seconds for the search of each of the four calls
+BUDGET = 25  # seconds for the search of each of the five calls
 COMPARING = 75.0  # seconds that tuning leaves for the comparison
 END = 15.0  # seconds that a process gets to end
 STOPPED = 130  # exit status of `ejkernel tune` after SIGINT
@@ -104,7 +104,7 @@ def losses_agree(losses: dict[str, list[float]]) -> bool:
     apart = max(abs(a - b) / abs(b) for each in losses.values() for a, b in zip(each, first, strict=True))
     word = "agree" if agree else "DO NOT AGREE"
     tuned = losses["tuned"]
-    print(f"  Losses {word}: {tuned[0]:.3f} to {tuned[-1]:.3f} nats per byte in {len(tuned)} steps, {apart:.0e} apart.")
+    print(f"  Losses {word}: {tuned[0]:.3f} to {tuned[-1]:.3f} nats per word in {len(tuned)} steps, {apart:.0e} apart.")
     return agree
 
 

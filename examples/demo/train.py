@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level language model that trains on packed documents: ordinary JAX that calls two ejkernel operations.
+"""A word-level language model that trains on packed documents: ordinary JAX that calls three ejkernel operations.
 
 Documents of all lengths share a sequence, and no document sees another. Nothing in this file knows about
-configurations; `ejkernel tune train:training_step` finds the calls by itself. `PLAIN` and `CUDNN` compute the same two
-operations with JAX alone, as baselines.
+configurations; `ejkernel tune train:training_step` finds the calls by itself. `PLAIN` and `CUDNN` compute the same
+three operations with JAX alone, as baselines.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,22 +20,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import flash_attention, rms_norm
+from ejkernel.modules import flash_attention, linear_cross_entropy, rms_norm
 
-VOCABULARY = 256  # bytes
 Params = dict[str, Any]
 
 
 class Operations(NamedTuple):
-    """The two operations that a model is made with.
+    """The three operations that a model is made with.
 
     Attributes:
         attention: Of query, key, value, the number of every position's document, and the soft cap of the logits.
         norm: Of activations and weight.
+        loss: Mean cross entropy of activations, the embedding, the next words (negative ones do not count), and the
+            scale of the logits.
     """
 
     attention: Callable[..., jax.Array]
     norm: Callable[..., jax.Array]
+    loss: Callable[..., jax.Array]
 
 
 def _ejkernel_attention(
@@ -70,9 +74,22 @@ def _plain_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return (wide * scale * weight).astype(x.dtype)
 
 
-EJKERNEL = Operations(attention=_ejkernel_attention, norm=rms_norm)
-PLAIN = Operations(attention=_plain_attention, norm=_plain_norm)
-CUDNN = Operations(attention=_cudnn_attention, norm=_plain_norm)  # NVIDIA GPUs only
+def _ejkernel_loss(x: jax.Array, embedding: jax.Array, labels: jax.Array, scale: float) -> jax.Array:
+    loss: jax.Array = linear_cross_entropy(x, embedding, labels, transpose_weight=True, logits_scale=scale)
+    return loss
+
+
+def _plain_loss(x: jax.Array, embedding: jax.Array, labels: jax.Array, scale: float) -> jax.Array:
+    logits = jnp.einsum("bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32) * scale
+    counted = labels >= 0
+    at_labels = jnp.take_along_axis(logits, jnp.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - at_labels
+    return jnp.sum(losses, where=counted) / jnp.sum(counted)
+
+
+EJKERNEL = Operations(attention=_ejkernel_attention, norm=rms_norm, loss=_ejkernel_loss)
+PLAIN = Operations(attention=_plain_attention, norm=_plain_norm, loss=_plain_loss)
+CUDNN = Operations(attention=_cudnn_attention, norm=_plain_norm, loss=_plain_loss)  # NVIDIA GPUs only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,9 +102,10 @@ class Model:
         heads: Attention heads; `width` is a multiple of it.
         groups: Heads of keys and values; `heads` is a multiple of it, and `None` means as many.
         batch: Sequences a step.
-        seq: Bytes a sequence.
-        longest: Bytes after which a document is cut.
-        dtype: What the blocks compute in; parameters and the loss are float32.
+        seq: Words a sequence.
+        longest: Words after which a document is cut.
+        vocabulary: Rows of the embedding and of the output layer, which share it; the texts have about 4,300 words.
+        dtype: Dtype of the blocks' arithmetic; parameters and the loss are float32.
         cap: Soft cap of the attention's logits.
     """
 
@@ -97,6 +115,7 @@ class Model:
     batch: int
     seq: int
     longest: int
+    vocabulary: int
     dtype: Any
     groups: int | None = None
     cap: float | None = None
@@ -109,12 +128,12 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """Bytes of one step."""
+        """Words of one step."""
         return self.batch * self.seq
 
 
-SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, dtype=jnp.float32)
-LARGE = Model(layers=8, width=1024, heads=8, batch=4, seq=8192, longest=2048, dtype=jnp.bfloat16)
+SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, vocabulary=8192, dtype=jnp.float32)
+LARGE = Model(layers=8, width=1024, heads=8, batch=4, seq=8192, longest=2048, vocabulary=50_304, dtype=jnp.bfloat16)
 # For accelerators with less memory than plain JAX needs for LARGE: (batch, seq), the largest first.
 SIZES = ((4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048))
 # Plain JAX keeps the logits of all layers for the backward: 6.5 bytes for each, measured on an H200.
@@ -125,8 +144,8 @@ class Batch(NamedTuple):
     """Sequences of one step, `[batch, seq + 1]` each.
 
     Attributes:
-        tokens: Bytes.
-        documents: The number of every byte's document in its sequence.
+        tokens: Numbers of words.
+        documents: The number of every word's document in its sequence.
     """
 
     tokens: jax.Array
@@ -136,7 +155,7 @@ class Batch(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What a step hands to the next: parameters, Adam's two moments and the number of steps so far."""
+    """The state of training: parameters, Adam's two moments and the number of steps so far."""
 
     params: Params
     mean: Params
@@ -167,9 +186,12 @@ def fitting_model(limit: int) -> Model:
 
 @functools.cache
 def texts() -> list[np.ndarray]:
-    """Return the bytes of the pages of `help()`, which come with every Python."""
+    """Return the words of the pages of `help()`, which come with every Python, numbered by frequency."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return [np.frombuffer(topics[name].encode(), np.uint8) for name in sorted(topics)]
+    pages = [re.findall(r"\w+| +|[^\w ]", topics[name]) for name in sorted(topics)]
+    counts = collections.Counter(word for page in pages for word in page)
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common())}
+    return [np.array([numbers[word] for word in page], np.int32) for page in pages]
 
 
 def batch_of(model: Model, index: int) -> Batch:
@@ -207,7 +229,7 @@ def initial_state(model: Model, seed: int = 0) -> State:
         }
 
     params = {
-        "embedding": matrix(VOCABULARY, model.width),
+        "embedding": matrix(model.vocabulary, model.width) * (model.vocabulary / model.width) ** 0.5,
         "blocks": [block() for _ in range(model.layers)],
         "final_norm": jnp.ones(model.width),
     }
@@ -215,18 +237,15 @@ def initial_state(model: Model, seed: int = 0) -> State:
     return State(params=params, mean=zeros, square=zeros, count=jnp.zeros((), jnp.int32))
 
 
-def logits(model: Model, params: Params, tokens: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
-    """Return float32 scores `[batch, seq, 256]` for the byte after each of `tokens` (`[batch, seq]`)."""
-    # Casting here keeps the parameters, and so Adam's small updates, in float32.
-    weights = jax.tree.map(lambda leaf: leaf.astype(model.dtype), params)
+def activations(
+    model: Model, weights: Params, tokens: jax.Array, documents: jax.Array, operations: Operations
+) -> jax.Array:
+    """Return the output layer's input, `[batch, seq, width]`, for `tokens` (`[batch, seq]`)."""
     x = weights["embedding"][tokens] * model.width**0.5
     for block in weights["blocks"]:
         x = x + _attention(model, block, operations.norm(x, block["attention_norm"]), documents, operations)
         x = x + jax.nn.gelu(operations.norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
-    x = operations.norm(x, weights["final_norm"])
-    scores = jnp.einsum("bsd,vd->bsv", x, weights["embedding"], preferred_element_type=jnp.float32)
-    scale: float = model.width**-0.5
-    return scores * scale  # else the shared embedding would begin by repeating every byte, for certain
+    return operations.norm(x, weights["final_norm"])
 
 
 def _attention(model: Model, block: Params, x: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
@@ -248,11 +267,14 @@ def _rotate(x: jax.Array, half: int) -> jax.Array:
 
 
 def loss_of(model: Model, params: Params, batch: Batch, operations: Operations) -> jax.Array:
-    """Return the mean cross entropy, in nats per byte; the first byte of a document is not predicted."""
-    scores = jax.nn.log_softmax(logits(model, params, batch.tokens[:, :-1], batch.documents[:, :-1], operations))
-    losses = -jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+    """Return the mean cross entropy, in nats per word; the first word of a document is not predicted."""
+    # Casting here keeps the parameters, and so Adam's small updates, in float32.
+    weights = jax.tree.map(lambda leaf: leaf.astype(model.dtype), params)
+    x = activations(model, weights, batch.tokens[:, :-1], batch.documents[:, :-1], operations)
     within = batch.documents[:, :-1] == batch.documents[:, 1:]
-    return jnp.sum(losses * within) / jnp.sum(within)
+    labels = jnp.where(within, batch.tokens[:, 1:], -100)
+    # Unscaled logits of the shared embedding would begin by repeating every word, for certain.
+    return operations.loss(x, weights["embedding"], labels, model.width**-0.5)
 
 
 def step(
@@ -271,6 +293,6 @@ def step(
 def training_step(
     operations: Operations = EJKERNEL, model: Model | None = None
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """Return the step and arguments for it: what `ejkernel tune` asks for."""
+    """Return the step and its arguments, for `ejkernel tune`."""
     model = model or default_model()
     return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))

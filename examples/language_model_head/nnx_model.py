@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small language model in Flax NNX whose output layer is its embedding, and its loss with and without logits."""
+"""A small language model in Flax NNX with tied embeddings, and its loss with and without logits in memory."""
 
 from __future__ import annotations
 

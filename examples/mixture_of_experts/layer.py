@@ -41,7 +41,7 @@ class Products:
 
 
 def gated(rows: jax.Array, w: jax.Array, v: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return ejkernel's gated product, one kernel where there is one."""
+    """Return ejkernel's gated product, which has one kernel for both products where the device allows it."""
     return grouped_matmul(rows, w, sizes, activation="silu", gate=v)
 
 
@@ -69,7 +69,7 @@ def initial(size: Size, key: jax.Array) -> Weights:
 
 
 def experts(x: jax.Array, weights: Weights, chosen: int, products: Products) -> jax.Array:
-    """Return the sum of what `chosen` experts make of each token, `[tokens, width]`, weighted by the router."""
+    """Return the sum of the outputs of `chosen` experts for each token, `[tokens, width]`, weighted by the router."""
     tokens, width = x.shape
     scores = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32))
     share, expert = jax.lax.top_k(scores, chosen)
@@ -83,10 +83,10 @@ def experts(x: jax.Array, weights: Weights, chosen: int, products: Products) -> 
 
 
 def dense(x: jax.Array, weights: Weights) -> jax.Array:
-    """Return a layer without experts, whose gate, up and down are matrices."""
+    """Return the output of a layer without experts: gate, up and down are plain matrices."""
     return (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
 
 
 def _taken(rows: jax.Array, order: jax.Array) -> jax.Array:
-    """Return the rows in that order, in which none is twice: so their gradient is another order, and no sum."""
+    """Return a permutation of the rows. Rows do not repeat, so the gradient is a permutation too, not a sum."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a layer of experts with ejkernel's products and with JAX's, in turns, beside a dense layer of equal work.
+"""Train a layer of experts with ejkernel's products and with JAX's, interleaved, beside a dense layer of equal work.
 
     python examples/mixture_of_experts/run.py --library equinox
 
-Needs `equinox`, or `flax` with `--library nnx`; `--library plain` is a function of arrays. Who runs out of memory is
-left out, and what is left is compared: `jax.lax.ragged_dot` multiplies every row with every expert's matrix on a GPU.
+Needs `equinox`, or `flax` with `--library nnx`; `--library plain` is a function of arrays. Contenders that run out of
+memory are left out of the comparison: on a GPU, `jax.lax.ragged_dot` multiplies every row with every expert's matrix.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Model = tuple[Callable[[Any, jax.Array], jax.Array], Any]
 
 
 def models(library: str, size: Size) -> dict[str, Model]:
-    """Return what is compared: functions of parameters and tokens, and their first parameters."""
+    """Return the contenders: functions of parameters and tokens, and their initial parameters."""
     module = importlib.import_module(f"{library}_model")
     found = {name: module.model(size, products, jax.random.key(0)) for name, products in PRODUCTS.items()}
     return found | {"dense": dense_model(size)}
 
 
 def dense_model(size: Size) -> Model:
-    """Return a layer without experts in which each token meets as many weights."""
+    """Return a layer without experts that multiplies each token with as many weights."""
     hidden = size.chosen * size.hidden
     shapes = {"gate": (size.width, hidden), "up": (size.width, hidden), "down": (hidden, size.width)}
     weights = {
@@ -64,9 +64,9 @@ def training_step(function: Callable[[Any, jax.Array], jax.Array]) -> Callable[.
 
 
 def train(library: str, size: Size, steps: int, contenders: Sequence[str] = CONTENDERS) -> dict[str, Any]:
-    """Return losses, milliseconds a step, and the most memory that a step has, of all that are compared.
+    """Return losses, milliseconds per step and the memory of a step for each contender.
 
-    Of one whose program does not fit into memory it returns the reason, as `failed`.
+    If a program does not fit into memory, its row has only the reason, as `failed`.
     """
     x, target = (jax.random.normal(jax.random.key(i), (size.tokens, size.width)).astype(size.dtype) for i in (1, 2))
     found: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def train(library: str, size: Size, steps: int, contenders: Sequence[str] = CONT
 
 
 def bytes_of(program: jax.stages.Compiled) -> dict[str, int]:
-    """Return how much memory a program takes for what it is given, what it returns, and what it needs meanwhile."""
+    """Return the bytes of a program's arguments, results and temporary memory."""
     found = program.memory_analysis()
     if found is None:
         return {}
@@ -109,7 +109,7 @@ def bytes_of(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what there is to say of each that was compared."""
+    """Yield one line for each contender."""
     first = next((row["step_ms"] for row in result.values() if "step_ms" in row), 0.0)
     for name, row in result.items():
         if "failed" in row:
@@ -121,7 +121,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def disagreement(result: dict[str, Any], tolerance: float) -> str | None:
-    """Return what is wrong with the losses of the layers of experts; `None` if they are the same, or there is one."""
+    """Return a message if the losses of the two layers of experts disagree, else `None`."""
     losses = {name: result[name]["losses"] for name in PRODUCTS if "losses" in result.get(name, {})}
     if len(losses) > 1 and any(abs(a - b) > tolerance * abs(b) for a, b in zip(*losses.values(), strict=True)):
         return f"losses disagree: {losses}"
@@ -129,7 +129,7 @@ def disagreement(result: dict[str, Any], tolerance: float) -> str | None:
 
 
 def main() -> int:
-    """Print what came out; 1 if the losses disagree, or nothing ran."""
+    """Train, print the result, and return 1 if the losses disagree or nothing ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=("plain", "equinox", "nnx"), default="plain")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")

@@ -27,8 +27,17 @@ from train import Model, training_step
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, autotune, set_default_executor
 
 MODEL = Model(
-    layers=8, width=2048, heads=16, groups=8, batch=1, seq=8192, longest=2048, dtype=jnp.bfloat16, cap=50.0
-)  # a head size of 128
+    layers=8,
+    width=2048,
+    heads=16,  # of 128 features each
+    groups=8,
+    batch=1,
+    seq=8192,
+    longest=2048,
+    vocabulary=50_304,
+    dtype=jnp.bfloat16,
+    cap=50.0,
+)
 
 
 def main() -> int:

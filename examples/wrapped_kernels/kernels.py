@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three Pallas kernels that JAX ships, as ejkernel operations: each with the gradient that it comes with.
+"""Three Pallas kernels that JAX ships, as ejkernel operations, each with its own gradient.
 
     ejkernel tune examples/wrapped_kernels/kernels.py:grouped_step      # on a TPU
     ejkernel tune examples/wrapped_kernels/kernels.py:splash_step       # on a TPU
     ejkernel tune examples/wrapped_kernels/kernels.py:hopper_step       # on an H100 or H200
 
-The kernels are imported where they run, for each needs what not every machine has.
+The kernels are imported where they run, since each needs a device or package that other machines lack.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Call = Invocation[Any, Any]
 INTERPRET = jax.default_backend() == "cpu"  # the two for a TPU can be tried without one
 
 
-# --- megablox: `lhs`, whose rows are sorted into groups, each times the matrix of its group ---
+# --- megablox: rows of `lhs` are sorted into groups and multiplied with the matrix of their group ---
 
 
 def plain_gmm(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """What `gmm` computes."""
+    """Return the product that `gmm` computes, in plain JAX."""
     return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
 def group_sizes_that_add_up(inv: Call, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-    """Return arguments whose groups have all rows; made at random, they would have almost none."""
+    """Return arguments whose group sizes add up to all rows; random sizes would cover almost none."""
     lhs, rhs, group_sizes = inv.args
     rows, groups = lhs.shape[0], group_sizes.shape[0]
     ends = np.sort(rng.integers(0, rows + 1, groups - 1))
@@ -63,7 +63,7 @@ def gmm(
     return product
 
 
-# --- splash attention: the forward and its gradient have blocks of their own ---
+# --- splash attention: forward and gradient have separate block sizes ---
 
 
 @tune(
@@ -123,7 +123,7 @@ class HopperAttention(Kernel[Any, jax.Array]):
         return _hopper_config(block_q=64, block_kv=128)
 
     def config_space(self, inv: Call) -> Collection[Any]:
-        """What the forward looks at."""
+        """Configurations of the forward, by its own block sizes."""
         return [
             _hopper_config(block_q=q, block_kv=kv, max_concurrent_steps=steps)
             for q in (64, 128)
@@ -132,7 +132,7 @@ class HopperAttention(Kernel[Any, jax.Array]):
         ]
 
     def bwd_config_space(self, inv: Call) -> Collection[Any]:
-        """What the backward looks at."""
+        """Configurations of the backward, by its own block sizes."""
         return [
             _hopper_config(block_q=64, block_kv=128, backward=(q, kv, other_q, other_kv))
             for q, kv in ((64, 64), (64, 128), (128, 64))

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import types
 
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import main, rounds
+from ejkernel.cli import bench as cli_bench
+from ejkernel.cli import main, peaks, rounds
 from ejkernel.ops import Invocation, PersistentCache, default_executor
 
 PROGRAM = """
@@ -144,6 +147,25 @@ def test_an_operation_s_implementations_run_beside_its_reference(capsys):
     assert "implementation=xla" in found["builds"][1]["configurations"][0]
 
 
+def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, monkeypatch):
+    monkeypatch.setattr(peaks, "_least", lambda function, *args: 1.0)  # a millisecond for the product and for the copy
+    call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6", "--measure-peak"]
+    assert main(["bench", *call]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of roofline" in printed
+    assert "the call is limited by memory" in printed
+    assert "2.15 TFLOP/s and 134 GB/s (measured here" in printed
+    assert main(["bench", *call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"]["dtype"] == "float32"
+
+
+def test_without_a_known_peak_the_command_names_the_option(capsys):
+    assert main(["bench", "--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The peak of this device is not known; --measure-peak measures it." in printed
+    assert "of roofline" not in printed
+
+
 def test_a_round_runs_each_step_once_and_the_order_changes():
     order = []
     rounds.run_rounds([lambda n, name=name: order.append(name) for name in "abc"], 4)
@@ -174,7 +196,7 @@ def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline,
         (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
         (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
         (["step", "--op", "rms_norm"], 2, "pass one of MODULE:FUNCTION and --op."),
-        (["step", "--gradient"], 2, "--shape, --kwargs, --gradient and --import require --op."),
+        (["step", "--gradient"], 2, "--shape, --kwargs, --gradient, --measure-peak and --import require --op."),
         (["step", "--unit", "tokens"], 2, "--unit requires --per-step."),
         (["step", "--rounds", "5"], 2, "5 is not in the range x>=6."),
     ],
@@ -197,3 +219,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
 def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):
     assert main(["bench", "--op", *arguments]) == status
     assert message in capsys.readouterr().err
+
+
+def test_the_times_of_a_row_have_one_unit(monkeypatch):
+    monkeypatch.setattr(cli_bench, "peak_bytes", lambda compiled: None)
+    samples = [0.009, 0.009, 0.02, 0.02, 0.009, 0.02, 0.009, 0.02]
+    build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
+    cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
+    assert re.findall(r"[mu]s\b", " ".join(cells)) == ["us"] * 3

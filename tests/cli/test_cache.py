@@ -135,7 +135,7 @@ def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):
     assert found["unknown"]["space"] == 1  # of an entry set by hand
 
 
-def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, capsys, monkeypatch):
+def test_verify_checks_the_spaces_of_named_kernels(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     source = (
@@ -174,7 +174,7 @@ def test_prune_removes_entries_of_another_jax(clean, capsys, monkeypatch):
     assert len(written(clean)) == 1
 
 
-def test_prune_meets_all_that_is_asked(clean, capsys):
+def test_prune_combines_all_conditions(clean, capsys):
     assert "0 entries" in run(capsys, "prune", "--older-than", "30d", "--not-for-this-jax", cache=clean)[1]
 
 
@@ -187,7 +187,7 @@ def test_prune_removes_unusable_entries_on_request_and_keeps_foreign_files(folde
     assert (folder / "node_modules" / "left" / "package.json").exists()
 
 
-def test_clear_removes_all_that_is_ours_and_nothing_else(folder, capsys):
+def test_clear_removes_only_our_own_files(folder, capsys):
     damage(folder)
     (folder / "cpu" / "op").mkdir(parents=True)
     (folder / "cpu" / "op" / ".x.json.1-ab.tmp").write_text("")
@@ -221,7 +221,7 @@ def test_clear_does_not_ask_without_a_terminal(clean, capsys):
 
 
 @pytest.mark.parametrize("command", [["show"], ["cache", "list"], ["cache", "verify"], ["cache", "clear", "--yes"]])
-def test_a_path_that_is_no_folder_is_an_error(tmp_path, capsys, monkeypatch, command):
+def test_a_path_to_a_file_is_an_error(tmp_path, capsys, monkeypatch, command):
     (tmp_path / "file").write_text("")
     assert main([*command, "--cache", str(tmp_path / "file")]) == 2
     assert f"'{tmp_path / 'file'}' is a file" in capsys.readouterr().err
@@ -296,7 +296,7 @@ def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, m
 # --- concurrent processes, and links out of the folder ---
 
 
-def put_meanwhile(monkeypatch, folder, where, name):
+def put_concurrently(monkeypatch, folder, where, name):
     """Put a newer entry under the key of the old one when a function returns true."""
     usual = getattr(where, name)
 
@@ -310,18 +310,18 @@ def put_meanwhile(monkeypatch, folder, where, name):
 
 
 @pytest.mark.parametrize("words", [("prune", "--older-than", "30d"), ("clear", "--older-than", "30d", "--yes")])
-def test_an_entry_that_is_put_while_the_command_decides_stays(clean, capsys, monkeypatch, words):
-    put_meanwhile(monkeypatch, clean, commands.Wanted, "has")
+def test_an_entry_put_while_the_command_decides_stays(clean, capsys, monkeypatch, words):
+    put_concurrently(monkeypatch, clean, commands.Wanted, "has")
     status, out, err = run(capsys, *words, cache=clean)
     assert (status, "0 entries, 0 searches, 0 notes removed" in out) == (0, True)
     assert "1 file kept: replaced by another process during" in err
     assert PersistentCache(clean).get("gpu:some", "older@v0", "0123456789abcdef") == {"rows": 4}
 
 
-def test_an_entry_that_is_put_while_clear_asks_stays(clean, capsys, monkeypatch):
+def test_an_entry_put_while_clear_asks_stays(clean, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", _Terminal())
     monkeypatch.setattr("click.confirm", lambda *_, **__: True)
-    put_meanwhile(monkeypatch, clean, commands.click, "confirm")
+    put_concurrently(monkeypatch, clean, commands.click, "confirm")
     assert "1 entry, 1 search, 1 note removed" in run(capsys, "clear", cache=clean)[1]
     assert PersistentCache(clean).keys() == [("gpu:some", "older@v0", "0123456789abcdef")]
 
@@ -356,7 +356,7 @@ def test_nothing_is_removed_through_a_link(folder, tmp_path, capsys, words):
     assert (other / "missed").is_symlink()
 
 
-def test_verify_tells_of_links(folder, tmp_path, capsys):
+def test_verify_reports_links(folder, tmp_path, capsys):
     (folder / "linked").symlink_to(tmp_path)
     status, out, _ = run(capsys, "verify", cache=folder)
     assert (status, "linked: it is a link, and links inside a cache are not followed" in out) == (1, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune` across processes: bundles, interruptions, and what a program prints."""
+"""`ejkernel tune` across processes: bundles, interruptions, and the output of programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Config:
 
 
 class Noisy(Kernel[Config, jax.Array]):
-    """Adds ones, in as many steps as it is told; its integers have no gradient, which would be compiled."""
+    """Adds 1, after a loop of `repeats`; integers have no gradient, so only the forward is compiled."""
 
     def run(self, x, *, cfg):
         if os.environ.get("COMPILING_IS_FORBIDDEN"):
@@ -90,7 +90,7 @@ def long():
 '''
 
 
-# What a shell runs in the background, such as these tests, ignores Ctrl-C.
+# A shell's background jobs, e.g. these tests, ignore Ctrl-C.
 COMMAND = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -127,7 +127,7 @@ def run(folder, *arguments, **environment):
 COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output", "bundle")
 
 
-def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder):
+def test_a_second_process_measures_a_bundle_without_compiling(folder):
     status, out, err = run(folder, *COMPILE, "--compile-processes", "1")
     assert status == 0, err
     assert "2 ready, 1 failed" in out
@@ -155,7 +155,7 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     assert "--import" in err
 
 
-def test_several_devices_on_a_cpu_are_an_error_that_says_why(folder):
+def test_several_devices_on_a_cpu_are_an_error_with_the_reason(folder):
     status, out, err = run(folder, "tune", "prog:step", "--devices", "2")
     assert (status, out) == (1, "")
     assert "--devices 2 requires GPUs, got cpu:" in err
@@ -167,7 +167,7 @@ def test_several_devices_on_a_cpu_are_an_error_that_says_why(folder):
     [("--compile-processes", "1"), ("--in-process",)],
     ids=["in a worker and its compilers", "in this process"],
 )
-def test_what_a_program_prints_and_warns_of_goes_to_stderr(folder, mode):
+def test_output_and_warnings_of_a_program_go_to_stderr(folder, mode):
     status, out, err = run(folder, "tune", "prog:step", "--json", *mode)
     assert status == 0, err
     assert json.loads(out)["entries"][0]["config"] == {"repeats": 0}
@@ -205,7 +205,7 @@ def saved(folder):
 
 
 @pytest.mark.parametrize("mode", ["in a worker", "in this process"])
-def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_from(folder, mode):
+def test_ctrl_c_saves_the_best_so_far_and_the_next_search_continues_from_it(folder, mode):
     in_process = mode == "in this process"
     arguments = ("tune", "prog:long", *(("--in-process",) if in_process else ()))
     status, _, err = run(folder, *arguments, INTERRUPTED="self" if in_process else "parent")

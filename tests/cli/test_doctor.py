@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel doctor`: what people paste into a bug report."""
+"""`ejkernel doctor`: its text for a bug report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel explain` and `ejkernel list`, and what tables look like on a terminal."""
+"""`ejkernel explain` and `ejkernel list`, and the layout of tables on a terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.parametrize("name", ["EJKERNEL_ON_MISS", "EJKERNEL_STALE", "EJKERNEL_OPS_STAMP"])
-def test_a_bad_variable_is_told_before_the_program_begins(folder, capsys, monkeypatch, name):
+def test_a_bad_variable_is_reported_before_the_program_begins(folder, capsys, monkeypatch, name):
     monkeypatch.setenv(name, "banana")
     status, out, err = run(capsys, "explain", "explained_program:step", "--cache", "cache")
     assert (status, out) == (1, "")
@@ -131,7 +131,7 @@ def test_an_implementation_that_cannot_run_here_has_a_reason(monkeypatch, capsys
     assert callable(flash)
 
 
-def test_list_has_the_kernels_of_a_module_that_is_named(folder, capsys):
+def test_list_includes_the_kernels_of_a_named_module(folder, capsys):
     status, out, _ = run(capsys, "list", "--import", "explained_program")
     assert status == 0
     assert ["explained@v0", "run", "yes"] in [line.split() for line in out.splitlines()]
@@ -165,7 +165,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(folder, capsys, monkeypatch, co
 
 
 def on_a_terminal(columns, code):
-    """Return what a Python program prints on a terminal of so many columns."""
+    """Return the output of a Python program on a terminal with so many columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
@@ -202,5 +202,5 @@ def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
     assert "36m" not in plain
 
 
-def test_what_goes_to_a_pipe_is_whole():
+def test_output_to_a_pipe_is_complete():
     assert report.width() is None

@@ -98,7 +98,7 @@ jax.grad(loss, (0, 1))(jnp.ones((2, 8, 4)), jnp.ones((4, 16)), jnp.ones(16))
 
 
 def python(folder, *arguments, **environment):
-    """Run Python in a process of its own, in `folder`."""
+    """Run Python in a new process, in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -117,7 +117,7 @@ def tune(folder, *arguments, **environment):
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """A folder with the kernels, and with texts of a program that was lowered by another process."""
+    """A folder with the kernels, and with texts of a program lowered by another process."""
     folder = tmp_path_factory.mktemp("lowered")
     (folder / "my_kernels.py").write_text(KERNELS)
     (folder / "my_program.py").write_text(PROGRAM)
@@ -150,7 +150,7 @@ def test_a_fresh_process_lists_the_calls_of_a_file(folder, file):
     assert not (folder / "cache").exists()
 
 
-def test_what_a_fresh_process_tuned_is_what_the_program_uses(folder, lowered):
+def test_the_program_uses_configurations_tuned_by_another_process(folder, lowered):
     status, out, err = tune(folder, "program.mlir", *IMPORTS, "--budget", "20")
     assert status == 0, err
     assert "4 of 4 calls tuned" in err
@@ -164,7 +164,7 @@ def test_what_a_fresh_process_tuned_is_what_the_program_uses(folder, lowered):
     assert done.stdout.split() == ["persistent"] * 4, done.stderr
 
 
-def test_the_package_s_own_kernels_are_there_and_others_that_were_not_named_are_a_warning(folder):
+def test_the_package_s_kernels_are_found_and_unnamed_others_are_a_warning(folder):
     status, out, err = tune(folder, "program.mlir", "--dry-run")
     assert status == 0
     assert "rms_norm.bwd@v0" in out
@@ -207,13 +207,13 @@ def test_a_name_that_no_file_can_have_is_a_clear_error(tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize("words", [["tune", "~no-such-user/x.py:step"], ["cache", "merge", "~no-such-user/x"]])
-def test_a_home_that_nobody_knows_is_a_clear_error(capsys, words):
+def test_an_unknown_home_folder_is_a_clear_error(capsys, words):
     assert main(words) == 1
     assert "the home folder in '~no-such-user/x" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_what_is_no_file_is_not_read_as_a_program(tmp_path):
+def test_only_regular_files_are_read_as_programs(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ArgumentError, match="it is not a regular file"):
         calls_in_file(tmp_path / "pipe")
@@ -274,7 +274,7 @@ def test_missed_calls_are_tuned_by_another_process_and_their_notes_removed(folde
     assert notes(folder) == []
 
 
-def test_without_notes_there_is_nothing_to_tune(capsys):
+def test_without_notes_no_call_is_tuned(capsys):
     assert main(["tune", "--missed"]) == 0
     printed = capsys.readouterr()
     assert "Nothing to tune" in printed.out

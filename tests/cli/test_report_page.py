@@ -9,110 +9,18 @@ import hashlib
 import json
 import re
 import sys
-from html.parser import HTMLParser
 
 import jax
 import numpy as np
 import pytest
+from tests.cli.searches import HOSTILE, SCRIPT, Page, Reported, Tile, call, failed, found, measured, save
 
-from ejkernel.cli import main, report_page
-from ejkernel.ops import Cost, Kernel, PersistentCache
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.paired import compare
-from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
-from ejkernel.ops.autotuner.trials.status import Status
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.cli import main, report_data, report_page
+from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.view import Failures, Row
 
 pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
-
-SCRIPT = "<script>alert(1)</script>"
-HOSTILE = f"""{SCRIPT} "quoted" 'too' {{{{ 7*7 }}}} </td></table>"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    rows: int
-    order: str = "row"
-
-
-class Reported(Kernel[Tile, jax.Array]):
-    """Its cost is known."""
-
-    def run(self, x, *, cfg):
-        return x + x
-
-    def cost(self, inv):
-        return Cost(flops=4e6, bytes=2e6)
-
-
-REPORTED = Reported("reported")
-
-
-def call(rows=16, kernel=REPORTED):
-    return Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((rows, 8), np.float32),), device="gpu:nvidia_h200")
-
-
-def measured(config, *microseconds):
-    samples = tuple(time * 1e-6 for time in microseconds)
-    return Outcome(config=config, status=Status.MEASURED, measurement=Measurement(samples=samples), compile_seconds=0.5)
-
-
-def failed(config, reason, status=Status.FAILED):
-    return Outcome(config=config, status=status, reason=reason)
-
-
-def found(inv=None):
-    """A search: a heuristic of 4 us, a winner of 2 us, and three failures with two reasons."""
-    outcomes = (
-        measured(Tile(1), 4.0, 4.0, 4.0, 4.0),
-        measured(Tile(2), 3.0, 3.0, 3.0, 3.0),
-        failed(Tile(3), f"needs 300 bytes {HOSTILE}"),
-        failed(Tile(4, SCRIPT), f"needs 400 bytes {HOSTILE}"),
-        failed(Tile(5), "out of range", Status.CRASHED),
-        measured(Tile(6), 1.9, 2.0, 2.0, 2.1),
-    )
-    challenge = Challenge(Tile(6), compare([2e-6] * 10, [4e-6] * 10), is_confirmation=True)
-    return AutotuneData(
-        inv=inv or call(), config=outcomes[5].config, outcomes=outcomes, seconds=1.0, challenge=challenge
-    )
-
-
-def save(folder, data, *, entry=True):
-    cache = PersistentCache(folder, shipped=False)
-    MeasurementStore(cache).save(data)
-    if entry:
-        cache.put(data.key, data.config, call=data.inv.description, measured=data.summary_data())
-    return folder
-
-
-class Page(HTMLParser):
-    """Counts the tags and collects the text, the links and the declared columns of a page."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.texts, self.script, self._inside = [], [], "", ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-
-    def handle_data(self, data):
-        if self._inside == "script":
-            self.script += data
-        elif self._inside != "style":
-            self.texts.append(data)
-
-    def all(self, tag):
-        return [attrs for name, attrs in self.tags if name == tag]
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.texts).split())
 
 
 def reported(folder, tmp_path):
@@ -134,7 +42,7 @@ def test_it_shows_both_times_of_a_call_and_its_source(page, tmp_path):
 
 
 def test_it_shows_every_program_with_its_spread_on_one_axis(page):
-    dots = [float(attrs["cx"].rstrip("%")) for attrs in page.all("circle")]
+    dots = [float(attrs["cx"].rstrip("%")) for attrs in page.all("circle") if "%" in attrs["cx"]]
     assert dots == sorted(dots)
     assert len(dots) == 3
     assert len(page.all("rect")) == 3 + 2  # the bars of the confirmation run
@@ -164,7 +72,7 @@ def test_reasons_that_differ_in_numbers_form_one_group(tmp_path, capsys):
 
 def test_hostile_names_and_reasons_stay_text(tmp_path):
     folder = save(tmp_path / "configs", found(), entry=False)
-    (found_call,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    (found_call,) = report_data.calls_of(PersistentCache(folder, shipped=False))
     names = {name: f"{name} {HOSTILE}" for name in ("op", "device", "call", "arguments", "config", "search", "time")}
     hostile = dataclasses.replace(found_call, source=HOSTILE, versions={SCRIPT: SCRIPT}, notes=(SCRIPT,), **names)
     page = Page(report_page.page([hostile], HOSTILE))
@@ -214,7 +122,7 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
     folder = save(tmp_path / "configs", found())
     newer = dataclasses.replace(found(), outcomes=found().outcomes[:1], challenge=None)
     save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
-    (shown,) = report_page.calls_of(PersistentCache(folder, shipped=False))
+    (shown,) = report_data.calls_of(PersistentCache(folder, shipped=False))
     assert shown.speedup == 2.0
     assert "the cache has 1 other search of this call, not shown here" in shown.notes
 
@@ -222,7 +130,7 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_speedup_in_a_file_is_left_out_of_the_mean(speedup):
     key = {"op": "a", "device": "b", "call": "c", "arguments": "", "config": "", "result": ""}
-    calls = [report_page.CallReport(**key, speedup=speedup), report_page.CallReport(**key, speedup=2.0)]
+    calls = [report_data.CallReport(**key, speedup=speedup), report_data.CallReport(**key, speedup=2.0)]
     assert "geometric mean of the speed-ups: 2.00x" in Page(report_page.page(calls)).text
 
 
@@ -275,11 +183,9 @@ def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
 
     def program(n):
         if n % 5 == 4:
-            return report_page.Row(
-                name=f"block_k={n} block_q=128 num_stages=3 warps=8", mark="", status="failed", group=n
-            )
+            return Row(name=f"block_k={n} block_q=128 num_stages=3 warps=8", mark="", status="failed", group=n)
         low, time, high = sorted(rng.lognormal(5, 1, 3))
-        return report_page.Row(
+        return Row(
             name=f"block_k={n} block_q=128 num_stages=3 warps=8",
             mark="",
             status="measured",
@@ -291,11 +197,10 @@ def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
         )
 
     failures = tuple(
-        report_page.Failures(status="failed", reason=f"{n}{'x' * 400}", configs=("block_k=64 block_q=128",) * 10)
-        for n in range(8)
+        Failures(status="failed", reason=f"{n}{'x' * 400}", configs=("block_k=64 block_q=128",) * 10) for n in range(8)
     )
     calls = [
-        report_page.CallReport(
+        report_data.CallReport(
             op="flash_attention@v1",
             device="gpu:nvidia_h200",
             call=f"{n:064x}",
@@ -314,3 +219,35 @@ def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():
         for n in range(10)
     ]
     assert len(report_page.page(calls).encode()) <= 10 * 25_000  # so 200 searches take at most 5 MB
+
+
+def test_a_roofline_shows_what_the_device_can_do(page):
+    # 4 MFLOP and 2 MB in 2 us, below 4,800 GB/s
+    assert (
+        "Throughput tuned 2 TFLOP/s, 1e+03 GB/s, at 2 FLOP per byte: 21% of the roofline, limited by memory"
+        in page.text
+    )
+    assert "float32: 494 TFLOP/s and 4,800 GB/s (NVIDIA H200 data sheet, without sparsity)" in page.text
+    labels = [attrs["aria-label"] for attrs in page.all("a") if "aria-label" in attrs]
+    assert labels == ["reported@v0 f32[16,8]: 2 TFLOP/s, 21% of the roofline, limited by memory, 2.00x"]
+
+
+def test_without_a_peak_there_is_no_roofline(tmp_path):
+    inv = dataclasses.replace(call(), device="gpu:unheard_of")
+    page = Page(reported(save(tmp_path / "configs", found(inv)), tmp_path))
+    assert "Rooflines" not in page.text
+    assert "Throughput tuned 2 TFLOP/s" in page.text
+
+
+def test_a_page_is_not_written_to_a_folder(tmp_path, capsys):
+    assert main(["report", "--output", str(tmp_path)]) == 2
+    assert "is a folder; name a file, or use --format svg or png." in capsys.readouterr().err
+
+
+def test_only_the_calls_of_a_device_are_shown(tmp_path, capsys):
+    for device in ("gpu:a100", "gpu:h100"):
+        save(tmp_path / "configs", found(dataclasses.replace(call(), device=device)))
+    assert main(["report", "--cache", str(tmp_path / "configs"), "--device", "a100", "--json"]) == 0
+    assert [each["device"] for each in json.loads(capsys.readouterr().out)] == ["gpu:a100"]
+    assert main(["report", "--cache", str(tmp_path / "configs"), "--device", "b200"]) == 1
+    assert "for a device with 'b200' in its name" in capsys.readouterr().err

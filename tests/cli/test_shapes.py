@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel tune --shapes`: the file that it takes, and what becomes of its calls."""
+"""`ejkernel tune --shapes`: the format of the file, and the tuning of its calls."""
 
 import json
 import sys
@@ -54,12 +54,12 @@ def test_sets_are_by_kernel_and_by_name(tmp_path):
     assert [[call.inv.args[0].shape[0] for call in calls] for calls in sets] == [[8, 32], [1], [16]]
 
 
-def test_a_call_that_is_there_twice_counts_twice(tmp_path):
+def test_a_repeated_call_counts_twice(tmp_path):
     ((call,),) = found(tmp_path, NORM % (8, ""), NORM % (8, ', "weight": 3')).sets
     assert call.weight == 4.0
 
 
-def test_keywords_are_what_json_says(tmp_path):
+def test_keywords_have_their_json_values(tmp_path):
     line = json.dumps({
         "kernel": "flash_attention", "args": ["bf16[1,8,2,16]"] * 3, "kwargs": {"causal": True, "implementation": "xla"}
     })  # fmt: skip
@@ -96,16 +96,16 @@ def test_keywords_are_what_json_says(tmp_path):
         ),
     ],
 )
-def test_a_line_that_is_no_call_is_an_error_with_its_number(tmp_path, plain_sum, line, message):
+def test_an_invalid_line_is_an_error_with_its_number(tmp_path, plain_sum, line, message):
     with pytest.raises(ArgumentError, match=message):
         found(tmp_path, NORM % (8, ""), line)
 
 
-def test_a_mark_of_the_encoding_is_no_part_of_the_first_line(tmp_path):
+def test_a_byte_order_mark_is_skipped(tmp_path):
     assert len(found(tmp_path, "\ufeff" + NORM % (8, "")).calls) == 1
 
 
-def test_a_file_without_calls_and_one_that_is_not_there_are_errors(tmp_path):
+def test_an_empty_file_and_a_missing_file_are_errors(tmp_path):
     with pytest.raises(ArgumentError, match=r"has no calls; write one call per line, e\.g\."):
         found(tmp_path, "")
     with pytest.raises(ArgumentError, match="cannot be read: "):
@@ -171,7 +171,7 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, 
 
 
 @pytest.mark.slow
-def test_what_calls_share_may_be_compiled_elsewhere(folder, capsys):
+def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, capsys):
     assert main(["tune", "--compile-only", *NAMED, "--output", "bundle", "--compile-processes", "0"]) == 0
     printed = capsys.readouterr()
     assert "on the machine with the device: ejkernel tune --from bundle --shapes shapes.jsonl" in printed.err

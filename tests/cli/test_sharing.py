@@ -185,7 +185,7 @@ def test_wrong_arguments_are_errors_with_advice(capsys, arguments, message):
     assert message in err
 
 
-def test_of_several_layers_the_one_to_push_to_is_named(capsys, monkeypatch):
+def test_push_needs_a_name_if_several_layers_are_set(capsys, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "memory://a,memory://b")
     assert "has 2 URLs; pass one of them" in run(capsys, "push")[2]
 
@@ -206,33 +206,33 @@ def test_a_better_concurrent_put_is_not_replaced(capsys, url, mine, theirs, monk
     run(capsys, "push", url, cache=theirs)
     judge, late = exchange.judge, []
 
-    def put_meanwhile(ours, other):
+    def put_concurrently(ours, other):
         if other.key == entry(1).key and not late:
             late.append(FolderPlace(mine).put([entry(1, 99, speedup=1.9)]))
         return judge(ours, other)
 
-    monkeypatch.setattr(exchange, "judge", put_meanwhile)
+    monkeypatch.setattr(exchange, "judge", put_concurrently)
     source = str(theirs) if words == ("merge",) else url
     status, out, _ = run(capsys, *words, source, cache=mine)
     assert (status, "1 entry added, 1 replaced by better entries; 1 better entries kept" in out) == (0, True)
     assert rows(FolderPlace(mine)) == [12, 13, 99]
 
 
-def test_a_call_that_another_process_keeps_saving_is_left_alone(capsys, mine, theirs, monkeypatch):
+def test_a_call_constantly_saved_by_another_process_is_skipped(capsys, mine, theirs, monkeypatch):
     judge, speedups = exchange.judge, iter(range(100))
 
-    def put_meanwhile(ours, other):
+    def put_concurrently(ours, other):
         if other.key == entry(1).key:
             FolderPlace(mine).put([entry(1, 50 + next(speedups), speedup=1.0)])
         return judge(ours, other)
 
-    monkeypatch.setattr(exchange, "judge", put_meanwhile)
+    monkeypatch.setattr(exchange, "judge", put_concurrently)
     out = run(capsys, "merge", str(theirs), cache=mine)[1]
     assert "1 entry added, 1 replaced by better entries; 1 better entries kept" in out
     assert rows(FolderPlace(mine))[-1] > 50
 
 
-def test_calls_that_were_tuned_together_come_together_or_not_at_all(tmp_path, monkeypatch):
+def test_calls_tuned_together_are_pulled_together_or_not_at_all(tmp_path, monkeypatch):
     target = folder(tmp_path / "mine", entry(1, 1, speedup=1.1))
     source = folder(tmp_path / "theirs", *tuned_together(1, 2, rows=11, speedup=1.6))
     found = exchange.plan([source], target)

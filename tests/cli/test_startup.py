@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command answers without JAX, which takes most of a second to import."""
+"""Commands that answer without JAX, since importing it takes most of a second."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import click.shell_completion
 import pytest
 
 from ejkernel.cli import main
 
-# In one process: whatever imports JAX, all that follow would see.
+# In one process: a command that imports JAX would affect all later ones.
 PROBE = """
 import sys
 from ejkernel.cli import main
@@ -59,7 +61,7 @@ def test_help_the_version_the_folder_and_wrong_usage_do_without_jax(tmp_path):
     assert f"\n{tmp_path / 'some where'}\n" in done.stdout
 
 
-def test_help_names_every_command_and_what_a_status_means(capsys):
+def test_help_names_every_command_and_status(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
@@ -76,7 +78,7 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
 
 
 @pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])
-def test_what_a_command_does_is_said_whole_in_80_columns(capsys, monkeypatch, group):
+def test_descriptions_of_commands_fit_80_columns(capsys, monkeypatch, group):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*group, "--help"]) == 0
     lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
@@ -100,3 +102,27 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path / ("long" * 20_000))}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("ejkernel tu", "tune"), ("ejkernel cache pr", "prune"), ("ejkernel tune --bud", "--budget")],
+)
+def test_a_shell_completes_commands_and_options(monkeypatch, capsys, words, completed):
+    monkeypatch.setenv("_EJKERNEL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert capsys.readouterr().out == f"plain,{completed}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_line_for_a_shell_prints_its_completion(monkeypatch, capsys, shell):
+    monkeypatch.setenv("_EJKERNEL_COMPLETE", f"{shell}_source")
+    monkeypatch.setattr(click.shell_completion.BashComplete, "_check_version", lambda self: None)  # starts a bash
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert f"_EJKERNEL_COMPLETE={shell}_complete" in capsys.readouterr().out
+    guide = Path(__file__).parents[2] / "docs" / "tuning.md"
+    assert f"_EJKERNEL_COMPLETE={shell}_source ejkernel" in guide.read_text(encoding="utf-8")

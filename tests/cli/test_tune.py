@@ -13,7 +13,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.cli import tune as commands
-from ejkernel.cli.tune import _time_left
+from ejkernel.cli.progress import _time_left
 from ejkernel.ops import AutotuningResult
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
@@ -36,7 +36,7 @@ class Config:
 
 
 class Product(Kernel[Config, jax.Array]):
-    """A product that takes longer the more repeats it is told, or is wrong, or fails."""
+    """A product that is slower with more repeats, wrong, or fails."""
 
     def run(self, a, b, *, cfg):
         if cfg.repeats < 0:
@@ -118,7 +118,7 @@ def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
     assert len(list((program / "saved").rglob("*.json"))) == 2
 
 
-def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys):
+def test_tuned_calls_are_not_tuned_again_unless_forced(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 0
@@ -143,7 +143,7 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
 
 
 @pytest.mark.parametrize(("options", "resume"), [((), True), (("--force",), False)])
-def test_force_measures_again_what_a_partial_search_has_measured(program, capsys, monkeypatch, options, resume):
+def test_force_repeats_the_measurements_of_a_partial_search(program, capsys, monkeypatch, options, resume):
     seen = []
     monkeypatch.setattr(commands, "tune_together", lambda *_, **more: seen.append(more["resume"]) or NOTHING)
     run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved", *options)
@@ -151,7 +151,7 @@ def test_force_measures_again_what_a_partial_search_has_measured(program, capsys
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_program_none_of_whose_calls_can_be_tuned_is_a_failure(program, capsys):
+def test_a_program_without_tunable_calls_is_a_failure(program, capsys):
     (program / "broken.py").write_text(PROGRAM.replace("def config_space(self, inv):", BREAKING))
     status, out, err = run(capsys, "tune", "--in-process", "broken:step")
     assert status == 1
@@ -175,7 +175,7 @@ def test_the_result_is_json_on_request(program, capsys):
     assert {failure["status"] for failure in entries[0]["measured"]["failures"]} == {"wrong", "failed"}
 
 
-def test_verbose_tells_the_fate_of_every_candidate(program, capsys):
+def test_verbose_prints_the_status_of_every_candidate(program, capsys):
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--verbose")
     assert "RuntimeError: this candidate fails" in out
     assert re.search(r"repeats=\d +wrong .* result 0 differs from the reference", out)
@@ -201,7 +201,7 @@ def test_a_dry_run_says_which_calls_are_tuned_already(program, capsys):
     assert [call["tuned"] for call in json.loads(out)] == ["complete", "no"]
 
 
-def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
+def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
     words = r"product@v0 .* partial \(1 of 4\)"
@@ -223,7 +223,7 @@ def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
     assert json.loads(out)[0]["search"] == data
 
 
-def test_what_was_measured_with_other_versions_is_tuned_again_where_that_is_asked_for(program, capsys, monkeypatch):
+def test_stale_calls_are_tuned_again_on_request(program, capsys, monkeypatch):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved", "--dry-run")
     run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
     monkeypatch.setattr(staleness, "version", lambda name: "9.9")
@@ -244,12 +244,13 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     ("elapsed", "finished", "budget", "words"),
     [
         (0.0, 0.0, None, ""),
-        (0.0, 0.0, 25.0, ", at most 100 s left in total (25 s per call)"),
+        (0.0, 0.0, 25.0, ", at most 100 s left (25 s per call)"),
         (9.0, 0.1, None, ""),
-        (30.0, 1.0, None, ", about 90 s left in total"),
-        (30.0, 1.5, 25.0, ", about 50 s left in total"),
-        (60.0, 1.0, 25.0, ", at most 75 s left in total (25 s per call)"),
-        (80.0, 4.0, 25.0, ", about 0 s left in total"),
+        (9.0, 0.5, None, ", about 63 s left"),
+        (30.0, 1.0, None, ", about 90 s left"),
+        (30.0, 1.5, 25.0, ", about 50 s left"),
+        (60.0, 1.0, 25.0, ", at most 75 s left (25 s per call)"),
+        (80.0, 4.0, 25.0, ", about 0 s left"),
     ],
 )
 def test_the_time_left_follows_the_calls_done_and_never_exceeds_the_budget(elapsed, finished, budget, words):
@@ -282,7 +283,7 @@ def test_a_text_that_names_no_call_is_a_warning_and_a_failure(program, capsys):
         ("", "is empty"),
     ],
 )
-def test_a_file_that_is_no_program_says_what_it_is_not(program, capsys, text, says):
+def test_a_file_without_a_program_gives_the_reason(program, capsys, text, says):
     (program / "words.txt").write_text(text)
     status, _, err = run(capsys, "tune", "--in-process", "words.txt")
     assert status == 1
@@ -291,7 +292,7 @@ def test_a_file_that_is_no_program_says_what_it_is_not(program, capsys, text, sa
     assert "EJKERNEL_OPS_STAMP=json" in err
 
 
-def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, monkeypatch):
+def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkeypatch):
     calls = []
 
     def interrupt_the_second(*args, **kwargs):
@@ -308,7 +309,7 @@ def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, 
     assert len(list((program / "saved").rglob("*.json"))) == 1
 
 
-def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsys):
+def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     ask = (
         "import jax.numpy as jnp, program; from ejkernel.ops import default_executor\n"
@@ -412,7 +413,7 @@ OWN_LINES = {
 
 
 @pytest.mark.parametrize("case", OWN_LINES)
-def test_an_error_of_the_program_shows_its_own_lines_alone(program, capsys, case):
+def test_an_error_of_the_program_shows_only_its_own_lines(program, capsys, case):
     text, target, message = OWN_LINES[case]
     (program / "other.py").write_text(text)
     status, out, err = run(capsys, "tune", "--in-process", target)
@@ -454,7 +455,7 @@ def test_wrong_usage_is_status_2(capsys, arguments, says):
     assert says in err
 
 
-def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
+def test_show_lists_saved_configurations_with_their_speed_up(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, _ = run(capsys, "show", "--cache", "saved")
     assert status == 0
@@ -464,14 +465,14 @@ def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
     assert {entry["config"]["repeats"] for entry in json.loads(out)} == {1}
 
 
-def test_show_says_what_the_arguments_of_a_call_were(program, capsys):
+def test_show_describes_the_arguments_of_a_call(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     _, out, _ = run(capsys, "show", "--cache", "saved")
     assert "arguments" in out
     assert "f32[128,128] x2" in out
 
 
-def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program, capsys):
+def test_show_log_prints_the_status_of_every_candidate_of_the_last_search(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     status, out, _ = run(capsys, "show", "--cache", "saved", "--log", "product.bwd")
@@ -489,14 +490,14 @@ def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program,
     assert (search["interrupted"], search["outcomes"][0]["same"]) == (False, [])
 
 
-def test_show_log_of_what_was_not_searched_for_is_an_error(program, capsys):
+def test_show_log_of_a_call_without_a_search_is_an_error(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, err = run(capsys, "show", "--cache", "saved", "--log", "nothing")
     assert (status, out) == (1, "")
     assert "'nothing'" in err
 
 
-def test_show_of_an_empty_folder_says_so_and_is_a_failure(tmp_path, capsys):
+def test_show_of_an_empty_folder_is_a_clear_failure(tmp_path, capsys):
     status, out, _ = run(capsys, "show", "--cache", str(tmp_path))
     assert status == 1
     assert "Nothing is saved" in out
@@ -529,7 +530,7 @@ def test_the_workers_of_a_cluster_find_the_calls_and_tune_them(program, capsys, 
     assert len(list((program / "saved").rglob("*.json"))) == 1
 
 
-def test_what_a_cluster_s_worker_cannot_import_is_an_error(program, capsys, ray_of_one):
+def test_a_missing_module_on_a_cluster_s_worker_is_an_error(program, capsys, ray_of_one):
     (program / "program.py").write_text("import no_such_module")
     status, _, err = run(capsys, "tune", "--ray", "head:6379", "program:forward", "--cache", "saved")
     assert status == 1
@@ -543,7 +544,7 @@ def test_a_cluster_s_workers_are_not_this_process_s(capsys, other):
     assert "--ray cannot be used with --in-process, --devices or --mesh-devices" in err
 
 
-def test_without_ray_the_command_says_what_to_install(program, capsys, monkeypatch):
+def test_without_ray_the_command_names_the_package_to_install(program, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     status, _, err = run(capsys, "tune", "program:forward", "--ray", "auto", "--cache", "saved")
     assert status == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and what goes wrong: candidates that end their process, and programs that were compiled before."""
+"""The command under failures, e.g. candidates that end their process, and with programs compiled before."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
     assert re.search(r"rows=32 +wrong .* differs from the reference", out)
 
 
-def test_what_was_compiled_before_is_measured(tune, tmp_path):
+def test_compiled_candidates_are_measured(tune, tmp_path):
     status, out, err = tune("waves:program", "--compile-only", "--output", "bundle")
     assert status == 0, err
     assert "2 ready, 1 left" in out
@@ -101,7 +101,7 @@ def test_what_was_compiled_before_is_measured(tune, tmp_path):
     assert Path(tmp_path / "cache").exists()
 
 
-def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
+def test_a_kernel_that_cannot_be_sent_to_a_worker_fails_alone(tune):
     status, out, err = tune("waves:with_a_local_kernel")
     assert status == 0, err
     assert "local: not tuned, because its kernel cannot be sent to a worker process" in err
@@ -109,7 +109,7 @@ def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
     assert "wave" in out
 
 
-def test_program_for_a_mesh_that_is_not_here_is_tuned_for_its_parts(tune):
+def test_a_program_for_an_absent_mesh_is_tuned_for_its_shards(tune):
     status, out, _ = tune("waves:on_a_mesh", "--mesh-devices", "16", "--dry-run")
     assert status == 0
     assert re.search(r"rms_norm@v0 +f32\[2,4,64\]", out)
@@ -118,7 +118,7 @@ def test_program_for_a_mesh_that_is_not_here_is_tuned_for_its_parts(tune):
     assert "Number of devices" in messages
 
 
-def test_mesh_is_for_a_program_that_is_lowered(tune):
+def test_mesh_applies_to_lowered_programs_only(tune):
     status, _, messages = tune("--missed", "--mesh-devices", "16")
     assert status == 2
     assert "--mesh-devices requires MODULE:FUNCTION" in messages

@@ -113,7 +113,7 @@ CASES = {
 
 
 def fake_cudnn_forward(query, key, value, bias, *, scale, causal, window, with_lse=True):
-    """Do what cuDNN does: the first query at the first key, and hidden keys merely far below."""
+    """Imitate cuDNN: the first query at the first key, and hidden keys merely far below."""
     logits = _fake_logits(query, key, bias, scale, causal, window)
     top = logits.max(axis=-1)
     weights = jnp.exp(logits - top[..., None])

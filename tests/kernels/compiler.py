@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas says of our kernels: without a GPU, where JAX's plugin for CUDA and the compiler are there."""
+"""Reports of ptxas about our kernels; needs JAX's CUDA plugin and the compiler, but no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tool(name):
 
 
 def printed_for(script, *arguments):
-    """Return what was printed for each kernel that a script compiles, by its name, or skip with what is missing."""
+    """Return the compiler's report for each kernel that a script compiles, by name; skip if a tool is missing."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
     if importlib.util.find_spec("jax_cuda13_plugin") is None or tool("ptxas") is None:
@@ -39,6 +39,6 @@ def printed_for(script, *arguments):
 
 
 def spilling(compiled):
-    """Return the names of kernels that spill registers, or of which nothing is said."""
+    """Return the names of kernels that spill registers, or have no report."""
     said = {name: re.findall(r"(\d+) bytes spill (?:stores|loads)", text) for name, text in compiled.items()}
     return [name for name, spilled in said.items() if set(spilled) != {"0"}]

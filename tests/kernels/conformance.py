@@ -39,7 +39,7 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """How one operation is tested.
+    """The tests of one operation.
 
     Attributes:
         operation: The operation.
@@ -48,7 +48,7 @@ class Subject:
         tolerance: By dtype, the largest error relative to the largest value; gradients may differ by twice that.
         briefly: Names of calls that suffice for further dtypes, programs and transformations.
         in_float16: Names of calls that also run in float16, where values overflow unless they are scaled first.
-        spaces: By name, as `calls`, calls of realistic shapes, whose spaces are lowered.
+        spaces: By name, as `calls`, calls of realistic shapes, to lower their spaces.
         check_residuals: Compares the residuals of a forward: `(arguments, options, residuals, dtype)`.
     """
 
@@ -130,7 +130,7 @@ class Row:
 
 
 def subjects():
-    """Return the subjects of all files beside this one, by their operations' names."""
+    """Return the subjects of the `*_cases.py` files in this folder, by operation name."""
     files = sorted(Path(__file__).parent.glob("*_cases.py"))
     found = [importlib.import_module(f"{__package__}.{file.stem}").SUBJECT for file in files]
     return {subject.operation.name: subject for subject in found}

@@ -11,7 +11,7 @@ from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation
 
 
 def check_residuals(args, options, residuals, dtype):
-    """The products themselves are what is left for a backward."""
+    """Compare the residuals with the products themselves."""
     lhs, rhs, sizes, gate, _ = args
     kept = {name: options[name] for name in ("transpose_rhs", "preferred_element_type") if name in options}
     matrices = [x for x in (rhs, gate) if x is not None]
@@ -35,7 +35,7 @@ SUBJECT = Subject(
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
-        "megablox": Backend(),  # interpreted in a test of its own
+        "megablox": Backend(),  # interpreted in a separate test
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={

@@ -45,7 +45,7 @@ def call_with(sizes, *others, **options):
 
 
 def beyond_float16(*others, **options):
-    """Return a call whose products, and the gradient by `lhs` without its factors, overflow in float16."""
+    """Return a call with products, and a gradient by `lhs`, that overflow in float16 without their factors."""
 
     def call(dtype):
         (lhs, rhs, sizes), given = call_with(SIZES["rows past the end"], *others, "row_scale", **options)(dtype)

@@ -36,7 +36,7 @@ SUBJECT = Subject(
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
-        "megablox": Backend(),  # interpreted in a test of its own
+        "megablox": Backend(),  # interpreted in a separate test
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use},

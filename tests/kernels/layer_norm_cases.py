@@ -16,7 +16,7 @@ from ejkernel.modules import LayerNorm
 
 
 def rows_of(*shape, vectors=None, residual=False, **options):
-    """Return a call with random rows, and weight and bias of a dtype of their own."""
+    """Return a call with random rows; weight and bias have a separate dtype."""
 
     def call(dtype):
         rng = np.random.default_rng(0)

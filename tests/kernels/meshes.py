@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over meshes of eight host devices, and what goes between the devices."""
+"""Programs over meshes of eight host devices, and the communication between devices."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROWS = [Row(subject, name) for subject in SUBJECTS.values() for name in subject.
 TESTED = [*ROWS, *(dataclasses.replace(row, simulated=True) for row in ROWS if row.backend.simulate is not None)]
 EXPORTED = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}
 DEVICES = {"tpu": "tpu:v5", "cpu": "cpu:some", "cuda": "gpu:nvidia_h200", "rocm": "gpu:amd_instinct_mi300x"}
-SAMPLED = 4  # configurations of a space that is lowered in every run; `--whole-spaces` lowers all
+SAMPLED = 4  # configurations of a space to lower in every run; `--whole-spaces` lowers all
 
 
 def params(cases):

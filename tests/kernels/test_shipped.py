@@ -24,7 +24,7 @@ def called(value):
     return value[0].call
 
 
-def test_there_are_some_and_all_can_be_read():
+def test_shipped_configurations_exist_and_are_readable():
     files = list(FOLDER.rglob("*.json"))
     assert files
     assert len(files) == len(ENTRIES)
@@ -33,7 +33,7 @@ def test_there_are_some_and_all_can_be_read():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", ENTRIES, ids=called)
-def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
+def test_an_entry_describes_its_call_and_its_search(found):
     key, entry = found
     assert rebuild(entry.call, key=key.call, op=key.op).call_key == key.call
     assert entry.provenance["device"] == key.device in DEVICES

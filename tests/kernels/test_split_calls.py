@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready operations in programs for several devices: they split themselves, and compute what plain JAX computes."""
+"""Ready operations in programs for several devices: they split themselves, and agree with plain JAX."""
 
 import functools
 
@@ -95,7 +95,7 @@ CASES = [
 
 @functools.cache
 def plainly(split, transformation):
-    """Return what plain JAX computes that XLA splits, and how many bytes go between devices."""
+    """Return the result of plain JAX as XLA splits it, and the bytes sent between devices."""
     _, plain, arrays, specs = SPLITS[split]
     program, found = compiled(TRANSFORMATIONS[transformation](plain), arrays, specs, mesh_of("auto"))
     return jax.device_get(found), bytes_in_collectives(program)
@@ -126,7 +126,7 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
+def test_key_heads_fewer_than_devices_are_replicated(mode, groups):
     query, key, value = ATTENTION[2]
     arrays = (query, key[:, :, :groups], value[:, :, :groups])
     mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=MODES[mode])
@@ -135,7 +135,7 @@ def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
 
 
 @pytest.mark.parametrize("batch", [8, 1])
-def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
+def test_a_split_sequence_is_moved_to_examples_or_heads(batch):
     arrays = [x[:batch] for x in ATTENTION[2]]
     mesh = mesh_of("auto")
     given = placed(arrays, [P(None, "model")] * 3, mesh)
@@ -147,7 +147,7 @@ def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
 @pytest.mark.parametrize(
     ("spec", "says"), [(P(None, "model"), "axis 1 of query"), (P("data", None, None, "model"), "axis 3 of query")]
 )
-def test_explicit_axis_that_cannot_be_split_is_an_error_that_says_what_to_do(spec, says):
+def test_an_indivisible_explicit_axis_is_an_error_with_the_fix(spec, says):
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"flash_attention: {says}.*jax\.sharding\.reshard"):
         jax.jit(attention)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
@@ -230,7 +230,7 @@ def test_one_explicit_device_keeps_the_sharding_of_its_arrays():
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
-def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape):
+def test_a_mesh_with_axes_of_different_factors_is_split_in_its_own_order(shape):
     arrays = [random(6, 8, 6, 8, seed=seed) for seed in range(3)]
     mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:6], axis_types=MODES["auto"])
     given = placed(arrays, [P("data", None, "model")] * 3, mesh)
@@ -242,7 +242,7 @@ def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("axis", ["columns", "inner"])
-def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, transposed, mode):
+def test_a_grouped_product_is_split_by_columns_and_by_the_summed_dimension(axis, transposed, mode):
     sizes = jnp.asarray([5, 0, 9], jnp.int32)
     lhs, rhs = random(16, 8), random(3, 8, 16, seed=1)
     lhs_spec = P(None, "model" if axis == "inner" else None)
@@ -259,7 +259,7 @@ def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, tr
 
 
 @pytest.mark.parametrize(("axis", "mode"), [("columns", "auto"), ("inner", "auto"), ("columns", "explicit")])
-def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode):
+def test_a_grouped_product_with_an_activation_is_split_only_by_columns(axis, mode):
     function, arrays = activated()
     spec = P(None, None, "model") if axis == "columns" else P(None, "model")
     specs = [P(None, "model") if axis == "inner" else P(), spec, P(), spec, P()]
@@ -270,7 +270,7 @@ def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode
     assert [inv.array_types[1].shape[1] for inv in calls] == [8]
 
 
-def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
+def test_a_grouped_product_with_an_activation_refuses_a_summed_dimension_on_an_explicit_axis():
     function, arrays = activated()
     with pytest.raises(ArgumentError, match=r"axis 1 of lhs.* every device needs all of it"):
         compiled(
@@ -279,7 +279,7 @@ def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_ex
 
 
 def activated():
-    """Return a product with all that is made of it, and its arguments."""
+    """Return a product with a full epilogue, and its arguments."""
 
     def function(lhs, rhs, sizes, gate, row_scale):
         return grouped_matmul(lhs, rhs, sizes, activation="silu", gate=gate, row_scale=row_scale)

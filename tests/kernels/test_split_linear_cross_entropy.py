@@ -77,7 +77,7 @@ def _small(mode):
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=kind, devices=jax.devices()[:4])
 
 
-def test_weight_that_is_sharded_along_its_inner_axis_is_gathered():
+def test_a_weight_sharded_along_its_inner_axis_is_gathered():
     both = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
     specs = [P("data"), P("data"), P("data"), P(), P("data")]
     _, found = compiled(both, arrays(), specs, mesh_of("auto"))

@@ -57,7 +57,7 @@ causal_reference = functools.partial(reference, right=0)
 
 
 def cpu_mesh(shape, names, axis_types):
-    """Return a mesh of host devices, of which there are enough wherever the tests run."""
+    """Return a mesh of host devices; every test environment has enough."""
     return jax.make_mesh(shape, names, axis_types=axis_types, devices=jax.devices("cpu")[: math.prod(shape)])
 
 
@@ -88,7 +88,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_transformations_give_what_the_formula_gives(name):
+def test_transformations_agree_with_the_formula(name):
     transform, arrays = TRANSFORMATIONS[name], make_qkv()
     assert_same(jax.jit(transform(causal_reference))(*arrays), transform(causal_attention)(*arrays))
 
@@ -101,9 +101,9 @@ def test_second_derivatives(transform):
         fwd=FwdParams(q_blocksize=4, kv_blocksize=3), bwd=BwdParams(q_blocksize=3, kv_blocksize=4)
     )
     ours = functools.partial(flash_attention, causal=True, cfg=cfg)
-    truth = functools.partial(reference, scale=2**-0.5, right=0)
+    plain = functools.partial(reference, scale=2**-0.5, right=0)
     found = jax.jit(transform(lambda q: total(ours)(q, key, value)))(query)
-    assert_same(jax.jit(jax.hessian(lambda q: total(truth)(q, key, value)))(query), found)
+    assert_same(jax.jit(jax.hessian(lambda q: total(plain)(q, key, value)))(query), found)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -149,7 +149,7 @@ def test_masks_may_be_numpy_arrays_and_key_padding():
     assert_same(reference(query[1:], key[1:, :10], value[1:, :10]), found[1:])
 
 
-def test_segments_are_calls_of_their_own():
+def test_segments_have_separate_keys():
     query, key, value = make_qkv()
     segments = jnp.asarray([[0] * 10 + [1] * 14] * 2)
     found = flash_attention(query, key, value, causal=True, segment_ids=segments, cfg=SMALL)
@@ -250,7 +250,7 @@ def gpu_invocation(length=4096, device="gpu:nvidia_h200", dtype="bfloat16", **op
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
-def test_the_heuristic_prefers_what_was_fastest_of_what_runs():
+def test_the_heuristic_prefers_the_fastest_supported_implementation():
     has_own = compat.mosaic_gpu_reason() is None
     assert KERNEL.heuristic_cfg(gpu_invocation(causal=True)).implementation == ("mosaic_gpu" if has_own else "cudnn")
     assert KERNEL.heuristic_cfg(gpu_invocation(256, causal=True)).implementation == "cudnn"
@@ -306,7 +306,7 @@ def test_examples_show_every_row_a_key_and_segments_rise():
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, args)
 
 
-def test_tuning_finds_a_configuration_that_is_right():
+def test_tuning_finds_a_correct_configuration():
     inv = Invocation(kernel=KERNEL, args=KERNEL.prepare(*make_qkv())[0], kwargs=KERNEL.prepare(*make_qkv())[1])
     tuned = Autotuner(rounds=2, warmup=1).tune(inv, KERNEL, candidates=[SMALL])
     assert {"measured"} == {outcome.status for outcome in tuned.outcomes}, [o.reason for o in tuned.outcomes]

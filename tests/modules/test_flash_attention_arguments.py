@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flash_attention` takes beside query, key, value and masks: each against the formula, with its gradient."""
+"""Arguments of `flash_attention` beside query, key, value and masks, each against the formula, with its gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(*batch, dtype="float32"):
 
 
 def compute(function, *args):
-    """Return the compiled function's result, compiled without optimizing, for that is what takes the time."""
+    """Return the compiled function's result, compiled without optimisation, which takes most of the time."""
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
 
@@ -180,7 +180,7 @@ def test_a_rate_of_weights_is_dropped_and_neighbours_do_not_know_of_each_other()
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
 
 
-def test_a_part_of_the_mask_is_that_part():
+def test_a_slice_of_the_mask_equals_that_slice():
     rules = Rules(scale=1.0, dropout_rate=0.5)
     words, rows = jax.random.key_data(KEY), jnp.arange(6)
     whole = kept(words, rows, jnp.arange(40), jnp.arange(50), rules)
@@ -223,7 +223,7 @@ def test_a_policy_that_saves_the_residuals_by_name_computes_one_forward():
     assert forwards(save("flash_attention.out", "flash_attention.residuals")) == 1
 
 
-# --- who runs what ---
+# --- choice of the implementation ---
 
 
 def invocation(device="gpu:nvidia_h200", **options):
@@ -232,7 +232,7 @@ def invocation(device="gpu:nvidia_h200", **options):
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
-def test_what_says_nothing_is_not_in_the_key():
+def test_arguments_without_effect_are_not_in_the_key():
     plain = invocation()
     same = {"return_lse": False, "deterministic": np.bool_(False), "precision": None, "dropout_rate": 0.0}
     assert plain.call_key == invocation(**same, soft_cap_after_bias=True).call_key
@@ -251,13 +251,13 @@ def test_what_says_nothing_is_not_in_the_key():
         ({"deterministic": True, "backward": True}, "deterministic .* XLA_FLAGS=--xla_gpu_deterministic_ops=true"),
     ],
 )
-def test_cudnn_refuses_what_it_does_not_know(changes, words):
+def test_cudnn_refuses_unsupported_calls(changes, words):
     call = dataclasses.replace(KERNEL.call_of(invocation(causal=True)), **changes)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(KERNEL.implementations.unsupported("cudnn", call))
 
 
-def test_cudnn_runs_what_it_can():
+def test_cudnn_runs_supported_calls():
     assert KERNEL.able(invocation(causal=True, return_lse=True, precision="highest", deterministic=True))[0] == "cudnn"
 
 
@@ -314,7 +314,7 @@ def test_a_wrong_argument_is_named(changes, words):
         flash_attention(**{"query": QUERY, "key": KEYS, "value": VALUE} | changes)
 
 
-def test_a_named_implementation_that_does_not_know_an_argument_says_so():
+def test_a_named_implementation_without_an_argument_gives_the_reason():
     call = functools.partial(flash_attention, implementation="cudnn", dropout_rate=0.5, dropout_key=KEY)
     with pytest.raises(UnsupportedError, match="dropout_rate: not available with implementation='cudnn'; use 'xla'"):
         jax.eval_shape(call, *make(2, dtype="bfloat16"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_matmul` as a user meets it: what it refuses, who runs it, and what its gradient is made of."""
+"""`grouped_matmul` for its users: refused arguments, the choice of the implementation, the calls of its gradient."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         XlaParams(block_rows=0)
 
 
-def test_types_in_the_place_of_arrays_are_told():
+def test_types_in_place_of_arrays_are_reported():
     with pytest.raises(
         ArgumentError,
         match=r"grouped_matmul: an argument is a type without values, float32\[20, 8\]; .* jax.eval_shape",
@@ -139,7 +139,7 @@ def test_our_kernels_are_strict_about_the_device():
 
 
 @pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
-def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
+def test_hostile_sizes_are_right_with_garbage_behind_the_groups(sizes):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32"), by_numpy.normal(4, K, N, dtype="float32")
     dout, given_sizes = by_numpy.normal(by_numpy.ROWS, N, dtype="float32", seed=1), jnp.asarray(sizes)
     behind = [by_numpy.with_nan_behind(x, sizes) for x in (lhs, dout)]
@@ -219,7 +219,7 @@ def test_second_derivatives_of_the_sums_are_those_of_a_loop_over_groups():
     assert_equal(*(jax.jit(jax.hessian(loss_of(product), (0, 1)))(LHS, DOUT) for product in (plain, ours)))
 
 
-def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
+def test_a_batch_equals_its_examples_one_by_one_even_if_only_sizes_are_batched():
     sizes = jnp.array([[3, 0, 9, 4], [20, 0, 0, 0], [1, 1, 1, 1]])
     found = jax.vmap(jax.grad(lambda lhs, sizes: grouped_matmul(lhs, RHS, sizes).sum()), (None, 0))(LHS, sizes)
     for own, of_example in zip(sizes, found, strict=True):
@@ -262,8 +262,8 @@ def test_sizes_may_be_integers_of_any_width(dtype):
     by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
 
 
-def test_whole_rows_by_xla_are_right_too():
-    """What runs on TPUs; without a NaN it is right everywhere."""
+def test_whole_rows_in_xla_are_correct():
+    """Imitate the kernel on TPUs: correct everywhere if the input has no NaN."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
     np.testing.assert_allclose(out, plainly(LHS, RHS), atol=1e-5)
     sums = GroupedMatmulWgradConfig(implementation="xla", fwd=XlaParams())
@@ -272,7 +272,7 @@ def test_whole_rows_by_xla_are_right_too():
 
 
 @pytest.mark.parametrize("tiles", [XlaParams(), XlaParams(block_rows=5)], ids=["whole", "tiles"])
-def test_some_of_the_groups_are_right_whatever_rows_of_others_hold(tiles):
+def test_a_range_of_groups_is_right_with_garbage_in_rows_of_other_groups(tiles):
     own, first = slice(2, 4), jnp.int32(2)
     lhs, dout = (by_numpy.with_nan_outside(x, SIZES, own) for x in (LHS, DOUT))
     given = jnp.nan_to_num(lhs) if tiles.block_rows is None else lhs  # XLA's product lets a NaN reach others
@@ -286,7 +286,7 @@ def test_some_of_the_groups_are_right_whatever_rows_of_others_hold(tiles):
 
 @pytest.mark.parametrize("tiles", [XlaParams(), XlaParams(block_rows=5)], ids=["whole", "tiles"])
 @pytest.mark.parametrize("first", [-9, -1, 3, 4, 2**31 - 1])
-def test_groups_that_are_not_there_are_empty(tiles, first):
+def test_groups_out_of_range_are_empty(tiles, first):
     """As where experts are padded to a number that devices divide."""
     there = [g if 0 <= g < 4 else None for g in (first, first + 1)]
     rhs = jnp.stack([jnp.full((K, N), jnp.nan) if g is None else RHS[g] for g in there])
@@ -346,7 +346,7 @@ def test_experts_and_rows_may_be_split_by_shard_map():
 # Keys.
 
 
-def test_a_gradient_is_calls_with_keys_of_their_own():
+def test_the_calls_of_a_gradient_have_separate_keys():
     grad = jax.jit(jax.grad(loss_of(grouped_matmul), (0, 1)))
     labels = find_labels_in_lowered(grad.lower(LHS, RHS))
     named = sorted(re.sub(r".*#|@.*", "", label) for label in labels)
@@ -355,7 +355,7 @@ def test_a_gradient_is_calls_with_keys_of_their_own():
     assert set(find_labels_in_lowered(transposed)) < set(labels)
 
 
-def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
+def test_a_named_implementation_also_computes_the_gradients_it_supports():
     grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
     assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))
 
@@ -385,14 +385,14 @@ def test_sizes_to_measure_with_add_up(rows, groups, seed):
         assert sizes.sum() == rows
 
 
-def test_sizes_to_measure_with_are_balanced_skewed_or_of_some_groups_alone():
+def test_example_sizes_are_balanced_skewed_or_partly_empty():
     drawn = example_sizes(8000, 100, np.random.default_rng(0))
     assert set(drawn["balanced"]) == {80}
     assert max(drawn["zipf"]) > 10 * np.median(drawn["zipf"])
     assert 5 < sum(drawn["some empty"] == 0) < 50
 
 
-def test_what_a_product_is_measured_with_differs_in_the_sizes_alone():
+def test_the_draws_of_a_product_differ_only_in_the_sizes():
     inv = Invocation(kernel=KERNEL, args=(LHS, RHS, SIZES), kwargs={})
     draws = KERNEL.example_draws(inv, np.random.default_rng(0))
     (first, _), *others = draws.values()

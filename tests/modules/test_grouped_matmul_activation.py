@@ -100,7 +100,7 @@ def test_the_operation_itself_wants_an_activation_or_a_gate():
 
 
 @pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
-def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
+def test_hostile_sizes_are_right_with_garbage_behind_the_groups(sizes):
     rows = {"lhs": (by_numpy.ROWS, K), "row_scale": (by_numpy.ROWS,)}
     given = operands("gate") | {name: by_numpy.normal(*shape, dtype="float32") for name, shape in rows.items()}
     behind = given | {name: by_numpy.with_nan_behind(given[name], sizes) for name in rows}
@@ -122,7 +122,7 @@ def test_nothing_of_one_group_or_past_the_last_reaches_another(activation):
     assert np.isfinite(gradients["rhs"][np.array([0, 1, 3])]).all()
 
 
-def test_what_is_made_of_sums_is_made_before_they_are_rounded():
+def test_an_epilogue_uses_sums_before_rounding():
     given = {name: x.astype("bfloat16") for name, x in operands("gate", "row_scale").items()}
     wide = ours(given, "gelu", preferred_element_type="float32")
     assert wide.dtype == "float32"
@@ -222,7 +222,7 @@ def test_a_batch_is_its_examples_one_by_one():
 
 
 def kept(given, activation):
-    """Return the shapes of what is kept for a backward, but for the arguments."""
+    """Return the shapes of the residuals, without the arguments."""
     pull = jax.vjp(lambda given: ours(given, activation), given)[1]
     shapes = [x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape")]
     for x in (*given.values(), SIZES):
@@ -246,7 +246,7 @@ def forwards(policy):
     return gradient.lower(operands("gate")).as_text().count("#grouped_matmul_activation@v0")
 
 
-def test_a_forward_is_computed_again_unless_a_policy_saves_what_it_leaves():
+def test_a_forward_is_computed_again_unless_a_policy_saves_its_residuals():
     save = jax.checkpoint_policies.save_only_these_names
     names = [f"grouped_matmul_activation.{kind}" for kind in ("out", "residuals")]
     assert [forwards(policy) for policy in (None, save(names[0]), save(*names))] == [2, 2, 1]
@@ -255,7 +255,7 @@ def test_a_forward_is_computed_again_unless_a_policy_saves_what_it_leaves():
 # Keys.
 
 
-def test_each_product_of_a_gradient_is_a_call_with_a_key_of_its_own():
+def test_each_product_of_a_gradient_has_a_separate_key():
     gradient = jax.jit(jax.grad(lambda given: jnp.sin(ours(given, "silu")).sum()))
     labels = find_labels_in_lowered(gradient.lower(operands("gate", "row_scale")))
     named = sorted(re.sub(r".*#|@.*", "", label) for label in labels)

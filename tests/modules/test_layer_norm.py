@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`layer_norm` as a user meets it: what it refuses, and who runs it where."""
+"""`layer_norm` for its users: refused arguments, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wrong_argument_is_named(changes, words):
         ((0, 128), "float32", "a known number of rows, at least 1"),
     ],
 )
-def test_pallas_says_what_it_does_not_run(shape, dtype, words):
+def test_pallas_gives_the_reason_for_unsupported_calls(shape, dtype, words):
     vector = jax.ShapeDtypeStruct(shape[-1:], dtype)
     args, options = KERNEL.prepare(jax.ShapeDtypeStruct(shape, dtype), vector, vector, implementation="pallas")
     with pytest.raises(UnsupportedError, match=f"layer_norm: .*{words}.*'xla'"):

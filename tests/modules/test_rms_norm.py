@@ -87,7 +87,7 @@ def test_derivatives_of_both_modes_and_second_order(cfg):
 
 
 @pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
-def test_vmap_checkpoint_and_scan_give_what_the_formula_gives(cfg):
+def test_vmap_checkpoint_and_scan_agree_with_the_formula(cfg):
     x, weight = make()
 
     def loss(norm):
@@ -182,7 +182,7 @@ def test_candidates_are_distinct_and_smaller_than_the_rows():
 # --- cost ---
 
 
-def test_the_cost_is_what_is_read_and_written_once():
+def test_the_cost_counts_each_byte_read_and_written_once():
     cost = KERNEL.cost(Invocation(kernel=KERNEL, args=make((8, 16), dtype="bfloat16")))
     assert (cost.flops, cost.bytes) == (4 * 8 * 16, 2 * 8 * 16 * 2 + 16 * 4)
 
@@ -242,7 +242,7 @@ def test_its_gradient_is_checked_along_others_than_its_own_rows():
     assert not tuned.rule_fault
 
 
-def test_what_says_nothing_is_not_in_the_key():
+def test_arguments_without_effect_are_not_in_the_key():
     x, weight = make()
     assert KERNEL.prepare(x, weight, weight_offset=0) == KERNEL.prepare(x, weight)
 

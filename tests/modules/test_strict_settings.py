@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every module under what strict users of JAX switch on, and in programs for several platforms at once."""
+"""Every module under JAX's strict settings, and in programs for several platforms at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def strict_64_bits():
-    """Both settings, of which the one makes other dtypes meet than the other knows."""
+    """Both settings together: with 64-bit types, other pairs of dtypes meet."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         yield
 
@@ -87,7 +87,7 @@ def centred_norm(dtype):
 
 
 def grouped(dtype):
-    """A product in tiles, that is wider than its operands."""
+    """A product in tiles, wider than its operands."""
     sizes = jnp.array([3, 0, 9, 4])
     options = {"transpose_rhs": np.bool_(False), "preferred_element_type": np.float32, "cfg": TILES}
     run = functools.partial(grouped_matmul, group_sizes=sizes, **options)
@@ -123,7 +123,7 @@ def test_a_module_computes_the_same_under_a_strict_setting(module, switch):
 
 
 @pytest.mark.parametrize("transformation", [lambda run: run, jax.jit, lambda run: jax.grad(lambda x: run(x).sum())])
-def test_a_nan_is_found_by_those_who_look_for_them(transformation):
+def test_debug_nans_finds_a_nan(transformation):
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         transformation(lambda x: rms_norm(x, eps=0.0))(jnp.zeros((2, 4)))
 

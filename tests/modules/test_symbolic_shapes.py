@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules exported with symbolic dimensions: the program computes, at every size, what the direct call computes."""
+"""Modules exported with symbolic dimensions: at every size, the program agrees with the direct call."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def check(function, *shapes):
 
 
 @pytest.mark.parametrize(("function", "x", "weight"), NORMS.values(), ids=NORMS.keys())
-def test_an_exported_rms_norm_computes_what_the_call_computes(function, x, weight):
+def test_an_exported_rms_norm_agrees_with_the_call(function, x, weight):
     check(function, x, weight)
 
 
 @pytest.mark.parametrize(("function", "shape"), ATTENTIONS.values(), ids=ATTENTIONS.keys())
-def test_an_exported_flash_attention_computes_what_the_call_computes(function, shape):
+def test_an_exported_flash_attention_agrees_with_the_call(function, shape):
     check(function, shape, shape, shape)
 
 
@@ -86,5 +86,5 @@ def test_a_symbolic_head_dim_asks_for_the_scale():
 
 
 @pytest.mark.parametrize("shapes", [("b, 8", "3, 8, 4"), ("16, b", "3, b, 2*b")], ids=["rows", "columns"])
-def test_an_exported_gradient_of_a_grouped_product_computes_what_the_call_computes(shapes):
+def test_an_exported_gradient_of_a_grouped_product_agrees_with_the_call(shapes):
     check(product_gradients, *shapes)

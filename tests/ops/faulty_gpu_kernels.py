@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel for NVIDIA GPUs, Hopper and later, whose candidates no process survives; workers import it from here."""
+"""A kernel for NVIDIA GPUs, Hopper and later, with candidates that end every process; workers import it from here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 128
 
 @dataclasses.dataclass(frozen=True)
 class GpuFault:
-    """What goes wrong on the device: nothing, a `deadlock`, or an access `out of bounds`."""
+    """The fault on the device: none, a `deadlock`, or an access `out of bounds`."""
 
     kind: str = ""
     repeats: int = 0
@@ -25,7 +25,7 @@ SLOW, FAST = GpuFault(repeats=20), GpuFault(repeats=1)
 
 
 def deadlock(x):
-    """Wait at a barrier that nobody arrives at."""
+    """Wait at a barrier without any arrival."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 

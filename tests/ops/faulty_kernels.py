@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel whose candidates fail in every way that there is; worker processes import it from here."""
+"""A kernel with candidates that fail in every way; worker processes import it from here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = (64, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A configuration: what goes wrong, how much is done before, and what a compiler says of it."""
+    """A configuration: its fault, the work before it, and the compiler's message."""
 
     kind: str = ""
     repeats: int = 0
@@ -28,7 +28,7 @@ class Fault:
 
 
 def spill(count):
-    """Return what the GPU's assembler says of a kernel."""
+    """Return the report of the GPU's assembler about a kernel."""
     stores = f"{count} bytes spill stores, {count} bytes spill loads"
     return f"ptxas info    : Function properties for kernel\n    {count} bytes stack frame, {stores}\n"
 
@@ -75,7 +75,7 @@ def keep_the_lock():
 
 
 def _strike(kind):
-    """Do what the host's side of a program can do to its process."""
+    """Return a callback that harms its process from the host's side."""
 
     def callback(x):
         if kind == "abort":
@@ -102,7 +102,7 @@ class Faulty(Kernel[Fault, jax.Array]):
         if cfg.kind in RAISED:
             raise RAISED[cfg.kind]
         os.write(1, cfg.says.encode())
-        sys.stderr.write("")  # which fails where there is none
+        sys.stderr.write("")  # raises if stderr is closed
         if cfg.kind in CLOSING:
             CLOSING[cfg.kind]()
         if cfg.kind == "abort while tracing":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small operation as kernels of each gradient form, a chooser that keeps what it was asked, and comparisons."""
+"""Kernels shared by many tests, a chooser that records its calls, and comparisons."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from ejkernel.ops import Executor, Kernel
 
 
 def tanh_matmul(x, w):
-    """What the kernels below compute."""
+    """Return the result of the kernels below."""
     return jnp.tanh(x @ w)
 
 
@@ -40,7 +42,7 @@ class WithRule(Plain):
 
 
 class WithResiduals(Plain):
-    """A rule from what the forward saved."""
+    """A rule from residuals."""
 
     def fwd_with_residuals(self, x, w, *, cfg):
         y = tanh_matmul(x, w)
@@ -51,7 +53,7 @@ class WithResiduals(Plain):
 
 
 class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
+    """`cfg * x`: the result shows the configuration."""
 
     def run(self, x, *, cfg):
         return cfg * x
@@ -60,8 +62,77 @@ class Times(Kernel[int, jax.Array]):
         return 1
 
 
+class Double(Kernel[Any, jax.Array]):
+    """`x + x`, with an optional static argument."""
+
+    def run(self, x, *, cfg, note=None):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The configuration of `Tiled`."""
+
+    rows: int
+    order: str = "row"
+
+
+class Tiled(Kernel[Tile, jax.Array]):
+    """`x + x` of one array, with a static argument."""
+
+    def run(self, x, *, causal=False, cfg):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return Tile(1)
+
+
+class Searched(Kernel[int, jax.Array]):
+    """`x + x` with the heuristic 1 and a search space; `faults` maps a configuration to its faulty function."""
+
+    def __init__(self, space=(1, 2, 3), faults=None):
+        super().__init__("Double")
+        self.space, self.faults = space, faults or {}
+
+    def run(self, x, *, cfg):
+        return self.faults.get(cfg, lambda x: told_apart(x + x, cfg))(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return list(self.space)
+
+
+class Applies(Kernel[int, Any]):
+    """Applies a function, its static argument; without one it doubles."""
+
+    def run(self, x, function=None, *, cfg):
+        return x * 2 if function is None else function(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+class Computes(Kernel[int, Any]):
+    """Computes the function that its instance was made with."""
+
+    def __init__(self, name, function):
+        super().__init__(name)
+        self.function = function
+
+    def run(self, *args, cfg):
+        return self.function(*args)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
 class ShowsConfig(Kernel[int, jax.Array]):
-    """Its result is its configuration, and its gradient a hundred more than that of the backward call."""
+    """Returns its configuration; the gradient is 100 plus the backward's configuration."""
 
     def run(self, x, *, cfg):
         return 0 * x.sum() + cfg
@@ -74,7 +145,7 @@ class ShowsConfig(Kernel[int, jax.Array]):
 
 
 class LoggingChooser:
-    """Answers every call with the kernel's heuristic, and keeps the calls in `asked`."""
+    """Answers every call with the kernel's heuristic, and records the calls in `asked`."""
 
     def __init__(self):
         self.asked = []
@@ -102,7 +173,7 @@ def squared(f):
 
 @functools.cache
 def result_of(program, f):
-    """Return what a program makes of a plain function; tests of several kernels share it."""
+    """Return the result of a program with a plain function; tests of several kernels share it."""
     return jax.jit(program, static_argnums=0)(f)
 
 
@@ -115,5 +186,5 @@ def assert_trees_close(actual, expected, tolerance=1e-4):
 
 
 def told_apart(value, cfg):
-    """Return `value`, by a program that differs from one configuration to the next: equal ones are measured once."""
+    """Return `value`, with a different program for each configuration, since equal programs are measured once."""
     return set_xla_metadata(value, configuration=str(cfg))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files whose content was changed and that are whole all the same: what is in them is up to their readers."""
+"""Files with changed content and valid digests: their readers must judge the content."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def change_object(file, change):
 
 
 def lines_with_digest(text):
-    """Return the text of a log with the right digest; the one that it has, if any, is left out."""
+    """Return the text of a log with the right digest, in place of its own if it has one."""
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith('{"sha256"')]
     return sealed_lines("".join(lines))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: functions as kernels - what they keep, how they are configured, and what is refused."""
+"""`tune`: functions as kernels; their properties, their configurations, and refused functions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows_only(x, *, rows=1):
     return told_apart(x * 1.0, rows)
 
 
-# --- what it is ---
+# --- properties of the kernel ---
 
 
 def test_a_tuned_function_is_a_kernel_that_looks_like_the_function():
@@ -99,12 +99,12 @@ def test_a_keyword_for_a_positional_argument_is_the_same_call():
 # --- which configuration a call gets ---
 
 
-def test_a_call_runs_with_the_defaults_until_somebody_knows_better():
+def test_an_untuned_call_runs_with_the_defaults():
     assert (shown(), explained(shows, X)) == (208, ({"rows": 2, "cols": 8}, "heuristic"))
 
 
 @pytest.mark.parametrize("call", [shown, lambda **kw: int(jax.jit(lambda x: shows(x, **kw))(X))], ids=["eager", "jit"])
-def test_a_call_that_gives_everything_overrides_for_itself_alone(call):
+def test_a_call_with_all_tunable_arguments_overrides_only_itself(call):
     assert call(rows=4, cols=3) == 403  # 3 is not a value of the space
     assert call() == 208
 
@@ -125,7 +125,7 @@ def test_a_call_that_gives_some_has_the_heuristic_s_for_the_rest():
     assert (shown(rows=4), explained(shows, X, rows=4)) == (408, ({"rows": 4, "cols": 8}, "heuristic"))
 
 
-def test_a_call_that_gives_some_is_a_call_of_its_own():
+def test_a_call_with_some_tunable_arguments_is_a_separate_call():
     executor = default_executor()
     plain, fixed, other = (executor.explain(shows, X, **kw).key for kw in ({}, {"rows": 4}, {"rows": 1}))
     assert len({plain, fixed, other}) == 3
@@ -135,7 +135,7 @@ def test_a_call_that_gives_some_is_a_call_of_its_own():
         assert (shown(), shown(rows=4)) == (208, 416)
 
 
-def test_what_a_call_gives_is_fixed_in_its_candidates():
+def test_given_tunable_arguments_are_fixed_in_all_candidates():
     assert listed(shows, X, rows=4) == [{"rows": 4, "cols": 8}, {"rows": 4, "cols": 16}]
     assert listed(shows, X, rows=32) == [{"rows": 32, "cols": 8}, {"rows": 32, "cols": 16}]
 
@@ -161,12 +161,12 @@ def test_autotune_finds_the_best_and_the_next_call_runs_with_it():
     np.testing.assert_allclose(cubed(X, **best), X**3, rtol=1e-6)
 
 
-def test_there_is_nothing_to_tune_in_a_call_that_gives_everything():
+def test_a_call_with_all_tunable_arguments_is_not_tuned():
     with pytest.raises(ArgumentError, match="the call fixes its whole configuration"):
         autotune(shows, X, rows=1, cols=8)
 
 
-def test_arguments_that_are_not_tunable_are_static_or_arrays_as_ever():
+def test_other_arguments_are_static_or_arrays_as_usual():
     @made
     def scaled(x, *, by, power=1, rows=1):
         return x**power * by * rows
@@ -206,14 +206,14 @@ def test_values_are_searched_rather_than_listed():
     assert isinstance(candidates_of(shows, Invocation(kernel=shows, args=(X,))), ConfigSpace)
 
 
-def test_an_entry_of_a_list_leaves_out_what_is_as_the_heuristic_says():
+def test_an_entry_of_a_list_may_omit_values_of_the_heuristic():
     kernel = made(lambda x, *, rows=1, cols=5: x, name="l", space=[{"rows": 2}, {"cols": 6}])
     assert listed(kernel, X) == [{"rows": 2, "cols": 5}, {"rows": 1, "cols": 6}]
     assert listed(kernel, X, cols=6) == [{"rows": 2, "cols": 6}, {"rows": 1, "cols": 6}]
     assert listed(kernel, X, rows=1) == [{"rows": 1, "cols": 6}]
 
 
-def test_a_config_space_is_narrowed_by_what_a_call_gives():
+def test_given_arguments_narrow_a_config_space():
     space = ConfigSpace(SPACE, constraints=lambda rows, cols: rows * cols <= 32)
     kernel = made(lambda x, *, rows=1, cols=8: x, name="n", space=space)
     assert listed(kernel, X, cols=16) == [{"rows": 1, "cols": 16}, {"rows": 2, "cols": 16}]
@@ -228,7 +228,7 @@ def test_a_config_space_is_narrowed_by_what_a_call_gives():
         {"space": lambda inv: []},
     ],
 )
-def test_where_nothing_is_left_the_heuristic_is_the_only_candidate(options):
+def test_the_heuristic_is_the_only_candidate_if_all_others_fail(options):
     kernel = made(lambda x, *, rows=7, cols=8: x, name="none", **options)
     assert [config["rows"] for config in listed(kernel, X)][:1] == [7]
 
@@ -356,7 +356,7 @@ def test_a_space_of_other_names_is_refused_when_it_is_asked_for():
         listed(kernel, X)
 
 
-def test_a_heuristic_must_say_what_has_no_default():
+def test_a_heuristic_must_return_parameters_without_defaults():
     kernel = made(lambda x, *, rows: x, name="u", heuristic=lambda inv: {})
     with pytest.raises(ConfigError, match="the result of heuristic, with the defaults, must be a dictionary with rows"):
         kernel(X)
@@ -446,7 +446,7 @@ def run_in(folder, code):
 
 
 @pytest.mark.slow
-def test_what_one_process_tuned_another_one_runs_with(tmp_path):
+def test_another_process_runs_with_the_tuned_configuration(tmp_path):
     (tmp_path / "module.py").write_text(textwrap.dedent(MODULE))
     put = """
         import numpy as np, module
@@ -507,14 +507,14 @@ def directions(kernel):
     return {inv.direction: list(candidates_of(kernel, inv)) for inv in found}
 
 
-def test_forward_and_backward_have_spaces_of_their_own():
+def test_forward_and_backward_have_separate_spaces():
     assert directions(directed) == {
         "fwd": [{"rows": 1, "cols": 8}, {"rows": 2, "cols": 8}],
         "bwd": [{"rows": 2, "cols": 8}, {"rows": 2, "cols": 16}],
     }
 
 
-def test_a_backward_with_a_heuristic_of_its_own_does_not_follow_its_forward():
+def test_a_backward_with_its_own_heuristic_does_not_follow_its_forward():
     forward, backward = discover(jax.value_and_grad(lambda x: directed(x).sum()), X)
     chain = ConfigSelectorChain()
     chain.remember(forward.key, {"rows": 1, "cols": 8})
@@ -551,11 +551,11 @@ def test_example_inputs_are_positional_arguments_or_all_of_them():
         assert kwargs == {}
 
 
-def test_keeping_residuals_is_said_to_the_decorator():
+def test_the_decorator_takes_keeps_residuals():
     assert made(rows_only, name="keeps", keeps_residuals=True).keeps_residuals
     assert not made(rows_only, name="keeps_not").keeps_residuals
 
 
-def test_a_decorator_without_parentheses_says_what_it_needs():
+def test_a_decorator_without_parentheses_is_an_error_with_the_fix():
     with pytest.raises(KernelError, match=r"^theirs: tune needs the values .* write @tune\(space="):
         tune(theirs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with any content: a flipped byte, any value in any place, texts that would drive a terminal.
+"""Files with any content: a flipped byte, any value in any place, texts with control characters for a terminal.
 
-What is read is a miss with a warning, or what was written; and what is printed of it is printable.
+A read is a miss with a warning, or returns the original; all output is printable.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.sample_kernels import Tile, Tiled
 from tests.ops.sealing import lines_with_digest, with_digest
 
 from ejkernel.cli import files as cli_files
@@ -31,7 +32,6 @@ from ejkernel.ops import (
     ConfigSpace,
     Executor,
     Invocation,
-    Kernel,
     PersistentCache,
 )
 from ejkernel.ops.autotuner.compile.bundles import read_bundle
@@ -69,23 +69,7 @@ NASTY = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    rows: int
-    order: str = "row"
-
-
-class Double(Kernel[Tile, jax.Array]):
-    """Takes an array and a static argument."""
-
-    def run(self, x, *, causal=False, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return Tile(1)
-
-
-DOUBLE = Double("double")
+DOUBLE = Tiled("double")
 X = jax.ShapeDtypeStruct((16, 8), np.float32)
 INV = Invocation(kernel=DOUBLE, args=(X,), kwargs={"causal": True})
 SPACE = ConfigSpace({"rows": range(1, 40), "order": ["row", "column"]}, build=Tile)
@@ -152,7 +136,7 @@ def test_a_flipped_byte_anywhere_is_a_miss_with_a_reason():
 
 
 @pytest.mark.parametrize("text", ["", '{"schema":2}', '{"schema":2}\n[]'])
-def test_a_log_without_whole_lines_is_no_log_whatever_its_digest(text):
+def test_a_log_without_complete_lines_is_unusable_with_any_digest(text):
     with pytest.raises(UnusableError, match="no complete lines before its digest"):
         lines_of(sealed_lines(text).encode())
 
@@ -217,7 +201,7 @@ def is_printable(text):
 
 
 def everything_printed(cache):
-    """Return what all readers of a cache folder print, raise or warn of."""
+    """Return everything that readers of a cache folder print, raise or warn."""
     out, err = io.StringIO(), io.StringIO()
     printed = []
     with (
@@ -261,7 +245,7 @@ ODD = [
 ]
 
 
-def test_each_odd_value_in_each_place_of_an_entry_is_a_miss_or_what_it_says():
+def test_each_odd_value_in_each_place_of_an_entry_is_a_miss_or_that_value():
     other = Invocation(kernel=DOUBLE, args=(jax.ShapeDtypeStruct((4, 4), np.float32),), kwargs={"causal": 0.5})
     with made() as files, warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
@@ -276,7 +260,7 @@ def test_each_odd_value_in_each_place_of_an_entry_is_a_miss_or_what_it_says():
                 assert why_no_entry(files.cache, other, other.key).startswith("no entry")
 
 
-def test_each_odd_value_in_each_place_of_a_log_is_a_skip_or_what_it_says():
+def test_each_odd_value_in_each_place_of_a_log_is_skipped_or_that_value():
     with made() as files, warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         store = MeasurementStore(files.cache)
@@ -348,7 +332,7 @@ def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
             assert any(MARKED in text for text in printed)
 
 
-def test_markup_is_shown_as_it_is(capsys):
+def test_markup_is_shown_unchanged(capsys):
     with made() as files:
         files.cache.put(INV.key, {"a": MARKED}, call={"kwargs": {"b": MARKED}})
         assert main(["show", "--cache", str(files.cache.path)]) == 0

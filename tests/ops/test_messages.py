@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors say: the kernel, the hook or argument, what was got, and what to do."""
+"""Error messages: they name the kernel, the hook or argument, the value, and the fix."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tune(made, x=X, **options):
 
 
 def both(**hooks):
-    """Return the two ways in which a kernel meets its hooks: when it is called, and when it is tuned."""
+    """Return both ways of running a kernel's hooks: a call, and tuning."""
     return [lambda: call(kernel(**hooks)), lambda: tune(kernel(**hooks))]
 
 
@@ -157,7 +157,7 @@ HOOKS = [
         for act, way in zip(acts, ("called", "tuned"), strict=True)
     ],
 )
-def test_what_a_hook_does_wrong_is_said_with_the_kernel_and_the_hook(act, error, text):
+def test_errors_of_a_hook_name_the_kernel_and_the_hook(act, error, text):
     with pytest.raises(error, match=text):
         act()
 
@@ -197,12 +197,12 @@ def test_a_hook_that_only_tuning_calls_is_named_too(name, value, text):
         ({"bucket": lambda inv: 5}, OWN, r"scale: .*bucket must return \(args, kwargs\), got 5"),
     ],
 )
-def test_what_tune_is_told_wrongly_is_said_with_the_function_and_the_argument(options, error, text):
+def test_wrong_arguments_of_tune_are_errors_with_the_function_and_the_argument(options, error, text):
     with pytest.raises(error, match=text):
         tune(tuned(**{"space": {"n": [1, 2]}, **options}))
 
 
-def test_a_static_argument_without_a_name_is_said_with_the_kernel_and_the_argument():
+def test_a_static_argument_without_a_name_is_an_error_with_the_kernel_and_the_argument():
     inv = Invocation(kernel=Apply("apply"), args=(X,), kwargs={"f": lambda x: x})
     with pytest.raises(UnstableKeyError, match=r"^apply: f: <function .* has no name .* pass a number"):
         assert inv.call_key
@@ -211,7 +211,7 @@ def test_a_static_argument_without_a_name_is_said_with_the_kernel_and_the_argume
 
 
 @pytest.mark.slow
-def test_what_cannot_be_sent_to_a_worker_is_said_with_the_kernel():
+def test_arguments_that_cannot_be_sent_to_a_worker_are_an_error_with_the_kernel():
     made = kernel(heuristic_cfg=TILE, config_space=[Tile(1), Tile(2)])
     with pytest.raises(TuningError, match=r"^scale: this cannot be sent to a worker process"):
         tune(made, policy=AutotunePolicy(isolate=True))
@@ -232,13 +232,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: value_text(text)[:20])
-def test_a_text_that_is_no_result_is_said_to_be_none(text):
+def test_an_invalid_result_text_is_an_error(text):
     with pytest.raises(SerializationError, match=r"^text must be what AutotuningResult.dumps\(\) returned(: |, got )"):
         AutotuningResult.loads(text)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", 5, None, b"\xff"], ids=repr)
-def test_a_text_that_is_no_json_is_shown(text):
+def test_an_invalid_json_text_is_shown(text):
     with pytest.raises(SerializationError, match=f"text .*{re.escape(repr(text))}"):
         ops.from_json(text, Tile)
 
@@ -312,7 +312,7 @@ def test_a_value_that_cannot_be_shown_does_not_hide_the_message():
         ops.benchmark(Unspeakable())
 
 
-def test_what_a_hook_raises_of_ours_keeps_its_type():
+def test_our_own_errors_in_a_hook_keep_their_type():
     def unsupported(inv):
         raise ops.UnsupportedError("not here")
 
@@ -320,6 +320,6 @@ def test_what_a_hook_raises_of_ours_keeps_its_type():
         call(kernel(heuristic_cfg=unsupported))
 
 
-def test_what_run_raises_is_left_as_it_is():
+def test_exceptions_of_run_are_unchanged():
     with pytest.raises(ValueError, match=r"^boom\b"):
         call(kernel(Failing, heuristic_cfg=TILE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations: what is declared once and what each implementation says, and what follows from it."""
+"""Operations: shared declarations, the parts of each implementation, and the resulting behaviour."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Plain(Implementation[ScaleCall]):
         return call.factor * x, ()
 
 
-SEEN = []  # what ran: implementation, direction, parameters
+SEEN = []  # executed calls: implementation, direction, parameters
 
 
 class Fast(Implementation[ScaleCall]):
@@ -228,7 +228,7 @@ def test_the_first_implementation_that_runs_a_call_is_its_heuristics():
     assert SCALE.able(call()) == ["fast", "plain"]
 
 
-def test_an_implementation_that_was_asked_for_runs_or_says_why_not():
+def test_a_requested_implementation_runs_or_gives_the_reason():
     assert SCALE.heuristic_cfg(call(implementation="plain")).implementation == "plain"
     with pytest.raises(UnsupportedError, match=r"scale: length is 7, and 'fast' takes even ones; use 'plain'\."):
         SCALE(ODD, implementation="fast")
@@ -242,7 +242,7 @@ def test_several_names_are_an_order_of_preference():
 
 
 @pytest.mark.parametrize("wrong", ["magic", ["fast", "magic"], [], 3, "fas"])
-def test_a_name_that_there_is_not_is_refused(wrong):
+def test_an_unknown_name_is_refused(wrong):
     with pytest.raises(ArgumentError, match="implementation must be one of fast, plain, or None; got"):
         SCALE(EVEN, implementation=wrong)
 
@@ -252,13 +252,13 @@ def test_a_name_that_there_is_not_is_refused(wrong):
     [LOCAL, CALLS, jax.grad(lambda x: CALLS(x).sum()), jax.grad(lambda x: BATCHED(x).sum())],
     ids=["call", "within", "grad", "named vmap in a gradient"],
 )
-def test_a_program_for_another_platform_has_what_runs_there(function):
+def test_a_program_for_another_platform_uses_its_implementation(function):
     jax.jit(function).trace(EVEN).lower(lowering_platforms=("tpu",))
     assert jax.jit(function)(EVEN).shape == EVEN.shape
 
 
 @pytest.mark.parametrize("named", [None, "away"])
-def test_what_runs_on_another_platform_alone_is_lowered_for_that_one(named):
+def test_an_implementation_for_another_platform_is_lowered_for_it_only(named):
     def function(x):
         return AWAY(x, implementation=named)
 
@@ -268,7 +268,7 @@ def test_what_runs_on_another_platform_alone_is_lowered_for_that_one(named):
             wanted(EVEN)
 
 
-def test_residuals_that_only_another_platforms_implementation_leaves_are_an_error_that_says_so():
+def test_residuals_of_another_platforms_implementation_are_a_clear_error():
     class Leaves(Local):
         residuals = "the argument"
 
@@ -290,7 +290,7 @@ def test_residuals_that_only_another_platforms_implementation_leaves_are_an_erro
         jax.jit(jax.grad(lambda x: kernel(x).sum())).trace(EVEN).lower(lowering_platforms=("tpu",))
 
 
-def test_the_message_has_the_reason_of_everyone_who_was_asked():
+def test_the_message_has_the_reason_of_every_implementation():
     class Never(Plain):
         name = "never"
 
@@ -324,7 +324,7 @@ def test_arguments_are_prepared_once_a_call():
 # --- configurations ---
 
 
-def test_a_configuration_says_which_implementations_there_are():
+def test_a_configuration_with_an_unknown_implementation_names_the_known_ones():
     with pytest.raises(ConfigError, match="implementation must be one of fast, plain; got 'magic'"):
         ScaleConfig(implementation="magic")
     with pytest.raises(ConfigError, match=r"fwd must be a Tiles for implementation='fast', got Blocks\(block=4\)"):
@@ -431,7 +431,7 @@ class WithPrivate(Operation[PrivateConfig, ScaleCall, jax.Array]):
     prepare, describe = Scale.prepare, Scale.describe
 
 
-def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_or_none():
+def test_an_implementation_with_private_residuals_runs_both_directions_or_none():
     kernel = WithPrivate()
     assert kernel.able(dataclasses.replace(call(), kernel=kernel)) == ["private"]
     assert kernel.able(dataclasses.replace(call(ODD), kernel=kernel)) == ["plain"]
@@ -439,13 +439,13 @@ def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(x), jnp.full_like(x, 2))
 
 
-def test_nobody_stands_in_who_does_not_take_the_residuals():
+def test_a_substitute_backward_must_take_the_residuals():
     cfg = PrivateConfig(implementation="private")
     with pytest.raises(UnsupportedError, match=r"WithPrivate\.bwd: not backwards\."):
         jax.grad(lambda x: WithPrivate()(x, cfg=cfg).sum())(ODD)
 
 
-def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
+def test_another_implementation_computes_a_missing_gradient():
     class Forward(Fast):
         name = "forward"
         backward = Implementation.backward
@@ -467,7 +467,7 @@ def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
     assert {(name, direction) for name, direction, _ in SEEN} == {("fast", "fwd")}
 
 
-def test_a_named_forward_whose_residuals_no_backward_takes_has_no_gradient():
+def test_a_named_forward_without_a_matching_backward_has_no_gradient():
     class Lonely(Fast):
         name, residuals = "lonely", "the square"
         backward = Implementation.backward
@@ -483,8 +483,8 @@ def test_a_named_forward_whose_residuals_no_backward_takes_has_no_gradient():
         jax.grad(lambda x: WithLonely()(x, implementation="lonely").sum())(EVEN)
 
 
-def test_both_directions_agree_on_whose_residuals_there_are():
-    """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
+def test_both_directions_agree_on_the_residuals():
+    """Both take the first with matching residuals in a forward and a backward."""
 
     class First(Private):
         name = "first"
@@ -520,7 +520,7 @@ def test_both_directions_agree_on_whose_residuals_there_are():
     assert seen == {"fwd": "first", "bwd": "third"}
 
 
-def test_without_a_backward_of_its_own_jax_differentiates_the_forward():
+def test_without_a_backward_jax_differentiates_the_forward():
     np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
 
 
@@ -601,7 +601,7 @@ def test_spaces_of_several_implementations_are_one_space():
     assert [axis.numeric for axis in space.axes if axis.name in ("large.tile", "plain.block")] == [True, True]
 
 
-def test_an_implementation_whose_space_is_empty_is_left_out():
+def test_an_implementation_with_an_empty_space_is_left_out():
     class Empty(Large):
         name = "empty"
 

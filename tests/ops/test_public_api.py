@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is public, where it is found, and what importing it does."""
+"""Public names, their modules, and the side effects of importing them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_module_has_no_names_but_its_own(path):
 
 
 @pytest.mark.slow
-def test_import_leaves_the_environment_alone():
+def test_import_does_not_change_the_environment():
     in_a_fresh_process("import os; before = dict(os.environ); import ejkernel.ops; assert before == dict(os.environ)")
 
 
@@ -214,7 +214,7 @@ def test_import_makes_no_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Names of all modules that are there after `import ejkernel.ops` alone."""
+    """Names of all modules that `import ejkernel.ops` loads."""
     probe = "import sys, ejkernel.ops; print(*sys.modules)"
     return subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout.split()
 

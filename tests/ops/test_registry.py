@@ -9,21 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Double
 
 from ejkernel import ops
-from ejkernel.ops import Invocation, Kernel
+from ejkernel.ops import Invocation
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording
 
 X = np.arange(4.0, dtype=np.float32)
-
-
-class Double(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg, note=None):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def test_a_call_is_kept_by_device_operation_and_key(kernel):
     assert get_invocations() == expected
 
 
-def test_one_device_has_its_part(kernel):
+def test_one_device_has_its_shard(kernel):
     record_invocation(kernel, Invocation(kernel=kernel, args=(X,)))
     assert get_invocations(ops.device_fingerprint()) == get_invocations()[ops.device_fingerprint()]
 
@@ -76,7 +69,7 @@ def test_a_call_without_a_key_is_not_recorded(kernel):
         record_invocation(kernel, inv)
 
 
-def test_what_is_returned_is_a_copy(kernel):
+def test_the_returned_mapping_is_a_copy(kernel):
     record_invocation(kernel, Invocation(kernel=kernel, args=(X,)))
     get_invocations().clear()
     assert get_invocations() != {}
@@ -99,7 +92,7 @@ def test_a_block_records_forward_and_backward(kernel):
     assert [(inv.op_id, inv.direction) for inv in seen] == [("Double", "fwd"), ("Double.bwd", "bwd")]
 
 
-def test_a_block_records_a_function_that_is_already_compiled(kernel):
+def test_a_block_records_a_compiled_function(kernel):
     compiled = jax.jit(kernel)
     compiled(X)
     with recording() as seen:
@@ -114,7 +107,7 @@ def test_a_block_records_an_eager_call_that_has_run_before(kernel):
     assert [inv.op_id for inv in seen] == ["Double"]
 
 
-def test_each_block_records_anew(kernel):
+def test_each_block_records_separately(kernel):
     counts = []
     for _ in range(2):
         with recording() as seen:

@@ -18,7 +18,7 @@ def test_an_empty_environment_gives_the_defaults():
     assert got.cache_dir == Path("~/.cache/ejkernel/configs").expanduser()
 
 
-FIELDS = {  # what depends on each variable
+FIELDS = {  # dependents of each variable
     "EJKERNEL_AUTOTUNE": ("on_miss",),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
@@ -46,7 +46,7 @@ def test_all_variables_are_tested_here():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_bad_variable_is_an_error_where_it_is_asked_for_and_nowhere_else(name):
+def test_a_bad_variable_is_an_error_only_when_it_is_read(name):
     env = {name: "s3://banana,,"}
     for field in FIELDS[name]:
         with pytest.raises(ConfigError, match=f"{name} must .*banana"):
@@ -68,7 +68,7 @@ def test_nothing_beside_a_comma_is_an_error(name, raw):
         values({name: raw.replace("/a", "jax=use").replace("/b", "driver=use") if "STALE" in name else raw})
 
 
-def test_a_layer_that_is_named_twice_is_an_error():
+def test_a_repeated_layer_is_an_error():
     with pytest.raises(ConfigError, match="EJKERNEL_CACHE_LAYERS must list each item once, but lists '/a' twice"):
         _ = Settings({"EJKERNEL_CACHE_LAYERS": "/a,/b, /a"}).cache_layers
 
@@ -143,12 +143,12 @@ def test_the_cache_folder_is_chosen(env, expected):
     assert Settings(env).cache_dir == Path(expected).expanduser()
 
 
-def test_a_cache_folder_in_a_home_that_nobody_knows_is_an_error():
+def test_a_cache_folder_in_an_unknown_home_is_an_error():
     with pytest.raises(ConfigError, match="EJKERNEL_CACHE_DIR: cannot find the home folder in '~no-such-user/x'"):
         _ = Settings({"EJKERNEL_CACHE_DIR": "~no-such-user/x"}).cache_dir
 
 
-def test_current_settings_are_read_anew(monkeypatch):
+def test_current_settings_are_read_again(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
     before = settings.current().on_miss
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "0")
@@ -201,7 +201,7 @@ def test_a_worker_leaves_unknown_variables_to_its_parent(monkeypatch, untold):
     settings.current()
 
 
-def test_other_programs_variables_are_no_concern_of_ours(monkeypatch, untold):
+def test_variables_of_other_programs_are_ignored(monkeypatch, untold):
     monkeypatch.setenv("EASYDEL_EJKERNEL", "1")
     settings.current()
 

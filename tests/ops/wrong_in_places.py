@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that are wrong for some inputs or configurations alone, each in one way; and right ones that look alike."""
+"""Kernels with errors for some inputs or configurations only, each in one way; and similar correct kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sine(Kernel[int, jax.Array]):
 
 
 class ScaledResiduals(Sine):
-    """Each backward undoes the scale of its own forward, and of no other."""
+    """Each backward undoes the scale of its own forward only."""
 
     def fwd_with_residuals(self, x, *, cfg):
         return jnp.sin(x), jnp.cos(x) * cfg
@@ -48,7 +48,7 @@ class ScaledResiduals(Sine):
 
 
 class ResidualsByBlock(Sine):
-    """The shape of what is saved depends on the configuration."""
+    """The shape of the residuals depends on the configuration."""
 
     def fwd_with_residuals(self, x, *, cfg):
         return jnp.sin(x), jnp.cos(x).reshape(cfg, -1)
@@ -66,7 +66,7 @@ _sine.defvjp(lambda x, cfg: (jnp.sin(x), jnp.cos(x) * cfg), lambda cfg, saved, c
 
 
 class KeptByConfiguration(Sine):
-    """What JAX keeps of `run` is scaled by the configuration."""
+    """The configuration scales JAX's residuals of `run`."""
 
     fwd_with_residuals, vjp = Kernel.fwd_with_residuals, Kernel.vjp
     keeps_residuals = True
@@ -76,7 +76,7 @@ class KeptByConfiguration(Sine):
 
 
 class WrongBackwardConfiguration(Sine):
-    """The backward has configurations of its own, one of which is wrong."""
+    """The backward has separate configurations, and one of them is wrong."""
 
     def bwd_heuristic_cfg(self, inv):
         return 7
@@ -126,7 +126,7 @@ class WrongGradientInFloat16(Scaled):
 
 
 def _wrong_above(size, arrays):
-    """Return the sum of two arrays, which is wrong where more than `size` examples of so many arrays are batched."""
+    """Return the sum of two arrays; wrong if more than `size` examples of exactly `arrays` arrays are batched."""
 
     @custom_vmap
     def add(x, y):
@@ -295,7 +295,7 @@ class ZeroByZeroOfOne(Sum):
 
 
 class ConstantGradient(Sine):
-    """Its gradient is right, and holds what it depends on for constant."""
+    """A correct gradient, but treated as constant in the second derivative."""
 
     def vjp(self, residuals, out, cotangents, x, *, cfg):
         return (cotangents[0] * jax.lax.stop_gradient(jnp.cos(x)),)
@@ -318,7 +318,7 @@ class Versine(Kernel[int, jax.Array]):
 
 
 class Kinked(Versine):
-    """The gradient at zero is another one of those that are right."""
+    """At zero it has a different, equally valid gradient."""
 
     def run(self, x, *, cfg):
         return jnp.where(x > 0, x, 0)
@@ -375,7 +375,7 @@ class Powers(Versine):
 
 
 class Positions(Versine):
-    """Integers, which are others where all values are equal."""
+    """Positions of the maximum; they differ from the reference if several values are equal."""
 
     def run(self, x, *, cfg):
         return x.shape[-1] - 1 - jnp.argmax(x[..., ::-1], -1)
@@ -385,7 +385,7 @@ class Positions(Versine):
 
 
 class Roots(Versine):
-    """Takes what is positive, as its author's inputs are."""
+    """Needs positive values, as in its author's inputs."""
 
     def run(self, x, *, cfg):
         return jnp.exp(jnp.log(x) / 2)
@@ -408,7 +408,7 @@ class EvenRows(Scaled):
 
 
 class Repeated(Sum):
-    """Has a static argument that is a length, too."""
+    """Has a static argument that also sets a length."""
 
     def run(self, x, y, *, cfg, rows):
         return x[:rows] + y[:rows]

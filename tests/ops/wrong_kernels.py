@@ -114,7 +114,7 @@ def _like(x, w):
 
 
 class InPlace(Plain):
-    """Overwrites what is at `address`, where somebody's array is."""
+    """Overwrites the array at `address`, which another caller owns."""
 
     address = None
 
@@ -208,7 +208,7 @@ class WrongTangents(Referenced):
 
 
 class Take(Kernel[int, jax.Array]):
-    """Rows of `x`, of which `index` and `mask` say which; with a rule."""
+    """Rows of `x` selected by `index` and `mask`; with a rule."""
 
     def run(self, x, index, mask, *, cfg):
         return jnp.where(mask[:, None], x[index], 0)
@@ -385,7 +385,7 @@ _scaled.defvjp(lambda x, factor: (_scaled(x, factor), x), lambda factor, x, ct: 
 
 @tune(space={"rows": [1, 2]})
 def wrong_inside(x, *, rows=1):
-    """Its `custom_vjp` forgets the factor, and there is no reference."""
+    """Its `custom_vjp` forgets the factor, and it has no reference."""
     return _scaled(x.reshape(rows, -1), 3.0).reshape(x.shape)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_kernel` on kernels that are wrong for some inputs or configurations alone, and on right ones like them."""
+"""`check_kernel` on kernels with errors for some inputs or configurations only, and on similar correct kernels."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def report_on(name, **options):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_kernel_that_is_wrong_in_places_is_found_by(name):
+def test_check_kernel_finds_a_partly_wrong_kernel_by(name):
     checks, groups = WRONG[name]
     report = report_on(name, without=[group for group in GROUPS if group not in groups])
     assert list(dict.fromkeys(row.check for row in report.failures)) == checks, str(report)
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_kernel_that_looks_alike_passes(name):
+def test_a_similar_correct_kernel_passes(name):
     report = report_on(name, without=["tangents", "vmap", "platforms", "key", "pickle", "export", "split"])
     assert report.ok, str(report)
 

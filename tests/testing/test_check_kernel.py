@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_kernel`: kernels that are wrong are found where they are, and right ones pass, whatever their form."""
+"""`check_kernel` finds the defect of wrong kernels, and passes correct kernels of every form."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_found_where_it_is_wrong(name):
+def test_check_kernel_locates_the_error_of_a_wrong_kernel(name):
     checks, without = WRONG[name]
     assert failed(make(name), x, w, without=without) == checks
 
@@ -88,15 +88,15 @@ def test_each_wrong_kernel_is_tried():
     assert kinds == set(WRONG) | {"TakeWithoutMask", "InPlace", "MisalignedForTpu"}
 
 
-def test_a_rule_inside_the_function_is_held_against_differences_where_there_is_no_reference():
+def test_without_a_reference_a_rule_inside_the_function_is_compared_with_differences():
     assert failed(wrong_kernels.wrong_inside, x, without=GRADIENT) == ["gradient, by differences"]
 
 
-def test_a_mask_that_is_not_heeded_is_found():
+def test_an_ignored_mask_is_found():
     assert failed(wrong_kernels.TakeWithoutMask(), x, index, mask, without=GROUPS) == ["outputs", "jit"]
 
 
-def test_an_argument_that_is_overwritten_is_found_and_put_back(monkeypatch):
+def test_an_overwritten_argument_is_found_and_restored(monkeypatch):
     kernel, elements = wrong_kernels.InPlace(), Subject.elements
 
     def noted(subject, count):
@@ -221,7 +221,7 @@ def test_attention_passes():
         ("with a rule alone", "tangents", "no tangents: ValueError: Pure callbacks"),
     ],
 )
-def test_what_a_kernel_need_not_have_is_a_row_with_the_reason(name, check, reason):
+def test_checks_that_do_not_apply_are_rows_with_the_reason(name, check, reason):
     kernel, args, kwargs = RIGHT[name]
     groups = {"bfloat16": "dtypes"}
     report = check_kernel(kernel, *args, **kwargs, without=only(groups.get(check, check)))
@@ -248,7 +248,7 @@ def test_paired_implementation_takes_the_backward_of_another(monkeypatch):
         paired(LayerNorm(), "xla", backward="pallas")
 
 
-def test_a_sample_of_a_large_space_is_said():
+def test_the_report_mentions_a_sample_of_a_large_space():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
     assert "the heuristic and 24 of about 100 configurations, at random" in str(report)
@@ -274,7 +274,7 @@ def test_nothing_is_remembered_or_recorded(executor):
 # --- the report ---
 
 
-def test_a_report_that_is_not_strict_is_returned():
+def test_a_non_strict_report_is_returned():
     report = check_kernel(wrong_kernels.OneConfiguration(), x, w, strict=False, without=GROUPS)
     assert not report.ok
     with pytest.raises(AssertionError, match="OneConfiguration@v0") as caught:
@@ -307,13 +307,13 @@ def test_the_table_has_a_line_for_each_check_and_the_reasons_below():
     ]
 
 
-def test_a_long_name_has_a_line_of_its_own():
+def test_a_long_name_has_its_own_line():
     name = "gradient of state['optimizer']['second_moment']"
     text = str(CheckReport("adam@v0", (1,), (CheckRow(check=name, config=1, status="ok", error=0.5, allowed=1.0),)))
     assert text.splitlines()[2:] == [name, "       ok      0.5          1        1"]
 
 
-def test_what_is_no_kernel_or_no_group_is_an_error():
+def test_an_invalid_kernel_or_group_is_an_error():
     with pytest.raises(ArgumentError, match="kernel must be a Kernel or a function under tune, got"):
         check_kernel(jnp.sin, x)
     with pytest.raises(ArgumentError, match=r"unavailable must name groups of checks.*got 'speed'"):

@@ -29,15 +29,15 @@ def run(*command):
 
 
 @pytest.mark.slow
-def test_mypy_refuses_the_wrong_calls_alone():
+def test_mypy_refuses_only_the_wrong_calls():
     found = run("mypy", "--no-pretty", str(CALLS))
     assert sorted({int(line) for line in re.findall(r"calls\.py:(\d+): error:", found)}) == WRONG, found
 
 
 @pytest.mark.slow
-def test_pyright_refuses_the_wrong_calls_alone():
+def test_pyright_refuses_only_the_wrong_calls():
     pytest.importorskip("pyright", reason="the extra `lint` has it")
-    # The wheel has pyright's program, and its extra `nodejs` what runs that: nothing is downloaded.
+    # The wheel contains pyright, and its extra `nodejs` contains Node: nothing is downloaded.
     found = json.loads(run("pyright", "--outputjson", "--project", str(HERE), "--pythonpath", sys.executable))
     problems = {(problem["range"]["start"]["line"] + 1, problem["message"]) for problem in found["generalDiagnostics"]}
     assert sorted({line for line, _ in problems}) == WRONG, problems

@@ -30,7 +30,7 @@ from ejkernel.ops.execution.executor import Executor, default_executor, set_defa
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import counted, duration, size
+from ejkernel.ops.utils.formatting import counted, durations, size
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.random_arrays import random_array
 
@@ -49,6 +49,7 @@ class BenchOptions:
     shapes: tuple[str, ...] = ()
     kwargs: str = "{}"
     gradient: bool = False
+    measure_peak: bool = False
     cache: Path | None = None
     rounds: int
     seconds: float
@@ -288,12 +289,12 @@ def print_table(
 
 
 def _row(build: Build, found: Comparison) -> list[str]:
-    seconds, over, (low, high) = found.seconds[build.name], found.over[build.name], found.middle[build.name]
-    memory = peak_bytes(build.compiled)
+    over, memory = found.over[build.name], peak_bytes(build.compiled)
+    seconds, low, high = durations([found.seconds[build.name], *found.middle[build.name]])
     return [
         build.name,
-        duration(seconds),
-        f"{duration(low)} to {duration(high)}",
+        seconds,
+        f"{low} to {high}",
         "1" if over["low"] == over["high"] == 1 else f"{over['median']:.2f} ({over['low']:.2f} to {over['high']:.2f})",
         "-" if memory is None else size(memory),
         f"{build.compile_seconds:.1f} s",

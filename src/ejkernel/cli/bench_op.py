@@ -16,7 +16,9 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
 from ejkernel.cli.explain import usual_chain
+from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
+from ejkernel.cli.report_data import fraction_of
 from ejkernel.cli.rounds import Comparison
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
@@ -27,7 +29,7 @@ from ejkernel.ops.core.types import Cost
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import arguments, compact
+from ejkernel.ops.utils.formatting import arguments, compact, duration
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.random_arrays import random_array
 
@@ -45,6 +47,7 @@ class _Result:
         missing: The reason for each build that did not run.
         whys: The explanation of each call's configuration, by build.
         found: The times.
+        peak: The peak of the device, if it is known.
     """
 
     inv: Invocation[Any, Any]
@@ -52,6 +55,7 @@ class _Result:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     whys: dict[str, list[Explanation]] = dataclasses.field(default_factory=dict)
     found: Comparison = dataclasses.field(init=False)
+    peak: Peak | None = None
 
     @property
     def cost(self) -> Cost | None:
@@ -102,6 +106,7 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any) -> _
         result.builds.append(made)
         result.whys[name] = whys
     result.builds.append(result.builds.pop(0))  # the chosen one is built first and shown last
+    result.peak = Peaks(measure=options.measure_peak).of(device_fingerprint(), main_dtype(inv))
     result.found = race(options, result.builds)
     return result
 
@@ -135,7 +140,7 @@ def _gradient(function: Callable[..., Any], args: Sequence[Any]) -> Callable[...
 
 
 def _print(options: BenchOptions, result: _Result) -> None:
-    found, cost = result.found, result.cost
+    found, cost, peak = result.found, result.cost, result.peak
     if options.as_json:
         report.echo_json(_as_data(options, result))
         return
@@ -144,8 +149,26 @@ def _print(options: BenchOptions, result: _Result) -> None:
     if cost is not None:
         more["TFLOP/s"] = lambda each: f"{cost.flops / found.seconds[each.name] / 1e12:.3g}"
         more["GB/s"] = lambda each: f"{cost.bytes / found.seconds[each.name] / 1e9:.3g}"
+        if peak is not None:
+            more["of roofline"] = lambda each: f"{fraction_of(peak, cost, found.seconds[each.name]):.0%}"
     more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
     print_table(options, result.builds, found, result.missing, more)
+    click.echo(report.wrapped(_roofline(cost, peak)))
+
+
+def _roofline(cost: Cost | None, peak: Peak | None) -> str:
+    """Return a sentence about what limits the call on this device."""
+    if cost is None or cost.bytes <= 0:
+        return "The kernel defines no cost, so there is no roofline."
+    intensity = cost.flops / cost.bytes
+    if peak is None:
+        return f"{intensity:.3g} FLOP per byte. The peak of this device is not known; --measure-peak measures it."
+    most, limit = peak.attainable(intensity), peak.limit(intensity)
+    seconds = duration(max(cost.flops / (peak.tflops * 1e12), cost.bytes / (peak.gbytes * 1e9)))
+    return (
+        f"At {intensity:.3g} FLOP per byte, the call is limited by {limit}: at most {most:.3g} TFLOP/s, or {seconds}. "
+        f"Peak in {peak.in_words}."
+    )
 
 
 def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
@@ -157,6 +180,7 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
         "reference": CHOSEN,
         "flops": None if result.cost is None else result.cost.flops,
         "bytes": None if result.cost is None else result.cost.bytes,
+        "peak": None if result.peak is None else dataclasses.asdict(result.peak),
         "builds": [
             build_as_data(options, each, result.found) | {"configurations": result.configurations(each.name)}
             for each in result.builds

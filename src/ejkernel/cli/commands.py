@@ -195,6 +195,7 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | N
 @click.option("--shape", "shapes", metavar="TYPE", multiple=True, help="With --op: an argument, e.g. bf16[8,128].")
 @click.option("--kwargs", metavar="JSON", default="{}", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
 @click.option("--gradient", is_flag=True, help="With --op: measure the gradient.")
+@click.option("--measure-peak", is_flag=True, help="With --op: measure the peak of this device, for the roofline.")
 @imports
 @click.option("--per-step", type=click.FloatRange(min=0, min_open=True), help="Tokens or examples in a step.")
 @click.option("--unit", help="Unit of --per-step, e.g. tokens.")
@@ -221,8 +222,9 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
         raise click.UsageError("pass one of MODULE:FUNCTION and --op.")
     if options["op"] and (options["baseline"] or not options["shapes"]):
         raise click.UsageError("--op requires --shape for each array, and cannot be used with --baseline.")
-    if options["target"] and (options["shapes"] or options["kwargs"] != "{}" or options["gradient"] or imports):
-        raise click.UsageError("--shape, --kwargs, --gradient and --import require --op.")
+    of_op = any(options[name] for name in ("shapes", "gradient", "measure_peak")) or options["kwargs"] != "{}"
+    if options["target"] and (of_op or imports):
+        raise click.UsageError("--shape, --kwargs, --gradient, --measure-peak and --import require --op.")
     if options["unit"] and options["per_step"] is None:
         raise click.UsageError("--unit requires --per-step.")
     from ejkernel.cli import bench, bench_op
@@ -247,22 +249,41 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
 
 
 @click.command("report")
-@click.option("--output", type=FILE, default="report.html", show_default=True, metavar="FILE", help="File to write.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="PATH", help="File to write, or folder for pictures."
+)
+@click.option("--format", "form", type=click.Choice(["html", "svg", "png"]), default="html", show_default=True)
+@click.option(
+    "--against", default="", metavar="FOLDER|previous", help="Compare with this cache, or with older searches."
+)
+@click.option("--device", metavar="NAME", default="", help="Only devices with this text in their name.")
+@click.option("--against-device", metavar="NAME", default="", help="Compare with the calls of these devices.")
+@click.option("--measure-peak", is_flag=True, help="Measure the peak of this device, for rooflines.")
 @imports
 @read_cache
 @as_json
-def report_(output: Path, imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+def report_(imports: tuple[str, ...], **options: Any) -> int:
     """Write an HTML page about all saved searches.
 
     The page shows each call before and after tuning, and for each search all candidates, the confirmation run, failures
     by reason, and the best time so far. It needs no network. With --json, the data is printed and no file is written.
+    --format svg and png write its figures to a folder, for papers.
+
+    --against compares two sets of searches: the calls of another cache are "before", those of --cache are "after". With
+    --against previous, the newest search of each call is compared with the one before it. With --against-device, the
+    same cache is compared on two devices.
 
     Throughput is shown for kernels that define a cost; name the modules of your own kernels with --import.
     """
-    _share_devices()
-    from ejkernel.cli.report_page import run_report
+    if options["against"] == "previous" and options["against_device"]:
+        raise click.UsageError("--against previous compares searches of one device; leave out --against-device.")
+    if options["form"] == "html" and options["output"] is not None and options["output"].is_dir():
+        raise click.UsageError(f"--output {options['output']} is a folder; name a file, or use --format svg or png.")
+    if not options["measure_peak"]:
+        _share_devices()
+    from ejkernel.cli.report_page import ReportOptions, run_report
 
-    return run_report(cache, output, imports, as_json=as_json)
+    return run_report(ReportOptions(imports=imports, **options))
 
 
 @click.command("list")

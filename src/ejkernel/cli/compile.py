@@ -13,8 +13,9 @@ import click
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
+from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find
-from ejkernel.cli.tune import bars, messages
+from ejkernel.cli.tune import messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
@@ -56,8 +57,10 @@ def run_compile(
     processes = _processes(aim) if processes is None else processes
     # Calls that share a configuration need the same candidates, because each must measure all of them.
     candidates = _shared_candidates(found, aim) if found.sets else None
-    with bars(console, len(found.calls), "compiling") as step:
-        bundled = compile_bundle(found.calls, aim, output, candidates=candidates, processes=processes, progress=step)
+    with bars(console, len(found.calls), "compiling") as shown:
+        bundled = compile_bundle(
+            found.calls, aim, output, candidates=candidates, processes=processes, progress=shown.step
+        )
     click.echo(report.bundle(bundled))
     made = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in made)

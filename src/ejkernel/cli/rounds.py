@@ -66,11 +66,17 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
     The interval is that of the sign test, which assumes no distribution of the times.
     """
     ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
-    n = len(ratios)
+    low, high = interval(ratios)
+    return {"median": statistics.median(ratios), "low": low, "high": high}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median of sorted values; of fewer than `FEWEST`, the first and the last."""
+    n = len(values)
     outside = 0
     while 2 * sum(math.comb(n, k) for k in range(outside + 1)) <= 0.05 * 2**n:
         outside += 1
-    return {"median": statistics.median(ratios), "low": ratios[max(outside - 1, 0)], "high": ratios[-max(outside, 1)]}
+    return values[max(outside - 1, 0)], values[-max(outside, 1)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

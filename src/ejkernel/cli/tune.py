@@ -9,17 +9,17 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
+from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import are_alike
@@ -309,6 +309,7 @@ def _tune(
     done: list[AutotuneData] = []
 
     def note(event: Event) -> None:
+        shown.hear(event)
         if isinstance(event, WorkerRestarted):
             console.print(f"{event.key.op}: {event.reason}; a new worker continues", soft_wrap=True, highlight=False)
         elif isinstance(event, SearchFinished):
@@ -316,12 +317,12 @@ def _tune(
 
     try:
         with (
-            bars(console, len(todo), "tuning", budget=chain.policy.budget_s) as step,
+            bars(console, len(todo), "tuning", budget=chain.policy.budget_s) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
         ):
-            return tune_together(chain, todo, progress=step, compiled=found.compiled, resume=not options.force)
+            return tune_together(chain, todo, progress=shown.step, compiled=found.compiled, resume=not options.force)
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))
@@ -344,54 +345,3 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def bars(
-    console: Console, count: int, doing: str, *, budget: float | None = None
-) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
-    """Show progress and the time left: a bar on a terminal, one line per call on a pipe.
-
-    Args:
-        console: The console.
-        count: Number of calls.
-        doing: The action in words, e.g. "tuning".
-        budget: Seconds for each call.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(doing, total=max(count, 1), note="")
-        started = time.monotonic()
-        shares: dict[Any, float] = {}  # finished share of each started call; several may run
-
-        def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
-            is_new = inv.key not in shares
-            shares[inv.key] = done / max(total, 1)
-            finished = sum(shares.values())
-            left = _time_left(time.monotonic() - started, finished, count, budget)
-            if is_new and not console.is_terminal:
-                candidates = counted(total, "candidate")
-                console.print(f"{doing} {inv.op_id} ({len(shares)} of {count}), {candidates}{left}", highlight=False)
-            note = f"{int(finished)} of {counted(count, 'call')} done; {inv.op_id}: {done} of {total}{left}"
-            progress.update(task, completed=finished, note=note)
-
-        yield step
-
-
-def _time_left(elapsed: float, finished: float, count: int, budget: float | None) -> str:
-    """Return the seconds left in words; empty before anything is known about them.
-
-    Args:
-        elapsed: Seconds since the start.
-        finished: Number of finished calls, with fractions for running ones.
-        count: Number of all calls.
-        budget: Seconds for each call.
-    """
-    # The first call includes the start of JAX and the device, so its progress says little.
-    estimate = elapsed / finished * (count - finished) if finished >= 1 else math.inf
-    most = math.inf if budget is None else budget * (count - finished)
-    if math.isinf(min(estimate, most)):
-        return ""
-    if estimate <= most or budget is None:
-        return f", about {estimate:.0f} s left in total"
-    return f", at most {most:.0f} s left in total ({budget:g} s per call)"

@@ -14,6 +14,7 @@ import jax
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.services import Shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +284,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OperationConfig:
+class OperationConfig(Shown):
     """The configuration of a call of an operation; each operation has its own subclass.
 
     A tagged union: the implementation's name determines the types of the parameters, in memory and in files.

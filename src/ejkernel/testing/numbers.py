@@ -331,11 +331,11 @@ class Numbers:
     # --- other inputs ---
 
     def like(self, subject: Subject, baseline: object) -> Numbers:
-        """Return the same call with arrays of other types."""
+        """Return the comparisons for `subject`, this call on arrays of other types, with the same derivatives."""
         return Numbers(subject, baseline, self)
 
     def all_results(self, configs: Sequence[Any]) -> list[Any]:
-        """Return results and gradients of one input, or an error, for each configuration."""
+        """Return results and gradients for the first example, or an error, under each configuration."""
         inputs = self.examples[0], self.cotangents[0]
         runs = {str(n): (self.derived(self.subject.executed(config)), *inputs) for n, config in enumerate(configs)}
         return list(Together(runs)().values())
@@ -349,22 +349,22 @@ class Numbers:
             return Results(self.subject.executed(config)(*self.examples[0]))
 
     def results_of(self, function: Flat, arrays: Arrays) -> Results:
-        """Return results and gradients of another form of the call."""
+        """Return results and gradients of `function`, another form of the call, e.g. under `vmap`."""
         found: Results = compiled(self.derived(function), arrays, self.cotangents[0])(arrays, self.cotangents[0])
         return found
 
     def derived(self, function: Flat) -> Any:
-        """Return the function with its gradients, if these are checked."""
+        """Return a function that computes `function`, and its gradients if the kernel has them."""
         return pulled(function, self.wrt) if self._has_gradients else alone(function)
 
     def row_of(self, check: str, config: object, found: Results) -> CheckRow:
-        """Return the row that compares results for the first example."""
+        """Return the row of `check` that compares `found`, results for the first example, with the reference."""
         return compared(
             check, config, self.subject.compare(found, self.true(), self._whose, other=self._whose_derivative)
         )
 
     def true(self, index: int = 0) -> Results:
-        """Return the reference results for one example."""
+        """Return results and gradients of the reference for the example with this index."""
         return self.truth.of(self.examples[index], self.cotangents[index])
 
     def results(self, config: object, arrays: Arrays) -> Results:

@@ -20,7 +20,7 @@ HOSTILE = {
 
 
 def spans(sizes, rows):
-    """Return the first row of each group, and the one behind its last."""
+    """Return the first row of each group, and the end of its last."""
     ends = np.minimum(np.cumsum(np.clip(np.asarray(sizes, np.int64), 0, rows)), rows)
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

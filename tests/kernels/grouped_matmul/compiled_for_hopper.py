@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python compiled_for_hopper.py NUMBER`: compile our grouped products for an H200, and so many others of each space.
+"""`python compiled_for_hopper.py NUMBER`: compile our grouped products for an H200, and NUMBER more of each space.
 
-Names of what is compiled, PTX and what ptxas says of it are printed, by JAX's own switches for that.
+JAX's own switches print the names of the programs, their PTX and the report of ptxas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS, GROUPS, K, N = 8192, 8, 4096, 4096
 
 
 def calls():
-    """Return the products, also of some of the groups, and what is made of them: name, operation, shapes, options."""
+    """Yield the products and their epilogues, also for some of the groups: name, operation, shapes, options."""
     rows, matrices = (ROWS, K), (GROUPS, K, N)
     yield "forward", grouped_matmul, (rows, matrices), {}
     yield "forward of some groups", grouped_matmul, (rows, (GROUPS // 2, K, N)), {"first_group": GROUPS // 2}
@@ -57,7 +57,7 @@ def main(others: int) -> None:
 
 
 def compile_keeping(inv, choice, target):
-    """Compile what runs where the call is differentiated, which leaves something for a backward."""
+    """Compile the forward of a differentiated call, which also stores residuals."""
     node = dataclasses.replace(inv.node, residuals=True)
     with target.entered():
         jax.jit(node.flat(choice)).lower(*[target.placed(like) for like in example_types(inv)]).compile()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of our product's kernel with what is made of products: their arguments by name, and how it is launched."""
+"""Calls of our product's kernel with epilogues: arguments by name, and the launch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our product's kernel makes of sums before it stores them: simulated on a CPU, and lowered without a GPU."""
+"""The epilogues of our product's kernel: simulated on a CPU, and lowered without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {"block_n": 64, "stages": 2, "panel": 2, "out_slots": 1}
 
 @pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch):
-    """A launch has two blocks of threads, each of which takes several tiles."""
+    """Launch two thread blocks, so that each computes several tiles."""
     monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
 
 
@@ -60,7 +60,7 @@ def simulated(mosaic, given, params, *, races=False, **options):
         (None, True, False, False),
     ],
 )
-def test_what_is_made_of_products_is_right_for_hostile_sizes(mosaic, activation, gate, row_scale, transpose_rhs):
+def test_epilogues_are_right_for_hostile_sizes(mosaic, activation, gate, row_scale, transpose_rhs):
     given = operands(gate=gate, row_scale=row_scale, transpose_rhs=transpose_rhs)
     options = {"transpose_rhs": transpose_rhs} | ({"activation": activation} if activation else {})
     run = simulated(mosaic, given, ProductParams(**SMALL), **options)
@@ -95,13 +95,13 @@ def test_some_of_the_groups_give_zeros_in_rows_of_the_others(mosaic):
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, which multiplies for the interpreter
 def test_nothing_of_one_group_reaches_another(mosaic):
-    sizes, foreign = (70, 43, 60, 127), slice(70, 113)
+    sizes, other_rows = (70, 43, 60, 127), slice(70, 113)
     given = operands(gate=True, row_scale=True)
     run = simulated(mosaic, given, ProductParams(**SMALL), activation="silu")
-    poisoned = {name: given[name].at[foreign].set(jnp.nan) for name in ("lhs", "row_scale")}
+    poisoned = {name: given[name].at[other_rows].set(jnp.nan) for name in ("lhs", "row_scale")}
     poisoned["gate"] = given["gate"].at[1].set(jnp.inf)
     found = np.asarray(run(sizes, given | poisoned)[0], np.float32)
-    assert np.isnan(found[foreign]).all()
+    assert np.isnan(found[other_rows]).all()
     expected = by_numpy.product(sizes=sizes, activation="silu", **given)
     others = np.r_[:70, 113:300]
     by_numpy.assert_near(expected[others], found[others])
@@ -111,7 +111,7 @@ def test_nothing_of_one_group_reaches_another(mosaic):
 
 
 @pytest.mark.usefixtures("mosaic")
-def test_one_kernel_makes_the_output_and_what_the_backward_needs():
+def test_one_kernel_computes_the_output_and_the_residuals():
     rows, matrices = jax.ShapeDtypeStruct((1024, 256), "bfloat16"), jax.ShapeDtypeStruct((8, 256, 256), "bfloat16")
     sizes, row_scale = jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((1024,), "float16")
     cfg = GroupedMatmulActivationConfig(implementation="mosaic_gpu")

@@ -31,7 +31,7 @@ CALL = GroupedMatmulCall(
 )
 
 
-def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(monkeypatch):
+def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(monkeypatch):
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu

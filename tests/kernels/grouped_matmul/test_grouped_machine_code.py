@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas makes of our grouped products: without a GPU, where JAX's plugin for CUDA and the compiler are there."""
+"""The machine code of our grouped products; needs JAX's CUDA plugin and the compiler, but no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """What was printed for each compiled kernel, by its name."""
+    """The compiler's report for each kernel, by name."""
     number = 20 if request.config.getoption("--whole-spaces") else 1
     return compiler.printed_for(FOLDER / "compiled_for_hopper.py", str(number))
 
@@ -33,7 +33,7 @@ def test_no_product_waits_for_another(compiled):
 
 
 def test_no_number_is_moved_to_uniform_registers_between_products(compiled, tmp_path):
-    """It costs 7 %: a stage's number that is kept in ordinary registers."""
+    """A move costs 7 %, e.g. for a stage number in ordinary registers."""
     if compiler.tool("nvdisasm") is None:
         pytest.skip("needs nvdisasm")
     for name, text in compiled.items():

@@ -45,7 +45,7 @@ def compiled(implementation, call):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them():
+def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups():
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, INNER), by_numpy.normal(4, INNER, COLUMNS, seed=1)
     run = compiled(Megablox(), CALL)
     for sizes in by_numpy.HOSTILE.values():
@@ -111,7 +111,7 @@ def test_a_program_with_gradients_lowers_for_tpus(inside):
         )
         function = jax.value_and_grad(mapped, (0, 1, 3))
     text = jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") >= 4  # calls that are alike are one function
+    assert text.count("tpu_custom_call") >= 4  # equal calls share one function
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_parameters_that_do_not_fit_or_that_it_counts_wrongly_are_refused():
 
 @pytest.mark.parametrize("implementation", [Megablox(), MegabloxWgrad(), MegabloxActivation()], ids=str)
 @pytest.mark.parametrize("rows", [1, 40, 8192, 1 << 20])
-def test_a_space_has_what_fits_and_the_guess_is_in_it(implementation, rows):
+def test_a_space_has_fitting_configurations_and_the_heuristic(implementation, rows):
     call = dataclasses.replace(CALL, rows=rows, groups=8, inner=4096, columns=1536)
     space = implementation.space(call)
     assert implementation.heuristic(call) in space

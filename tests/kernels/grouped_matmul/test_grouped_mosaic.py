@@ -53,7 +53,7 @@ def mosaic():
 
 @pytest.fixture
 def few_multiprocessors(monkeypatch):
-    """A launch has two blocks of threads, each of which takes several tiles."""
+    """Launch two thread blocks, so that each computes several tiles."""
     monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
 
 
@@ -68,7 +68,7 @@ def simulated(mosaic, operation, arrays, params, *, races=False, **options):
 
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic, transpose_rhs):
+def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mosaic, transpose_rhs):
     lhs = by_numpy.normal(by_numpy.ROWS, K)
     rhs = by_numpy.normal(4, *((N, K) if transpose_rhs else (K, N)), seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL), transpose_rhs=transpose_rhs)
@@ -78,7 +78,7 @@ def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic, 
 
 
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_a_weights_gradient_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic):
+def test_a_weights_gradient_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mosaic):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(by_numpy.ROWS, N, seed=1)
     run = simulated(mosaic, grouped_matmul_wgrad, (lhs, rhs), WgradParams(**SMALL, largest_first=True, snake=True))
     for sizes in by_numpy.HOSTILE.values():
@@ -88,7 +88,7 @@ def test_a_weights_gradient_is_right_for_hostile_sizes_whatever_lies_behind_them
 
 @pytest.mark.parametrize("own", [slice(1, 3), slice(3, 4)], ids=["in the middle", "the last"])
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold(mosaic, own):
+def test_a_range_of_groups_is_right_for_hostile_sizes_with_garbage_in_other_groups(mosaic, own):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     dout, first = by_numpy.normal(by_numpy.ROWS, N, seed=2), jnp.int32(own.start)
     groups = (jax.ShapeDtypeStruct((4,), jnp.int32), first)
@@ -110,7 +110,7 @@ def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold
 
 @pytest.mark.parametrize(("first", "there"), [(-1, [None, 0]), (3, [3, None]), (9, [None, None])], ids=str)
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_groups_that_are_not_there_are_empty(mosaic, first, there):
+def test_groups_out_of_range_are_empty(mosaic, first, there):
     sizes = by_numpy.HOSTILE["uneven"]
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     padded = jnp.stack([jnp.full_like(rhs[0], jnp.nan) if g is None else rhs[g] for g in there])
@@ -126,17 +126,17 @@ def test_groups_that_are_not_there_are_empty(mosaic, first, there):
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_nothing_of_one_group_reaches_another(mosaic):
     """Rows and matrices of one group are NaN, and its neighbours begin and end in the middle of a step."""
-    sizes, foreign = (70, 43, 60, 127), slice(70, 113)
+    sizes, other_rows = (70, 43, 60, 127), slice(70, 113)
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL))
-    found = np.asarray(run(sizes, lhs.at[foreign].set(jnp.nan), rhs.at[1].set(jnp.nan)), np.float32)
-    assert np.isnan(found[foreign]).all()
+    found = np.asarray(run(sizes, lhs.at[other_rows].set(jnp.nan), rhs.at[1].set(jnp.nan)), np.float32)
+    assert np.isnan(found[other_rows]).all()
     by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes)[113:], found[113:])
     by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes)[:70], found[:70])
 
     dout = by_numpy.normal(by_numpy.ROWS, N, seed=2)
     sums = simulated(mosaic, grouped_matmul_wgrad, (lhs, dout), WgradParams(**SMALL))
-    found = np.asarray(sums(sizes, lhs.at[foreign].set(jnp.nan), dout.at[foreign].set(jnp.inf)))
+    found = np.asarray(sums(sizes, lhs.at[other_rows].set(jnp.nan), dout.at[other_rows].set(jnp.inf)))
     others = np.array([0, 2, 3])
     by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[others], found[others])
 
@@ -242,7 +242,7 @@ def test_tangents_are_products_too():
     assert launches(tangents, *arguments()) == 3
 
 
-# What it refuses.
+# --- refused calls ---
 
 
 def replaced(**changes):
@@ -282,7 +282,7 @@ def test_a_call_that_it_runs_has_no_reason(monkeypatch):
         ({"block_n": 256, "stages": 2, "rows": 256}, "256 accumulator registers"),
     ],
 )
-def test_parameters_that_do_not_fit_are_told_before_they_are_tried(changes, words):
+def test_unsupported_parameters_are_reported_before_compiling(changes, words):
     changes = dict(changes)
     rows = changes.pop("rows", 128)
     assert words in MosaicGpu().params_fault(CALL, ProductParams(**changes, block_m=rows))

@@ -104,7 +104,7 @@ def test_weights_gradients_are_right_and_repeat(params, dtypes):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("own", [slice(0, 5), slice(5, 8), slice(8, 12)], ids=str)
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
-def test_some_of_the_groups_are_right_and_repeat_whatever_the_others_hold(transpose_rhs, own):
+def test_a_range_of_groups_is_right_and_repeats_with_garbage_in_other_groups(transpose_rhs, own):
     lhs = by_numpy.normal(ROWS, K)
     rhs = by_numpy.normal(GROUPS, *((N, K) if transpose_rhs else (K, N)), seed=1)
     call = grouped_matmul.describe(lhs, rhs[own], SIZES_OF_ALL, transpose_rhs=transpose_rhs)
@@ -130,8 +130,8 @@ def test_weights_gradients_of_some_of_the_groups_are_right_and_repeat(own):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_another():
-    sizes, foreign = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113)
+def test_a_gradient_uses_our_kernels_and_groups_do_not_affect_each_other():
+    sizes, other_rows = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113)
     lhs, rhs = by_numpy.normal(1000, 256), by_numpy.normal(4, 256, 512, seed=1)
     dout = by_numpy.normal(1000, 512, seed=2)
 
@@ -139,7 +139,7 @@ def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_
     def gradients(lhs, rhs, dout):
         return jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes, implementation="mosaic_gpu"), lhs, rhs)[1](dout)
 
-    poisoned = (lhs.at[foreign].set(jnp.nan), rhs.at[1].set(jnp.nan), dout.at[foreign].set(jnp.inf))
+    poisoned = (lhs.at[other_rows].set(jnp.nan), rhs.at[1].set(jnp.nan), dout.at[other_rows].set(jnp.inf))
     assert gradients.lower(*poisoned).as_text().count("custom_call @mosaic_gpu") == 2
     dlhs, drhs = (np.asarray(x, np.float32) for x in gradients(*poisoned))
     wanted = by_numpy.product(dout, rhs, sizes, transpose_rhs=True)
@@ -162,7 +162,7 @@ def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_
     ],
     ids=str,
 )
-def test_what_is_made_of_products_is_right_and_repeats(options, params):
+def test_epilogues_are_right_and_repeat(options, params):
     asked = {name: name in options for name in ("gate", "row_scale")}
     options = {name: value for name, value in options.items() if name not in asked}
     transpose_rhs, activation = options.get("transpose_rhs", False), options.get("activation")
@@ -182,7 +182,7 @@ def test_what_is_made_of_products_is_right_and_repeats(options, params):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_is_made_of_products_of_some_of_the_groups_is_zero_in_rows_of_the_others():
+def test_epilogues_of_a_range_of_groups_are_zero_in_rows_of_other_groups():
     own = slice(5, 9)
     given = made_of_products.operands(ROWS, GROUPS, K, N, gate=True, row_scale=True)
     part = given | {name: given[name][own] for name in ("rhs", "gate")}
@@ -195,13 +195,13 @@ def test_what_is_made_of_products_of_some_of_the_groups_is_zero_in_rows_of_the_o
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("activation", ["silu", None])
-def test_a_gradient_of_what_is_made_of_products_is_made_of_kernels_of_ours(activation):
+def test_the_gradient_of_an_epilogue_uses_our_kernels(activation):
     """Rows and factors of one group are NaN, and so are factors past the last."""
-    sizes, foreign, others = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113), np.array([0, 2, 3])
+    sizes, other_rows, others = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113), np.array([0, 2, 3])
     given = made_of_products.operands(1000, 4, 256, 512, gate=activation is not None, row_scale=True)
     dout = by_numpy.normal(1000, 512, seed=4)
-    poisoned = given | {"lhs": given["lhs"].at[foreign].set(jnp.nan)}
-    poisoned["row_scale"] = given["row_scale"].at[foreign].set(jnp.nan).at[973:].set(jnp.nan)
+    poisoned = given | {"lhs": given["lhs"].at[other_rows].set(jnp.nan)}
+    poisoned["row_scale"] = given["row_scale"].at[other_rows].set(jnp.nan).at[973:].set(jnp.nan)
 
     def gradients(implementation, given):
         def run(given):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products over meshes: experts, rows, columns and what is summed over on several devices, in any mixture."""
+"""Grouped products over meshes: experts, rows, columns and summed dimensions on several devices, in any mixture."""
 
 import functools
 
@@ -66,7 +66,7 @@ CASES = [
 
 @functools.cache
 def plainly(split, transformation):
-    """Return what `ragged_dot` computes that XLA splits, and how many bytes go between devices."""
+    """Return the result of `ragged_dot` as XLA splits it, and the bytes sent between devices."""
     function = TRANSFORMATIONS[transformation](jax.lax.ragged_dot)
     program, found = compiled(function, ARRAYS, SPLITS[split], mesh_of("auto"))
     return jax.device_get(found), bytes_in_collectives(program)
@@ -86,7 +86,7 @@ def test_split_product_is_the_whole_one_with_no_more_bytes_between_devices_than_
     ("mode", "split"),
     [("auto", "rows and experts"), ("auto", "experts and columns"), ("explicit", "experts"), ("mixed", "rows")],
 )
-def test_what_is_made_of_products_is_split_as_they_are(mode, split, activation):
+def test_epilogues_are_split_like_their_products(mode, split, activation):
     rows, matrices, sizes = [*SPLITS[split][:2], P()]
     gate, row_scale = by_numpy.normal(GROUPS, K, K, dtype="float32", seed=2), by_numpy.normal(ROWS, dtype="float32")
 
@@ -162,7 +162,7 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     assert shapes == {((32, K), (2, K, K), (GROUPS,), ())}
 
 
-def test_rows_are_split_beside_experts_that_somebody_split_by_hand():
+def test_rows_are_split_beside_experts_split_by_hand():
     mesh = mesh_of("auto")
 
     def by_hand(lhs, rhs, sizes):
@@ -179,7 +179,7 @@ def test_rows_are_split_beside_experts_that_somebody_split_by_hand():
     assert [x.shape for x in parts[0].array_types] == [(32, K), (2, K, K), (GROUPS,), ()]
 
 
-def test_part_of_the_rows_alone_is_a_call_as_any_other():
+def test_a_shard_of_the_rows_is_an_ordinary_call():
     mesh = mesh_of("auto")
     (part,) = discover(grouped_matmul, *placed(ARRAYS, [P("model"), P(), P()], mesh))
     (plain,) = discover(grouped_matmul, LHS[:16], RHS, SIZES)
@@ -187,7 +187,7 @@ def test_part_of_the_rows_alone_is_a_call_as_any_other():
 
 
 @pytest.mark.parametrize(("columns", "moved"), [(16, "rhs"), (4, "rhs"), (256, "lhs")])
-def test_rows_or_experts_are_moved_whichever_are_fewer(columns, moved):
+def test_the_smaller_of_rows_and_experts_is_moved(columns, moved):
     """They are on the same devices, which can be divided by one of them alone."""
     rhs = by_numpy.normal(GROUPS, K, columns, dtype="float32")
     mesh = mesh_of("auto")
@@ -214,7 +214,7 @@ def test_experts_that_do_not_divide_are_split_as_far_as_they_do_and_columns_beyo
     assert part.array_types[1].shape == expected[groups]
 
 
-def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_which_to_move():
+def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_with_the_fix():
     mesh = mesh_of("explicit")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"axis 0 of rhs, .* over 'model', .*reshard"):
         jax.jit(grouped_matmul)(*placed(ARRAYS, SPLITS[CONTENDED[0]], mesh))
@@ -222,7 +222,7 @@ def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_wh
 
 @pytest.mark.parametrize("some", [{}, {"first_group": jnp.int32(3)}], ids=["all groups", "some of them"])
 @pytest.mark.parametrize("kernel", [GroupedMatmul(), GroupedMatmulWgrad()], ids=lambda kernel: kernel.name)
-def test_rules_and_parts_stand_the_check_of_kernels(kernel, some):
+def test_rules_and_shards_pass_check_kernel(kernel, some):
     is_product = kernel.name == "grouped_matmul"
     other = (RHS[4:] if some else RHS) if is_product else LHS[:, ::2]
     options = some | ({"groups": 4} if some and not is_product else {})

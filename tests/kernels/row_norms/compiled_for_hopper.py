@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python compiled_for_hopper.py`: compile our normalisations of short rows for an H200, as many rows at once as go.
+"""`python compiled_for_hopper.py`: compile our normalisations of short rows for an H200, with as many rows as possible.
 
-Names of what is compiled and what ptxas says of it are printed, by JAX's own switches for that.
+JAX's own switches print the names of the programs and the report of ptxas.
 """
 
 from __future__ import annotations

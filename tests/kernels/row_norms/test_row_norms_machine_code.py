@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas makes of our normalisations of short rows, whose registers are guessed from shapes."""
+"""The machine code of our normalisations of short rows; their registers are estimated from shapes."""
 
 from __future__ import annotations
 

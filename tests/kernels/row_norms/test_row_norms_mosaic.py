@@ -27,7 +27,7 @@ OPERATIONS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The kernels run in the interpreter, with races told, by two blocks of threads that have several rows each."""
+    """Run the kernels in the interpreter with race detection: two thread blocks, each with several rows."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
@@ -40,7 +40,7 @@ def simulated(monkeypatch):
 
 def arguments(operation, rows, dim, *, dtype="bfloat16", weight=True, residual=False):
     rng = np.random.default_rng(0)
-    # A sum of eighths is exact in all dtypes, so that a reference in float32 normalises what the kernels do.
+    # A sum of eighths is exact in all dtypes, so the float32 reference has the same input as the kernels.
     x, added = (jnp.asarray(rng.integers(-16, 24, (rows, dim)) / 8, dtype) for _ in range(2))
     vectors = [jnp.asarray(1 + rng.standard_normal(dim), dtype) for _ in range(1 + (operation.name == "layer_norm"))]
     return (x, *(vectors if weight else [None]), *([added] if residual else []))
@@ -134,7 +134,7 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     assert all(6 % params.block_rows == 0 for params in found.space(call))
 
 
-def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
+def test_up_to_sixteen_short_rows_are_taken_at_once_as_registers_allow():
     found, operation = OPERATIONS["layer_norm"].implementations["mosaic_gpu"], OPERATIONS["layer_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 128, 256)), backward=True)
     assert "need block_rows to be a multiple of 16 and stages=1, got 8 and 1" in found.params_fault(
@@ -161,7 +161,7 @@ def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
         ("layer_norm", 256, True, 0, 0),
     ],
 )
-def test_short_rows_are_left_to_xla_where_it_is_as_fast(name, dim, residual, forward, backward):
+def test_short_rows_use_xla_where_it_is_as_fast(name, dim, residual, forward, backward):
     operation = OPERATIONS[name]
     found = operation.implementations["mosaic_gpu"]
     call = operation.describe(*arguments(operation, 1 << 10, dim, residual=residual))
@@ -195,7 +195,7 @@ def test_parameters_are_positive_integers(wrong):
         (8, 1024, "bfloat16", "tpu", "needs a Hopper GPU"),
     ],
 )
-def test_what_does_not_run_says_why(rows, dim, dtype, platform, reason):
+def test_unsupported_calls_give_the_reason(rows, dim, dtype, platform, reason):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), platform=platform)
     call = dataclasses.replace(call, rows=rows, dim=dim, dtype=dtype, backward=dim == 448)
@@ -248,8 +248,8 @@ def test_they_are_lowered_within_shard_map_and_under_strict_settings():
 
 
 @pytest.mark.parametrize(("dim", "params"), [(1024, (1, 2, 8)), (8192, (2, 2, 1)), (16384, (1, 1, 1))], ids=str)
-def test_a_guess_has_as_many_blocks_of_threads_as_there_is_room_for(dim, params):
+def test_a_heuristic_fills_the_device_with_thread_blocks(dim, params):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), rows=8192, dim=dim, backward=True)
-    guess = operation.implementations["mosaic_gpu"].heuristic(call)
-    assert params == (guess.block_rows, guess.stages, guess.occupancy)
+    heuristic = operation.implementations["mosaic_gpu"].heuristic(call)
+    assert params == (heuristic.block_rows, heuristic.stages, heuristic.occupancy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in memory, which follow a script on a clock of their own."""
+"""Workers in memory that follow a script, with a fake clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeWorker(Supervisor):
         self.now = 0.0
         super().__init__(clock=lambda: self.now)
         self.script, self.environ = list(script), environ
-        self.requests, self.told, self.seen = [], [], Signs()
+        self.requests, self.instructions, self.seen = [], [], Signs()
         self.is_alive = True
 
     def post(self, request):
@@ -58,8 +58,8 @@ class FakeWorker(Supervisor):
         return self.seen
 
     def tell(self, instruction):
-        if self.told[-1:] != [instruction]:
-            self.told.append(instruction)
+        if self.instructions[-1:] != [instruction]:
+            self.instructions.append(instruction)
         if instruction == Instruction.END_AT_ONCE:
             self.kill()
 

@@ -56,7 +56,7 @@ def interleaved_with(time_of):
 
 @dataclasses.dataclass
 class ByCase:
-    """Times by configuration and case, for `interleaved_with`; of a case that is not named, by configuration alone."""
+    """Times by configuration and case, for `interleaved_with`; for other cases, by configuration only."""
 
     seconds: dict
 

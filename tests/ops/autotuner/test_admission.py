@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which winners may be saved, and what is reported of searches that ended early."""
+"""Which winners may be saved, and the report of searches that ended early."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def search(*outcomes, winner=1, **fields):
 GOOD = search(measured(0, 2.0), measured(1))
 
 
-def test_a_winner_that_is_measured_right_and_confirmed_is_saved():
+def test_a_measured_correct_and_confirmed_winner_is_saved():
     assert why_not_saved(GOOD, validated=True) == ""
 
 
@@ -54,7 +54,7 @@ def test_a_winner_that_is_measured_right_and_confirmed_is_saved():
         ({"config": 7}, "is not among the candidates"),
     ],
 )
-def test_any_other_winner_is_a_fault_that_is_raised(fields, says):
+def test_any_other_winner_raises_its_fault(fields, says):
     with pytest.raises(AdmissionError, match=says):
         why_not_saved(dataclasses.replace(GOOD, **fields), validated=True)
 
@@ -73,7 +73,7 @@ def test_a_heuristic_is_kept_only_if_the_others_were_measured():
     assert why_not_saved(early, validated=True) == early.in_a_word == "not finished (1 of 12)"
 
 
-def test_a_partial_search_replaces_an_earlier_entry_only_if_it_has_measured_that_one():
+def test_a_partial_search_replaces_an_earlier_entry_only_after_measuring_it():
     partial = dataclasses.replace(GOOD, planned=12)
     assert why_not_saved(partial, validated=True) == ""
     assert why_not_saved(partial, validated=True, earlier=1) == ""
@@ -111,7 +111,7 @@ def test_the_entries_of_all_versions_tell_how_far_their_search_came(measured, wo
     assert SearchProgress.stored_in(measured).in_words == words
 
 
-def test_who_has_no_samples_is_in_no_ranking():
+def test_candidates_without_samples_are_not_ranked():
     for dropped in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in range(3)):
         sampling = Sampling(3, plan=SamplingPlan.fixed(1, discard=0), incumbents=())
         for index in dropped:

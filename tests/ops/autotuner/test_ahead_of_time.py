@@ -27,7 +27,7 @@ def made(run, *args):
     return compile_for(inv, Choice(config=0, platform="cpu"), HERE)
 
 
-def test_a_program_that_was_compiled_is_loaded_and_runs():
+def test_a_compiled_program_is_loaded_and_runs():
     x = np.arange(6, dtype=np.float32)
     program = made(lambda x: (x * 3, x.sum()), x)
     assert (program.why_left, program.inputs, program.outputs, program.mosaic) == ("", 1, 2, False)
@@ -46,7 +46,7 @@ def test_a_program_is_for_the_first_device():
 
 
 @pytest.mark.parametrize("offset", [1.0, 2.0])
-def test_constants_are_part_of_a_program_and_tell_it_from_others(offset):
+def test_programs_with_different_constants_differ(offset):
     constant = np.arange(1000, dtype=np.float32) + offset
     x = np.ones(1000, np.float32)
     program = made(lambda x: x + jnp.asarray(constant), x)
@@ -54,7 +54,7 @@ def test_constants_are_part_of_a_program_and_tell_it_from_others(offset):
     assert program.load()(x)[0].tolist() == (x + constant).tolist()
 
 
-def test_a_program_that_calls_back_is_left_and_is_nobody_s_twin():
+def test_a_program_with_callbacks_is_left_and_has_no_twin():
     def run(x):
         return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates on the bench: those that are one program, those that are right by accident, and what they are timed on."""
+"""The bench: candidates with equal programs, candidates correct by accident, and the inputs for timing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X = jax.ShapeDtypeStruct((16,), jnp.int32)
 
 
 class Sum(Kernel[int, jax.Array]):
-    """`x + x`; configurations that are equal but for their tens are one program."""
+    """`x + x`; configurations with the same last digit are the same program."""
 
     def run(self, x, *, cfg):
         return told_apart(x + x, cfg % 10)
@@ -65,7 +65,7 @@ def raced(there, runners, rounds=1, **options):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compiled_first(monkeypatch, seed):
+def test_the_first_of_candidates_with_equal_programs_counts_in_any_order_of_compilation(monkeypatch, seed):
     order = random.Random(seed).sample(range(4), 4)
     results = preparation.CompileThreads
 
@@ -86,14 +86,14 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
     assert same.compiled is third.compiled is None
 
 
-def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
+def test_candidates_with_equal_programs_share_one_measurement(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(float))
     there, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
     raced(there, [c for c in candidates if c.compiled is not None], rounds=2)
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
-def test_a_candidate_finishes_with_the_fate_that_it_has_in_the_end():
+def test_a_candidate_finishes_with_its_final_status():
     last = {}
     _, candidates = prepared(Sum("sum"), [1, 11, 21, 31, 2], finished=lambda c: last.update({c.config: c.status}))
     assert last == {c.config: c.status for c in candidates}
@@ -127,7 +127,7 @@ def test_programs_that_differ_in_a_constant_alone_are_not_one():
 # --- right by accident ---
 
 
-def test_a_candidate_that_is_right_on_the_first_inputs_alone_does_not_win(monkeypatch):
+def test_a_candidate_right_on_the_first_inputs_only_does_not_win(monkeypatch):
     inv = Invocation(kernel=Sum("sum"), args=(X,))
     (known,) = map(np.asarray, example_arrays(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")))
 
@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(mon
         (1 << 14, True, 1 << 22, "warm"),  # half of it holds 32 sets
     ],
 )
-def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, elements, cold_cache, room, expected):
+def test_inputs_are_cold_on_request_where_possible(monkeypatch, elements, cold_cache, room, expected):
     monkeypatch.setattr(measurement, "_CACHE_BYTES", 1 << 20)
     if room is not None:
         monkeypatch.setattr(timing, "device_bytes", lambda: room)
@@ -216,7 +216,7 @@ def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeyp
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A program that was compiled elsewhere."""
+    """A program compiled elsewhere."""
 
     config: int
     digest: str
@@ -229,7 +229,7 @@ class Remote:
 
 
 def compiled_elsewhere(spills, loaded, order=()):
-    """Return what compiles `Sum` elsewhere; the programs of `order` are there in that order."""
+    """Return a function that compiles `Sum` elsewhere; the programs of `order` arrive in that order."""
     turns = {config: threading.Event() for config in order}
     if order:
         turns[order[0]].set()
@@ -246,45 +246,45 @@ def compiled_elsewhere(spills, loaded, order=()):
     return compile_elsewhere
 
 
-def fates(candidates):
+def statuses(candidates):
     return {candidate.config: candidate.status for candidate in candidates}
 
 
-def test_what_spills_much_is_never_loaded_if_another_is_right_that_does_not():
+def test_a_spilling_candidate_is_not_loaded_if_another_is_right():
     loaded = []
     spills = {1: 0, 2: 511, 3: 512, 4: None}
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, loaded))
-    assert fates(candidates) == {1: "ready", 2: "ready", 3: "pruned", 4: "ready"}
+    assert statuses(candidates) == {1: "ready", 2: "ready", 3: "pruned", 4: "ready"}
     assert sorted(loaded) == [1, 2, 4]
 
 
 @pytest.mark.parametrize("spills", [{1: 900, 2: 600}, {1: 900, 2: 600, 103: 0}, {1: 900, 2: 600, 3: None}])
-def test_what_spills_much_is_run_if_no_other_is_known_to_be_better(spills):
+def test_a_spilling_candidate_runs_if_no_better_one_is_known(spills):
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, []))
     assert [candidate.status for candidate in candidates[:2]] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("first", [1, 11])
-def test_the_baseline_is_run_whatever_it_spills_and_whoever_has_its_program(first):
+def test_the_baseline_runs_even_if_it_spills_or_has_a_twin(first):
     spills = {1: 900, 11: 900, 2: 0}
     order = [first, 12 - first, 2]
     elsewhere = compiled_elsewhere(spills, [], order)
     _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=elsewhere, width=3)
-    assert fates(candidates) == {1: "ready", 11: "same", 2: "ready"}
+    assert statuses(candidates) == {1: "ready", 11: "same", 2: "ready"}
     assert candidates[1].twin is candidates[0]
 
 
-def test_what_was_measured_before_is_not_pruned():
+def test_candidates_measured_before_are_not_pruned():
     there, candidates = prepared(Sum("sum"), [1], compile_elsewhere=compiled_elsewhere({1: 0, 2: 900}, []))
     known = Outcome(config=2, status="measured", measurement=Measurement(samples=(1.0,), method="made up"), spilled=900)
     candidates.append(Candidate(2))
     candidates[1].take_over(known)
     assert candidates[1].outcome() == known
     there.prepare(candidates[1:])
-    assert fates(candidates) == {1: "ready", 2: "ready"}
+    assert statuses(candidates) == {1: "ready", 2: "ready"}
 
 
-def test_what_fails_to_load_fails_alone_even_if_it_was_held_back():
+def test_a_held_back_candidate_that_fails_to_load_fails_alone():
     class Damaged(Remote):
         def load(self):
             raise ValueError("damaged")
@@ -293,5 +293,5 @@ def test_what_fails_to_load_fails_alone_even_if_it_was_held_back():
         return (Damaged if choice.config == 2 else Remote)(choice.config, str(choice.config), 900, [])
 
     _, candidates = prepared(Sum("sum"), [1, 2], compile_elsewhere=compile_elsewhere)
-    assert fates(candidates) == {1: "ready", 2: "failed"}
+    assert statuses(candidates) == {1: "ready", 2: "failed"}
     assert candidates[1].reason == "ValueError: damaged"

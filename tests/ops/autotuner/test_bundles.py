@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: what is compiled into them, what is read from them, and what is measured from them without compiling."""
+"""Bundles: writing, reading, and measuring their programs without compiling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Twice(Kernel[int, jax.Array]):
 
 @pytest.fixture
 def twice(monkeypatch):
-    """A kernel of which 3 is the fastest."""
+    """A kernel with 3 as its fastest configuration."""
     monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
     return Twice()
 
@@ -81,7 +81,7 @@ def tune(kernel, call, *args, isolate=False):
     return Autotuner().tune(inv, kernel, compiled=call, policy=AutotunePolicy(isolate=isolate))
 
 
-def fates(outcomes):
+def statuses(outcomes):
     return {outcome.config: outcome.status for outcome in outcomes}
 
 
@@ -92,9 +92,9 @@ def outcomes_of(call):
 # --- making one ---
 
 
-def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_path):
+def test_the_heuristic_comes_first_and_every_candidate_has_a_status(twice, tmp_path):
     call = bundle(twice, tmp_path)
-    assert list(fates(outcomes_of(call)).items()) == [
+    assert list(statuses(outcomes_of(call)).items()) == [
         (2, "ready"),
         (1, "ready"),
         (3, "ready"),
@@ -109,7 +109,7 @@ def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_p
     assert reasons[5].startswith("it calls back into the process")
 
 
-def test_only_the_candidates_that_are_wanted_are_compiled_beside_the_heuristic(twice, tmp_path):
+def test_only_requested_candidates_are_compiled_beside_the_heuristic(twice, tmp_path):
     call = bundle(twice, tmp_path, candidates=lambda inv: [3, 4])
     assert call.configs == [2, 3, 4]
 
@@ -123,9 +123,9 @@ def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     assert call.reference.load()(x)[0].tolist() == (2 * x).tolist()
 
 
-def test_a_reference_that_is_a_candidate_s_program_is_there_too(tmp_path):
+def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
     call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
-    assert fates(outcomes_of(call))[faulty_kernels.Fault("wrong gradient")] == "ready"  # the identity, as it is
+    assert statuses(outcomes_of(call))[faulty_kernels.Fault("wrong gradient")] == "ready"  # the identity, as it is
     assert call.reference is not None
 
 
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(twice, tmp_path):
         bundle(twice, tmp_path)
 
 
-def test_a_disk_that_is_full_is_an_error_and_no_part_of_a_bundle_is_left(twice, tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_partial_bundle(twice, tmp_path, monkeypatch):
     def full(file, data):
         file.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -156,16 +156,16 @@ def test_a_disk_that_is_full_is_an_error_and_no_part_of_a_bundle_is_left(twice, 
 def test_an_executor_compiles(twice, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="cluster") as executor:
         call = bundle(twice, tmp_path, executor=executor)
-    assert fates(outcomes_of(call)) == fates(outcomes_of(bundle(twice, tmp_path / "other")))
+    assert statuses(outcomes_of(call)) == statuses(outcomes_of(bundle(twice, tmp_path / "other")))
 
 
-def test_candidates_whose_executor_broke_are_left(twice, tmp_path):
+def test_candidates_of_a_broken_executor_are_left(twice, tmp_path):
     class Broken(concurrent.futures.Executor):
         def submit(self, *_, **__):
             raise concurrent.futures.BrokenExecutor("some process ended")
 
     call = bundle(twice, tmp_path, executor=Broken())
-    assert set(fates(outcomes_of(call)).values()) == {"left"}
+    assert set(statuses(outcomes_of(call)).values()) == {"left"}
     assert tune(twice, call).config == 3
 
 
@@ -212,7 +212,7 @@ def test_progress_counts_the_candidates_and_the_reference(twice, tmp_path):
 # --- reading one ---
 
 
-def test_what_was_written_is_what_is_read(twice, tmp_path):
+def test_a_bundle_survives_a_round_trip(twice, tmp_path):
     call = bundle(twice, tmp_path)
     assert read_bundle(tmp_path / "bundle") == [call]
 
@@ -249,20 +249,20 @@ def first_row(**fields):
         (lambda m: m["calls"][0].update(description=None), "is not a usable bundle: .*description"),
     ],
 )
-def test_a_manifest_that_is_not_for_us_is_a_clear_error(twice, tmp_path, change, message):
+def test_a_manifest_for_another_device_or_version_is_a_clear_error(twice, tmp_path, change, message):
     bundle(twice, tmp_path)
     with pytest.raises(ConfigError, match=message):
         read_bundle(edited(tmp_path, change))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"schema": 1}'])
-def test_what_is_no_manifest_is_no_bundle(tmp_path, content):
+def test_an_invalid_manifest_is_an_error(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ConfigError, match="is not a usable bundle"):
         read_bundle(tmp_path)
 
 
-def test_a_manifest_that_was_changed_is_no_bundle(twice, tmp_path):
+def test_a_changed_manifest_is_an_error(twice, tmp_path):
     bundle(twice, tmp_path)
     path = tmp_path / "bundle" / "manifest.json"
     path.write_text(path.read_text().replace("000-0001.bin", "000-0002.bin"))
@@ -275,7 +275,7 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
         read_bundle(tmp_path)
 
 
-def test_configurations_whose_type_is_not_there_say_what_to_import(tmp_path):
+def test_an_unknown_configuration_type_names_the_module_to_import(tmp_path):
     call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
 
     assert call.configs[0] == faulty_kernels.HEURISTIC
@@ -316,7 +316,7 @@ def to_link(one, _):
 
 
 @pytest.mark.parametrize("damage", [swap, flip, to_pipe, to_link, lambda one, _: one.unlink()])
-def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_path, damage):
+def test_a_program_that_differs_from_its_row_is_compiled_here(twice, tmp_path, damage):
     programs = dict(bundle(twice, tmp_path).programs)
     damage(programs[4].code.path, programs[1].code.path)
     twice.traced.clear()
@@ -324,7 +324,7 @@ def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_pa
         (call,) = read_bundle(tmp_path / "bundle")
     data = tune(twice, call)
     assert data.config == 3
-    assert fates(data.outcomes)[4] == "wrong"
+    assert statuses(data.outcomes)[4] == "wrong"
     assert set(twice.traced) == ({4, 5, 1} if damage is swap else {4, 5})
 
 
@@ -337,21 +337,21 @@ def test_a_damaged_reference_is_compiled_here(twice, tmp_path):
     assert "reference" in twice.traced
 
 
-def test_nothing_is_traced_or_compiled_again_but_what_was_left(twice, tmp_path):
+def test_only_left_candidates_are_traced_and_compiled_again(twice, tmp_path):
     bundle(twice, tmp_path)
     twice.traced.clear()
     (call,) = read_bundle(tmp_path / "bundle")
     data = tune(twice, call)
     assert twice.traced == [5]
     assert data.config == 3
-    assert fates(data.outcomes) == {
+    assert statuses(data.outcomes) == {
         2: "measured", 1: "measured", 3: "measured", 30: "same", 4: "wrong", 5: "measured", -1: "failed",
     }  # fmt: skip
     assert {outcome.config: outcome.reason for outcome in data.outcomes}[-1] == "ValueError: it raises"
 
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
-def test_what_failed_there_is_not_tried_here(tmp_path, isolate):
+def test_failures_in_the_bundle_are_not_retried(tmp_path, isolate):
     kernel, x = faulty_kernels.failing_on_device, jax.ShapeDtypeStruct((4, 4), jnp.float32)
     call = bundle(kernel, tmp_path, x)
     best = next(c for c in call.candidates if c.outcome.config == faulty_kernels.BEST)
@@ -364,14 +364,14 @@ def test_what_failed_there_is_not_tried_here(tmp_path, isolate):
     assert found[faulty_kernels.BEST] == ("failed", "it failed there")
 
 
-def test_a_program_whose_file_is_damaged_is_a_candidate_that_fails(twice, tmp_path):
+def test_a_damaged_program_file_is_a_failed_candidate(twice, tmp_path):
     call = bundle(twice, tmp_path)
     programs = dict(call.programs)
     programs[3].code.path.unlink()
     programs[1].code.path.write_bytes(b"no machine code")
     data = tune(twice, call)
     assert data.config == 2
-    assert {config: status for config, status in fates(data.outcomes).items() if config in (1, 3)} == {
+    assert {config: status for config, status in statuses(data.outcomes).items() if config in (1, 3)} == {
         1: "failed",
         3: "failed",
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ejkernel.ops.autotuner.process.watch import Cancellation
 
 
-def test_nobody_has_asked_at_first_and_once_asked_it_stays_so():
+def test_a_cancellation_is_not_requested_at_first_and_permanent_afterwards():
     cancellation = Cancellation()
     before = cancellation.is_requested
     cancellation.request()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates that are measured on several draws of inputs, or on several calls, and ranked by the geometric mean."""
+"""Candidates measured on several draws of inputs, or on several calls, and ranked by the geometric mean."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Scaled(Kernel[int, jax.Array]):
 
 
 class Plain(Kernel[int, jax.Array]):
-    """`x + x`; its space has what divides the length."""
+    """`x + x`; its space has the divisors of the length."""
 
     def run(self, x, *, cfg):
         return told_apart(x + x, cfg)
@@ -115,7 +115,7 @@ def together(kernel, lengths, weights=None, **options):
     return Autotuner().tune(first, kernel, weight=weight, others=shared, **options)
 
 
-def fates(tuned):
+def statuses(tuned):
     return {outcome.config: (str(outcome.status), outcome.reason) for outcome in tuned.outcomes}
 
 
@@ -124,7 +124,7 @@ def fates(tuned):
 
 @given(st.lists(st.tuples(st.floats(1e-9, 1e3), st.floats(0.01, 10)), min_size=1, max_size=6), st.floats(0.1, 10))
 @settings(max_examples=50)
-def test_the_mean_lies_between_the_values_and_grows_with_them_as_one(pairs, factor):
+def test_the_mean_lies_between_the_values_and_scales_with_them(pairs, factor):
     mean = geometric_mean(pairs)
     values = [value for value, _ in pairs]
     assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
@@ -146,7 +146,7 @@ def test_a_mean_has_processor_time_if_all_its_samples_have():
     assert mean_sample([one, Sample(4.0)], [1.0, 1.0]).work is None
 
 
-def test_one_calls_time_is_that_of_its_own_cases():
+def test_the_time_of_a_call_covers_only_its_own_cases():
     cases = [Case(call="a", samples=(1.0,)), Case(call="a", samples=(4.0,)), Case(call="b", samples=(16.0,))]
     assert seconds_on("a", 4.0, cases) == pytest.approx(2.0)
     assert seconds_on("b", 4.0, cases) == 16.0
@@ -176,7 +176,7 @@ def test_every_round_samples_each_candidate_on_each_case():
                 assert mean == pytest.approx(math.sqrt(own[0] * own[1]))
 
 
-def test_one_that_fails_on_a_case_is_out_and_the_error_says_on_which():
+def test_a_candidate_that_fails_on_one_case_is_out_and_the_error_names_the_case():
     failed = {}
     functions = [OnEach((runner(None, "few"), runner(fault, "many"))) for fault in (None, ValueError("boom"))]
     good, bad = interleaved(functions, rounds=2, on_error=failed.__setitem__)
@@ -199,17 +199,17 @@ def test_the_winner_is_the_best_over_all_draws_and_not_of_one(times):
 
 
 @SEVERAL
-def test_a_candidate_that_is_wrong_on_one_draw_is_out_and_it_is_said_on_which(times):
+def test_a_candidate_wrong_on_one_draw_is_out_and_the_reason_names_the_draw(times):
     times({n: {"few": 1.0 / n, "many": 1.0 / n} for n in (1, 2, 3)})
     tuned = on_draws(Scaled(faults={(3, 300): 50.0}))
     assert tuned.config == 2
-    status, reason = fates(tuned)[3]
+    status, reason = statuses(tuned)[3]
     assert status == "wrong"
     assert reason.startswith("on many: result 0 differs from the reference")
 
 
 @SEVERAL
-def test_what_was_measured_on_each_draw_is_in_tables_entries_and_logs(times, tmp_path):
+def test_tables_entries_and_logs_have_the_times_of_each_draw(times, tmp_path):
     times({1: {"few": 2.0, "many": 2.0}, 2: {"few": 0.5, "many": 6.0}, 3: {"few": 1.5, "many": 1.8}})
     kernel, store = Scaled(), PersistentCache(tmp_path, shipped=False)
     chain = ConfigSelectorChain(persistent=store)
@@ -240,7 +240,7 @@ def test_what_was_measured_on_each_draw_is_in_tables_entries_and_logs(times, tmp
         (0, '"weight":0.5', '"weight":0', "line 1: weights of cases must be between 0 and 1"),
     ],
 )
-def test_a_log_whose_cases_make_no_sense_cannot_be_used(times, tmp_path, line, old, new, message):
+def test_a_log_with_inconsistent_cases_is_unusable(times, tmp_path, line, old, new, message):
     times({n: {"few": 2.0, "many": 2.0} for n in (1, 2, 3)})
     kernel, chain = Scaled(), ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False))
     chain.search(Invocation(kernel=kernel, args=(X, SIZE)), kernel, policy=AutotunePolicy())
@@ -268,7 +268,7 @@ def test_arrays_that_draws_share_are_there_once():
     assert [int(arrays[1][0]) for arrays in sets.values()] == [3, 300]
 
 
-def test_draws_of_a_batch_are_stacked_by_name_and_what_is_not_batched_is_shared():
+def test_draws_of_a_batch_are_stacked_by_name_and_unbatched_arguments_are_shared():
     kernel = Scaled()
     inv = Invocation(kernel=kernel, args=(X, SIZE), batch_axes=((0, None),), batch_sizes=(2,))
     sets = example_sets(inv, np.random.default_rng(0), Choice(config=1, platform="cpu"))
@@ -285,7 +285,7 @@ def test_draws_of_a_batch_are_stacked_by_name_and_what_is_not_batched_is_shared(
         ({"a": ((np.ones(3, np.float32), np.ones(1, np.int32)), {})}, r"example_draws: 'a' must be arrays of types"),
     ],
 )
-def test_what_is_no_draw_is_an_error(answer, message):
+def test_an_invalid_draw_is_an_error(answer, message):
     class Misfit(Scaled):
         def example_draws(self, inv, rng):
             return answer
@@ -307,14 +307,14 @@ def test_the_winner_is_the_best_over_all_calls_by_their_weights(times, weights, 
 
 
 @SEVERAL
-def test_a_configuration_that_one_call_cannot_have_is_refused_with_the_reason(times):
+def test_a_configuration_unsupported_by_one_call_is_refused_with_the_reason(times):
     times({n: {SHORT: 1.0, LONG: 1.0} for n in (2, 4, 8, 3)})
     tuned = together(Plain("plain"), (16, 48))
-    assert fates(tuned)[3] == ("failed", "is not in config_space of f32[16]")
+    assert statuses(tuned)[3] == ("failed", "is not in config_space of f32[16]")
 
 
 @SEVERAL
-def test_what_why_not_says_counts_in_place_of_the_spaces(times):
+def test_why_not_overrides_the_spaces(times):
     class Choosy(Plain):
         def why_not(self, inv, config):
             return "it is odd." if config == 3 and inv.args[0].shape[0] == 48 else ""
@@ -325,11 +325,11 @@ def test_what_why_not_says_counts_in_place_of_the_spaces(times):
     times({n: {SHORT: 1.0 / n, LONG: 1.0 / n} for n in (2, 4, 8, 3)})
     tuned = together(Choosy("choosy"), (16, 48))
     assert tuned.config == 8
-    assert fates(tuned)[3] == ("failed", "does not run for f32[48]: it is odd.")
+    assert statuses(tuned)[3] == ("failed", "does not run for f32[48]: it is odd.")
 
 
 @SEVERAL
-def test_of_a_large_space_the_search_asks_and_hears_what_is_refused():
+def test_a_search_of_a_large_space_learns_of_refused_proposals():
     class Large(Plain):
         def heuristic_cfg(self, inv):
             return {"tile": 1}
@@ -353,7 +353,7 @@ def test_of_a_large_space_the_search_asks_and_hears_what_is_refused():
     assert tuned.config["tile"] <= 30
 
 
-def test_where_no_configuration_runs_for_all_calls_it_is_an_error_that_says_why():
+def test_no_configuration_for_all_calls_is_an_error_with_the_reason():
     class Apart(Plain):
         def heuristic_cfg(self, inv):
             return 2 if inv.args[0].shape[0] == 16 else 3
@@ -370,7 +370,7 @@ def test_where_no_configuration_runs_for_all_calls_it_is_an_error_that_says_why(
 
 
 @SEVERAL
-def test_the_configuration_is_saved_for_every_call_with_what_it_was_chosen_for(times, tmp_path):
+def test_the_configuration_is_saved_for_every_call_with_all_calls_it_was_chosen_for(times, tmp_path):
     times({4: {SHORT: 2.0, LONG: 2.0}, 2: {SHORT: 1.0, LONG: 3.0}, 8: {SHORT: 2.5, LONG: 1.0}})
     kernel, store = Plain("plain"), PersistentCache(tmp_path, shipped=False)
     chain = ConfigSelectorChain(persistent=store)
@@ -393,7 +393,7 @@ def test_the_configuration_is_saved_for_every_call_with_what_it_was_chosen_for(t
 
 
 @SEVERAL
-def test_a_worker_process_tunes_several_calls_and_sends_what_each_took():
+def test_a_worker_process_tunes_several_calls_and_returns_each_time():
     kernel = Plain("plain")
     tuned = together(kernel, (16, 48), policy=AutotunePolicy(isolate=True, validate=False))
     assert [inv.call_key for inv in tuned.calls] == [inv.call_key for inv in of_length(16, 48, kernel=kernel)]

@@ -59,18 +59,18 @@ def platforms_and_caching():
 TIMEOUT = AdaptiveTimeout(first=600.0, least=600.0)
 
 
-def fates(data):
+def statuses(data):
     return {outcome.config: outcome.status for outcome in data.outcomes}
 
 
-def test_what_was_compiled_runs_here():
+def test_a_program_compiled_by_a_process_runs_here():
     x = jnp.ones(SHAPE)
     program = compiled(BEST)
     assert (program.why_left, program.inputs, program.outputs, program.spilled) == ("", 1, 1, 0)
     assert (program.load()(x)[0] == x).all()
 
 
-def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_described():
+def test_compile_processes_need_a_count_and_a_described_device():
     assert compiler_for(device_fingerprint(), 0, TIMEOUT, lambda: 60.0) is None
     assert compiler_for("tpu:v9", 2, TIMEOUT, lambda: 60.0) is None
     with jax.default_device(jax.devices()[1]):
@@ -78,7 +78,7 @@ def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_desc
 
 
 @pytest.mark.smoke
-def test_what_processes_compile_is_what_threads_compile(monkeypatch):
+def test_processes_and_threads_compile_the_same_program(monkeypatch):
     traced, run = set(), Faulty.run
 
     def watched(self, x, *, cfg):
@@ -93,20 +93,20 @@ def test_what_processes_compile_is_what_threads_compile(monkeypatch):
         data = Autotuner().tune(inv, failing_on_device, policy=AutotunePolicy(compile_processes=count))
         assert data.config == BEST
         # which of the others leads, and is confirmed by its gradient, depends on their times
-        found[count] = {c: fate for c, fate in fates(data).items() if c.kind != "wrong gradient"}, set(traced)
+        found[count] = {c: status for c, status in statuses(data).items() if c.kind != "wrong gradient"}, set(traced)
     assert found[0][0] == found[1][0]
     assert {"raise", "nan", "wrong", "terabyte"} <= found[0][1]
     assert not {"raise", "nan", "wrong", "terabyte"} & found[1][1]
 
 
-def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone():
+def test_a_candidate_that_ends_its_compiling_process_fails_alone():
     data = tune([Fault("abort while tracing", says="LLVM ERROR: no such register\n"), Fault("wrong"), BEST])
-    assert list(fates(data).values()) == ["measured", "failed", "wrong", "measured"]
+    assert list(statuses(data).values()) == ["measured", "failed", "wrong", "measured"]
     assert data.outcomes[1].reason == "the worker was killed by SIGABRT while compiling: LLVM ERROR: no such register"
     assert data.config == BEST
 
 
-def test_what_a_candidate_raises_or_closes_there_costs_itself_alone():
+def test_a_candidate_that_raises_or_closes_files_there_fails_alone():
     closing = [Fault(kind) for kind in ("close", "close streams", "replace streams")]
     raising = [Fault(kind) for kind in ("interrupt", "quit", "unspeakable")]
     data = tune([*closing, *raising, BEST])
@@ -123,7 +123,7 @@ def test_what_a_candidate_raises_or_closes_there_costs_itself_alone():
     ]
 
 
-def test_what_cannot_be_sent_costs_itself_alone():
+def test_a_candidate_that_cannot_be_sent_fails_alone():
     class Local(Faulty):
         pass
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_sent_costs_itself_alone():
     assert compiled(BEST).code
 
 
-def test_what_calls_back_is_left_to_be_compiled_here():
+def test_a_candidate_with_callbacks_is_compiled_here():
     compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 60.0)
     inv = Invocation(kernel=plain, args=(X,)).abstract()
     assert compiler(inv, Choice(config=Fault("memory"), platform="cpu")) is None
@@ -203,7 +203,7 @@ def test_a_crash_costs_one_candidate_and_its_output_is_the_reason(capfd):
     assert compile_with(pool).code == b"code"
 
 
-def test_a_compilation_that_never_ends_is_given_up():
+def test_an_endless_compilation_is_abandoned():
     pool, (hanging, _) = pool_of([0.5, PROGRAM], [PROGRAM])
     with pytest.raises(GivenUpError, match=r"no sign of life for 0.5 s while compiling \(allowed: 0.3 s\)"):
         compile_with(pool, allowed=0.3)
@@ -219,7 +219,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced():
     assert living.is_alive
 
 
-def test_what_is_under_way_when_a_search_ends_is_ended_with_it(monkeypatch):
+def test_compilations_end_with_their_search(monkeypatch):
     pool, (busy, _) = pool_of([lambda: compiler.close()], [PROGRAM])  # noqa: PLW0108 - made below
     monkeypatch.setattr(processes, "compile_processes", lambda count: pool)
     compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 600.0)
@@ -229,7 +229,7 @@ def test_what_is_under_way_when_a_search_ends_is_ended_with_it(monkeypatch):
     assert compile_with(pool).code == b"code"
 
 
-# --- what compilers say ---
+# --- reports of compilers ---
 
 
 def test_the_most_that_any_kernel_of_a_program_spills_counts(capfd):
@@ -262,9 +262,9 @@ def spills(count, repeats=1):
     return Fault(repeats=repeats, says=spill(count))
 
 
-def test_what_spills_much_is_not_run_where_something_else_spills_little():
+def test_a_spilling_candidate_does_not_run_if_another_spills_little():
     data = tune([spills(1892), spills(20, repeats=2), spills(512, repeats=3)])
-    assert list(fates(data).values()) == ["measured", "pruned", "measured", "pruned"]
+    assert list(statuses(data).values()) == ["measured", "pruned", "measured", "pruned"]
     assert data.outcomes[1].reason == "it spills 1892 bytes of registers per thread, much more than others"
     assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 20, 512]
     assert data.config == spills(20, repeats=2)
@@ -272,17 +272,17 @@ def test_what_spills_much_is_not_run_where_something_else_spills_little():
 
 def test_a_heuristic_that_spills_is_measured_all_the_same():
     data = tune([spills(900, repeats=3), BEST], spilling)
-    assert list(fates(data).values()) == ["measured", "pruned", "measured"]
+    assert list(statuses(data).values()) == ["measured", "pruned", "measured"]
     assert data.speedup > 1
 
 
-def test_where_everything_that_is_right_spills_it_is_measured():
+def test_spilling_candidates_are_measured_if_all_correct_ones_spill():
     data = tune([Fault("wrong", says=spill(0)), spills(900)], spilling)
-    assert list(fates(data).values()) == ["measured", "wrong", "measured"]
+    assert list(statuses(data).values()) == ["measured", "wrong", "measured"]
     assert data.config == spills(900)
 
 
-def test_what_spills_is_pruned_when_it_comes_from_a_bundle_too(tmp_path):
+def test_spilling_candidates_from_a_bundle_are_pruned_too(tmp_path):
     inv = Invocation(kernel=plain, args=(X,))
     (call,) = compile_bundle([inv], HERE, tmp_path / "bundle", processes=1)
     assert [candidate.outcome.spilled for candidate in call.candidates] == [0, 0]
@@ -291,7 +291,7 @@ def test_what_spills_is_pruned_when_it_comes_from_a_bundle_too(tmp_path):
     )
     call = dataclasses.replace(call, candidates=(call.candidates[0], edited))
     data = Autotuner().tune(inv, plain, policy=AutotunePolicy(), compiled=call)
-    assert list(fates(data).values()) == ["measured", "pruned"]
+    assert list(statuses(data).values()) == ["measured", "pruned"]
 
 
 # --- the end; the shared process is closed ---

@@ -54,7 +54,7 @@ def test_results_come_as_jobs_end_and_not_in_their_order():
     assert found == [(1, "second"), (0, True)]
 
 
-def test_a_job_that_never_ends_is_given_up_and_the_rest_goes_on():
+def test_an_endless_job_is_abandoned_and_the_rest_continues():
     never = threading.Event()
     jobs = [never.wait, lambda: "after it"]
     found = results(jobs, width=1, timeout=AdaptiveTimeout(first=0.2, least=LONG))
@@ -65,7 +65,7 @@ def test_a_job_that_never_ends_is_given_up_and_the_rest_goes_on():
     assert found[1].result == "after it"
 
 
-def test_what_a_job_that_was_given_up_returns_later_is_not_a_result():
+def test_a_late_return_of_an_abandoned_job_is_not_a_result():
     released, ended = threading.Event(), threading.Event()
 
     def late():
@@ -74,7 +74,7 @@ def test_what_a_job_that_was_given_up_returns_later_is_not_a_result():
 
     def after():
         released.set()
-        ended.wait(0.2)  # nobody sets it: the other thread's result is there meanwhile
+        ended.wait(0.2)  # never set: gives the other thread time for its result
         return "in time"
 
     found = results([late, after], width=1, timeout=AdaptiveTimeout(first=0.3, least=LONG))
@@ -82,14 +82,14 @@ def test_what_a_job_that_was_given_up_returns_later_is_not_a_result():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(1), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_whatever_a_job_raises_is_its_result_without_the_traceback(error):
+def test_an_exception_of_a_job_is_its_result_without_the_traceback(error):
     failed, fine = sorted(results([raising(error), lambda: 1]), key=lambda done: done.index)
     assert failed.error is error
     assert failed.error.__traceback__ is None
     assert fine.result == 1
 
 
-def test_nothing_begins_once_it_is_to_stop():
+def test_no_job_begins_after_a_stop_request():
     begun = []
     jobs = [lambda index=index: begun.append(index) for index in range(10)]
     threads = CompileThreads(jobs, width=1, timeout=AdaptiveTimeout(first=LONG, least=LONG))
@@ -98,7 +98,7 @@ def test_nothing_begins_once_it_is_to_stop():
     assert 2 <= len(begun) <= 3
 
 
-def test_whoever_watches_hears_of_a_job_before_it_begins_and_after_it_ended():
+def test_the_watcher_is_notified_before_and_after_each_job():
     heard, seen_by_job = [], []
 
     def job(index):
@@ -120,11 +120,11 @@ def test_a_process_has_one_thread_a_core_at_least():
 # --- the timeout ---
 
 
-def test_patience_is_long_until_something_is_known():
+def test_the_timeout_is_long_without_earlier_times():
     assert AdaptiveTimeout(first=300.0, least=30.0).seconds == 300.0
 
 
-def test_patience_follows_what_was_usual_but_allows_the_least_always():
+def test_the_timeout_follows_usual_times_down_to_a_minimum():
     timeout = AdaptiveTimeout(first=300.0, least=30.0, factor=5.0)
     timeout.note(0.1)
     assert timeout.seconds == 30.0
@@ -140,7 +140,7 @@ def test_where_little_time_is_left_half_of_it_is_allowed_but_never_less_than_oth
     assert [timeout.within(left) for left in (100.0, 20.0, 5.0, 0.0)] == [30.0, 10.0, 4.0, 4.0]
 
 
-def test_a_job_that_never_ends_is_given_up_sooner_where_little_time_is_left():
+def test_an_endless_job_is_abandoned_sooner_near_the_deadline():
     never = threading.Event()
     timeout = AdaptiveTimeout(first=LONG, least=LONG)
     timeout.note(0.01)
@@ -150,7 +150,7 @@ def test_a_job_that_never_ends_is_given_up_sooner_where_little_time_is_left():
     assert found[1].result == "after it"
 
 
-def test_patience_learns_from_jobs_that_end_well_alone():
+def test_the_timeout_learns_only_from_successful_jobs():
     ticks = iter(range(1000))
     timeout = AdaptiveTimeout(first=1e6, least=0.0, factor=2.0)
     results([lambda: 1, raising(ValueError())], width=1, timeout=timeout, clock=lambda: float(next(ticks)))
@@ -158,7 +158,7 @@ def test_patience_learns_from_jobs_that_end_well_alone():
     assert learnt == 2.0  # one tick from the beginning to the end
 
 
-def test_a_job_that_ends_in_time_has_a_result_and_what_it_raises_is_raised():
+def test_a_job_in_time_returns_its_result_or_raises():
     assert result_within(60.0, lambda: 3) == (3, True)
     with pytest.raises(ZeroDivisionError):
         result_within(60.0, lambda: 1 // 0)
@@ -166,7 +166,7 @@ def test_a_job_that_ends_in_time_has_a_result_and_what_it_raises_is_raised():
         result_within(60.0, lambda: raised(CandidateError("its own")))
 
 
-def test_a_job_that_takes_too_long_or_is_to_stop_is_left_alone():
+def test_a_job_that_exceeds_its_time_or_is_stopped_is_abandoned():
     ended = threading.Event()
     assert result_within(0.01, ended.wait) == (None, False)
     assert result_within(60.0, ended.wait, lambda: True) == (None, False)
@@ -178,9 +178,7 @@ def raised(error):
 
 
 @pytest.mark.parametrize(("left", "for_budget"), [(0.0, True), (1e9, False)])
-def test_a_compilation_that_had_too_little_time_because_of_the_budget_is_told_from_one_that_is_too_long(
-    left, for_budget
-):
+def test_a_compilation_stopped_by_the_budget_differs_from_one_that_takes_too_long(left, for_budget):
     goes_on, now = threading.Event(), iter(range(10_000))
     timeout = AdaptiveTimeout(first=LONG, least=LONG, factor=1.0)
     timeout.note(1.0)

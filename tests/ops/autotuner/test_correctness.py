@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a right result: tolerances by dtype, platform and precision, and messages that say where it is wrong."""
+"""Correct results: tolerances by dtype, platform and precision, and messages with the place of the error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ejkernel.ops.errors import CandidateError
 INF, NAN = float("inf"), float("nan")
 
 
-def check(result, truth, platform="cpu", precision=None):
-    check_results([result], [truth], platform=platform, precision=precision)
+def check(result, expected, platform="cpu", precision=None):
+    check_results([result], [expected], platform=platform, precision=precision)
 
 
 def arrays(*values, dtype="float32"):
@@ -47,57 +47,57 @@ def test_fewer_bits_allow_more(platform):
         ("gpu", "float32", False),
     ],
 )
-def test_an_accelerator_may_multiply_float32_in_fewer_bits_unless_told_otherwise(platform, precision, is_loose):
+def test_an_accelerator_may_multiply_float32_in_fewer_bits_by_default(platform, precision, is_loose):
     strict = tolerance(jnp.dtype("float32"), platform="cpu", precision=None)
     assert (tolerance(jnp.dtype("float32"), platform=platform, precision=precision) > strict) == is_loose
 
 
-def test_complex_numbers_have_the_tolerance_of_their_parts():
+def test_complex_numbers_have_the_tolerance_of_their_components():
     got = [tolerance(jnp.dtype(dtype), platform="gpu", precision=None) for dtype in ("complex64", "float32")]
     assert got[0] == got[1]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20))
 def test_equal_results_are_right(values):
-    truth = np.asarray(values, np.float32)
-    check(truth.copy(), truth)
+    expected = np.asarray(values, np.float32)
+    check(expected.copy(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 def test_results_that_differ_in_the_last_places_are_right(dtype):
-    truth = jnp.linspace(1.0, 2.0, 50).astype(dtype)
+    expected = jnp.linspace(1.0, 2.0, 50).astype(dtype)
     eps = float(jnp.finfo(dtype).eps)
-    check((truth * (1 + 2 * eps)).astype(dtype), truth)
+    check((expected * (1 + 2 * eps)).astype(dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
 def test_one_wrong_value_is_wrong(dtype):
-    truth = jnp.linspace(1.0, 2.0, 50).astype(dtype)
-    wrong = truth.at[17].set(jnp.asarray(9.0, dtype))
+    expected = jnp.linspace(1.0, 2.0, 50).astype(dtype)
+    wrong = expected.at[17].set(jnp.asarray(9.0, dtype))
     with pytest.raises(CandidateError, match=r"result 0 differs from the reference: \(?9"):
-        check(wrong, truth)
+        check(wrong, expected)
 
 
-def test_a_small_value_may_be_off_by_what_the_others_allow():
+def test_a_small_value_has_the_tolerance_of_larger_values():
     check(*arrays([1e-6, 1.0], [2e-6, 1.0]))
 
 
-def test_the_message_holds_both_values_the_difference_and_what_is_allowed():
+def test_the_message_shows_both_values_the_difference_and_the_tolerance():
     text = r"result 0 differs from the reference: 2 instead of 1, 0.5 relative \(allowed: 0.002\)"
     with pytest.raises(CandidateError, match=text):
         check(*arrays([2.0], [1.0]))
 
 
 def test_a_small_error_everywhere_is_wrong():
-    truth = jnp.linspace(1.0, 2.0, 50)
+    expected = jnp.linspace(1.0, 2.0, 50)
     text = r"result 0 differs from the reference by 0.001 of its root mean square \(allowed: 0.0001\)"
     with pytest.raises(CandidateError, match=text):
-        check(truth * 1.001, truth)
+        check(expected * 1.001, expected)
 
 
 def test_a_small_error_in_one_of_many_is_right():
-    truth = jnp.ones(1000)
-    check(truth.at[7].set(1.002), truth)
+    expected = jnp.ones(1000)
+    check(expected.at[7].set(1.002), expected)
 
 
 def test_zeros_are_right_where_zeros_are_expected():
@@ -120,15 +120,15 @@ def test_a_special_value_elsewhere_is_wrong(got, want):
         check(*arrays([got, 1.0], [want, 1.0]))
 
 
-def test_results_that_are_special_everywhere_are_right():
+def test_equal_special_values_are_correct():
     check(*arrays([NAN, INF], [NAN, INF]))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
 def test_integers_must_be_equal(dtype):
-    truth, wrong = np.asarray([1, 0, 1, 0], dtype), np.asarray([1, 1, 0, 0], dtype)
+    expected, wrong = np.asarray([1, 0, 1, 0], dtype), np.asarray([1, 1, 0, 0], dtype)
     with pytest.raises(CandidateError, match="result 0 differs from the reference in 2 elements"):
-        check(wrong, truth)
+        check(wrong, expected)
 
 
 def test_equal_integers_are_right():
@@ -162,13 +162,13 @@ def test_empty_results_are_right():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int32", "float8_e4m3fn"])
-def test_the_host_and_the_device_compare_alike(dtype, monkeypatch):
-    truth = jnp.arange(1, 9).astype(dtype)
-    results = [truth, truth * 2, truth.at[3].set(0), truth + truth * 0]
+def test_the_host_and_the_device_compare_equally(dtype, monkeypatch):
+    expected = jnp.arange(1, 9).astype(dtype)
+    results = [expected, expected * 2, expected.at[3].set(0), expected + expected * 0]
     found = []
     for small in (correctness._SMALL, 0):
         monkeypatch.setattr(correctness, "_SMALL", small)
-        found.append(list(deviations(results, [truth] * 4, platform="cpu", precision=None)))
+        found.append(list(deviations(results, [expected] * 4, platform="cpu", precision=None)))
     host, device = found
     assert [deviation.reason for deviation in device] == [deviation.reason for deviation in host]
     np.testing.assert_allclose([d.error for d in device], [d.error for d in host], rtol=1e-5)
@@ -180,12 +180,12 @@ def test_a_deviation_says_how_far_a_right_result_is_off_too():
 
 
 def test_a_reference_of_less_precision_allows_more():
-    truth = jnp.linspace(1.0, 2.0, 50)
-    check(truth, truth.astype(jnp.bfloat16))
+    expected = jnp.linspace(1.0, 2.0, 50)
+    check(expected, expected.astype(jnp.bfloat16))
     with pytest.raises(CandidateError):
-        check(truth, truth.astype(jnp.bfloat16).astype(jnp.float32))
+        check(expected, expected.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_the_message_has_the_names_that_are_given():
+def test_the_message_has_the_given_names():
     with pytest.raises(CandidateError, match=r"^the gradient of w differs from the reference"):
         check_results(arrays(1.0), arrays(2.0), platform="cpu", precision=None, names=["the gradient of w"])

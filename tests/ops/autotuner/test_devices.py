@@ -73,7 +73,7 @@ def ctrl_c(monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch):
+def test_each_device_has_a_worker_that_sees_only_it(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     together = threading.Barrier(2)  # so that no worker does it all
 
@@ -89,13 +89,13 @@ def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch):
     assert {gpu for _, gpu in found} == {"5", "GPU-7"}
 
 
-def test_what_fails_is_a_result_and_the_rest_is_done(in_memory):
+def test_a_failure_is_a_result_and_the_other_tasks_are_done(in_memory):
     done = spread(lambda item: 6 // item, [0, 1, 2], devices=1, fingerprint=device_fingerprint())
     assert isinstance(done[0], ZeroDivisionError)
     assert done[1:] == [6, 3]
 
 
-def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch, in_memory):
+def test_missing_devices_are_a_warning_and_the_others_do_the_work(monkeypatch, in_memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     names = {"0": "rare", "1": "common"}
     monkeypatch.setattr(devices, "device_fingerprint", os.getpid)
@@ -109,13 +109,13 @@ def test_without_any_device_nothing_is_done(in_memory):
         spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
 
 
-def ask_until(worker_is_told, begun, started):
-    """Ask a worker that answers once it was told something."""
+def ask_until(awaited, begun, started):
+    """Ask a worker that answers after a certain instruction."""
     worker = started[-1]
 
     def wait():
         begun.set()
-        if worker_is_told not in worker.told:
+        if awaited not in worker.instructions:
             worker.script.append(wait)
 
     worker.script.append(wait)

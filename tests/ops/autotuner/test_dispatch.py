@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a task that an executor brings to others, who here do as they are told."""
+"""Tasks handed to an executor; the workers here follow a script."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, chec
 THERE = Location("elsewhere", 7)
 
 
-class Told(concurrent.futures.Executor):
+class Scripted(concurrent.futures.Executor):
     """Each task is carried out by the next of some functions of its assignment, which return an outcome, or raise."""
 
     def __init__(self, *workers):
@@ -64,7 +64,7 @@ class Told(concurrent.futures.Executor):
         self.assignments.append(assignment)
         try:
             came_out = self.workers.pop(0)(assignment)
-            if came_out is None:  # nobody has begun
+            if came_out is None:  # the task never begins
                 return future
             messages = came_out if isinstance(came_out, tuple) else (came_out,)
             future.set_result(tuple(map(pickled, messages)))
@@ -96,7 +96,7 @@ def refuse(assignment):
 
 
 def tuned_by(*workers, calls=(CALL,), **options):
-    executor = Told(*workers)
+    executor = Scripted(*workers)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
     return tune_together(chain, [[SharedCall(inv=inv)] for inv in calls], **options), chain, executor
 
@@ -107,7 +107,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(dispatch, "_LOOK", 0.001)
 
 
-def test_what_is_found_elsewhere_is_remembered_here():
+def test_results_of_workers_are_kept_in_memory_here():
     result, chain, _ = tuned_by(find)
     assert [entry.cfg for entry in result.entries] == [BEST]
     assert chain.cache.get(CALL.key) == BEST
@@ -127,8 +127,8 @@ def test_calls_are_sent_side_by_side_and_come_back_in_order():
     assert len(executor.assignments) == 2
 
 
-def test_what_belongs_to_this_process_stays_here():
-    executor = Told(find)
+def test_tasks_bound_to_this_process_run_here():
+    executor = Scripted(find)
     chain = ConfigSelectorChain(policy=AutotunePolicy(devices=3))
     with policy_override(executor=executor, budget_s=9.0):
         tune_invocations(chain, [CALL])
@@ -148,20 +148,20 @@ def test_a_lost_worker_s_task_is_sent_again_and_the_loss_is_an_event():
     assert executor.assignments[1].task.suspects == (HEURISTIC, BEST)
 
 
-def test_a_candidate_that_was_alone_with_two_lost_workers_is_out():
+def test_a_candidate_alone_with_two_lost_workers_is_out():
     _, _, executor = tuned_by(is_lost_with(BEST), is_lost_with(BEST), find)
     (out,) = executor.assignments[2].task.known
     assert (out.config, out.status) == (BEST, "crashed")
     assert "2 workers were lost while it ran alone" in out.reason
 
 
-def test_candidates_that_were_not_alone_are_not_to_blame():
+def test_candidates_beside_others_are_not_blamed():
     several = is_lost_with(HEURISTIC, BEST)
     _, _, executor = tuned_by(several, several, is_lost_with(BEST, what="running the reference"), find)
     assert executor.assignments[3].task.known == ()
 
 
-def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
+def test_a_candidate_with_earlier_times_is_out_after_three_lost_workers():
     def lose(assignment):
         done = Happened(CandidateFinished(CALL.key, Outcome(config=BEST, status="measured")))
         say(assignment, done, Began("confirming", [BEST], 0.0))
@@ -176,7 +176,7 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
     ]
 
 
-class Garbling(Told):
+class Garbling(Scripted):
     """Its first answers are no messages."""
 
     def __init__(self, *workers):
@@ -199,19 +199,19 @@ def test_garbage_of_an_executor_is_a_lost_worker():
     assert sum(isinstance(event, WorkerRestarted) for event in events) == 4
 
 
-def test_a_task_that_loses_twenty_workers_is_given_up():
+def test_a_task_is_abandoned_after_twenty_lost_workers():
     with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
     assert len(result) == 0
 
 
-def test_a_task_that_is_refused_is_sent_again():
+def test_a_refused_task_is_sent_again():
     result, _, executor = tuned_by(refuse, refuse, find)
     assert [entry.cfg for entry in result.entries] == [BEST]
     assert len(executor.assignments) == 3
 
 
-def test_a_task_that_nobody_takes_is_not_tuned_and_the_reason_is_told_once():
+def test_a_task_without_a_worker_is_not_tuned_and_the_reason_is_reported_once():
     refusals = r"refuse the task: it has gpu:abacus, but the call is for a gpu:slide_rule\. Pass an executor"
     with pytest.warns(TuningWarning, match=refusals):
         result, chain, _ = tuned_by(*[refuse] * 6)
@@ -219,13 +219,13 @@ def test_a_task_that_nobody_takes_is_not_tuned_and_the_reason_is_told_once():
     assert CALL.key not in chain.cache
 
 
-def test_what_goes_wrong_in_a_search_is_not_tried_again():
+def test_a_failed_search_is_not_retried():
     with pytest.warns(TuningWarning, match="none of 2 candidates"):
         _, _, executor = tuned_by(lambda assignment: Raised(TuningError("plain: none of 2 candidates")))
     assert len(executor.assignments) == 1
 
 
-def test_what_could_not_be_said_before_comes_with_the_answer():
+def test_undelivered_events_come_with_the_answer():
     events = []
     said = (Happened(SearchStarted(CALL.key, 2, HEURISTIC)), Warned(TuningWarning("it is odd")))
     with on_event(events.append), pytest.warns(TuningWarning, match="it is odd"):
@@ -242,8 +242,8 @@ def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
         tuned_by(find, calls=[call])
 
 
-class Closing(Told):
-    """Cancels what it was given before anybody has begun, and takes no more."""
+class Closing(Scripted):
+    """Cancels its first task before it begins, and accepts no more."""
 
     def submit(self, function, sent):
         if self.assignments:
@@ -279,15 +279,15 @@ def asked_to_end(*workers, at_once=False):
         return tuned_by(*workers)
 
 
-def test_what_nobody_has_begun_is_cancelled():
+def test_tasks_that_have_not_begun_are_cancelled():
     with pytest.raises(KeyboardInterrupt):
         asked_to_end(lambda assignment: None)
 
 
-def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
+def test_running_tasks_return_the_best_so_far_which_is_kept():
     wishes = []
 
-    class Asked(Told):
+    class Asked(Scripted):
         def submit(self, function, sent):
             assignment, future = unpickled(sent).args[0], concurrent.futures.Future()
             say(assignment)
@@ -315,22 +315,22 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
 def test_an_answer_that_has_arrived_is_not_abandoned():
     slot = WorkerSlot(Worker)
     slot.cancellation.request()
-    executor = Told(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
+    executor = Scripted(lambda assignment: Returned(dataclasses.replace(FOUND, interrupted=True)))
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])
     assert chain.cache.get(CALL.key) == BEST
 
 
-def test_a_second_ctrl_c_waits_for_nobody():
+def test_a_second_ctrl_c_does_not_wait():
     with pytest.raises(KeyboardInterrupt):
         asked_to_end(say, at_once=True)
 
 
-# --- programs that were compiled before ---
+# --- programs compiled before ---
 
 
-def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_anew(tmp_path):
+def test_programs_are_sent_with_their_code_and_recompiled_if_the_file_is_gone(tmp_path):
     (tmp_path / "0-0.bin").write_bytes(b"code")
     here = Program(code=CodeFile(tmp_path / "0-0.bin", digest_of(b"code")))
     gone = Program(code=CodeFile(tmp_path / "0-1.bin", digest_of(b"code")))

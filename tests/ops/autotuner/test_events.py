@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What listeners hear of a search."""
+"""Events of a search, as listeners receive them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_search_begins_has_candidates_and_ends(isolate):
         assert statuses(events, outcome.config)[-1] == outcome.status
 
 
-def test_nobody_listens_any_more_after_the_with_block():
+def test_events_stop_after_the_with_block():
     events = []
     with on_event(events.append):
         pass
@@ -86,7 +86,7 @@ def test_a_listener_that_raises_is_a_warning_and_the_search_goes_on():
     assert str(got[0].message) == "a listener failed on SearchStarted: KeyError: 'SearchStarted'"
 
 
-def test_a_worker_that_died_is_an_event_and_nothing_is_told_or_counted_twice():
+def test_a_dead_worker_is_an_event_and_nothing_is_reported_or_counted_twice():
     events, progress = [], []
     with on_event(events.append):
         data = tune(faulty_kernels.crashing, isolate=True, progress=lambda done, total: progress.append((done, total)))
@@ -109,24 +109,24 @@ def finished(key, *configs):
     return [CandidateFinished(key, Outcome(config=config, status=Status.READY)) for config in configs]
 
 
-def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
-    told = []
-    counter = Counter(lambda *numbers: told.append(numbers), [INV.key])
+def test_a_counter_counts_each_candidate_once_and_reports_each_number_once():
+    reported = []
+    counter = Counter(lambda *numbers: reported.append(numbers), [INV.key])
     for event in (SearchStarted(INV.key, 3), *finished(INV.key, 1, 1, 2), *finished(INV.key, 2)):
         counter(event)
-    assert told == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
+    assert reported == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
 
 
-def test_a_counter_tells_searches_apart_and_never_more_than_there_are():
-    told, other = [], INV.key._replace(call="0" * 16)
-    counter = Counter(lambda *numbers: told.append(numbers), [INV.key, other])
+def test_a_counter_separates_searches_and_never_exceeds_their_number():
+    reported, other = [], INV.key._replace(call="0" * 16)
+    counter = Counter(lambda *numbers: reported.append(numbers), [INV.key, other])
     for event in (SearchStarted(INV.key, 1), SearchStarted(other, 9), *finished(INV.key, 1, 2), *finished(other, 1)):
         counter(event)
-    assert told == [(INV.key, 0, 1), (other, 0, 9), (INV.key, 1, 1), (other, 1, 9)]
+    assert reported == [(INV.key, 0, 1), (other, 0, 9), (INV.key, 1, 1), (other, 1, 9)]
 
 
 def test_a_search_that_ends_early_is_counted_to_its_end():
-    told = []
-    tune(progress=lambda *numbers: told.append(numbers), candidates=[BEST])
-    assert told[-1] == (2, 2)
-    assert told == sorted(set(told))
+    reported = []
+    tune(progress=lambda *numbers: reported.append(numbers), candidates=[BEST])
+    assert reported[-1] == (2, 2)
+    assert reported == sorted(set(reported))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks in the processes and threads of executors: lines, devices that are taken in turns, and whole searches."""
+"""Tasks in the processes and threads of executors: connections, shared devices, and whole searches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_st
     assert [living.exists(), following.exists()] == [False, True]
 
 
-def test_what_is_said_is_heard_once_and_in_order(line):
+def test_messages_arrive_once_and_in_order(line):
     line.say(b"one")
     line.say(b"")
     assert list(line.heard()) == [b"one", b""]
@@ -87,7 +87,7 @@ def test_what_is_said_is_heard_once_and_in_order(line):
     assert list(line.heard()) == []
 
 
-def test_half_a_message_is_heard_when_it_is_whole(line):
+def test_half_a_message_waits_for_the_rest(line):
     line.say(b"whole")
     said = line.folder / "said"
     data = said.read_bytes()
@@ -97,7 +97,7 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
     assert list(line.heard()) == [b"whole"]
 
 
-def test_a_wish_holds_until_a_stronger_one_comes(line):
+def test_a_request_holds_until_a_stronger_one(line):
     assert line.instruction() == Instruction.GO_ON
     line.tell(Instruction.END)
     assert line.instruction() == Instruction.END
@@ -105,7 +105,7 @@ def test_a_wish_holds_until_a_stronger_one_comes(line):
     assert line.instruction() == Instruction.END_AT_ONCE
 
 
-def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
+def test_a_worker_on_a_closed_connection_must_end_at_once(line):
     line.close()
     line.say(b"anybody?")
     assert line.instruction() == Instruction.END_AT_ONCE
@@ -117,7 +117,7 @@ def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
     assert not FolderLine(line.folder / "in" / "none", line.secret).connect()
 
 
-# --- devices in turns ---
+# --- devices shared by threads ---
 
 
 def test_gpus_are_those_that_the_process_may_see(monkeypatch):
@@ -152,7 +152,7 @@ def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path)
         pass
 
 
-# --- who takes a task ---
+# --- assignment of tasks ---
 
 
 def assignment_of(call, line, **changes):
@@ -180,7 +180,7 @@ def test_a_worker_with_another_device_refuses(line, monkeypatch):
     assert str(answer.error).endswith("but the call is for cpu:abacus_x7")
 
 
-def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
+def test_an_abandoned_task_is_not_carried_out(line):
     line.close()
     (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
     assert "KeyboardInterrupt" in str(answer.error)
@@ -254,7 +254,7 @@ def test_threads_have_a_worker_process_each_turn():
 
 
 @pytest.mark.slow
-def test_what_a_broken_pool_leaves_is_tuned_here():
+def test_tasks_of_a_broken_pool_are_tuned_here():
     ended = threading.Event()
 
     def end(event):
@@ -274,14 +274,14 @@ def test_what_a_broken_pool_leaves_is_tuned_here():
 # --- Ray ---
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install ray"):
         RayExecutor()
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_is_brought_to_the_workers_of_ray_is_brought_by_whoever_connects(monkeypatch, is_there):
+def test_modules_are_sent_to_ray_by_the_process_that_connects(monkeypatch, is_there):
     said = {}
 
     def options(**options):
@@ -302,7 +302,7 @@ def test_what_is_brought_to_the_workers_of_ray_is_brought_by_whoever_connects(mo
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of this machine with two workers, of which nobody else hears."""
+    """A local cluster with two workers, unreachable for others."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
@@ -315,7 +315,7 @@ def cluster():
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
+def test_killing_a_ray_worker_loses_no_result(cluster, monkeypatch):
     receive, killed, reasons = dispatch.ExecutorWorker.receive, [], []
 
     def kill_the_first(worker):
@@ -330,7 +330,7 @@ def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
         result = tuned_by(executor, CALLS)
     assert [entry.cfg for entry in result.entries] == [BEST] * 2
     assert f"a worker was lost ({killed[0]}): WorkerCrashedError" in "".join(reasons)
-    assert cluster.is_initialized()  # whoever has started it ends it
+    assert cluster.is_initialized()  # started by the test, so ended by the test
 
 
 @pytest.mark.slow

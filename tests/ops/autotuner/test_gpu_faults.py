@@ -14,15 +14,15 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 
 
-def test_a_deadlock_and_a_write_out_of_bounds_cost_themselves_alone(gpu):
+def test_a_deadlock_and_a_write_out_of_bounds_fail_alone(gpu):
     x = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     tuner = Autotuner(limits=Limits(run=AdaptiveTimeout(first=60.0, least=10.0)))
     inv = Invocation(kernel=treacherous, args=(x,))
     data = tuner.tune(inv, treacherous, policy=AutotunePolicy(isolate=True))
-    fates = {outcome.config.kind: outcome for outcome in data.outcomes[1:]}
-    assert fates["deadlock"].status == "crashed"
-    assert "no sign of life" in fates["deadlock"].reason
-    assert fates["out of bounds"].status in ("crashed", "failed")
+    statuses = {outcome.config.kind: outcome for outcome in data.outcomes[1:]}
+    assert statuses["deadlock"].status == "crashed"
+    assert "no sign of life" in statuses["deadlock"].reason
+    assert statuses["out of bounds"].status in ("crashed", "failed")
     assert data.config == FAST
     on_gpu = jax.device_put(jnp.arange(8.0), gpu)
     assert float(jnp.sum(on_gpu)) == 28.0  # the device still works in this process

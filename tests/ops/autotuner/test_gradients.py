@@ -53,7 +53,7 @@ def project(tree, index, w, bias=None, *, scale=1.0, activation=jnp.tanh):
 
 
 def project_gradients(primals, cotangents, kwargs):
-    """Return gradients in float32, whatever the dtype of the arguments."""
+    """Return gradients in float32 for arguments of any dtype."""
     tree, index, *floats = primals
     _, pull = jax.vjp(lambda tree, *floats: project(tree, index, *floats, **kwargs), tree, *floats)
     tree, *floats = jax.tree.map(lambda g: g.astype(jnp.float32), pull(cotangents[0]))
@@ -170,7 +170,7 @@ def test_vmap_over_the_integer_argument_sums_the_gradient(kernel):
 
 
 @each_project
-def test_a_keyword_after_a_positional_that_is_left_out_has_a_gradient(kernel):
+def test_a_keyword_after_an_omitted_positional_argument_has_a_gradient(kernel):
     class Shifted(type(kernel)):
         def run(self, tree, index, w, bias=None, shift=None, *, cfg):
             out = project(tree, index, w, bias)
@@ -194,7 +194,7 @@ def test_an_array_for_a_whole_tree_is_a_wrong_answer():
         gradients(f, x, w, None, None)
 
 
-def test_none_stands_for_the_zero_gradient_of_an_array_or_of_a_whole_tree():
+def test_none_means_a_zero_gradient_of_an_array_or_a_whole_tree():
     class Nothing(Project):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             return None, None, None
@@ -267,7 +267,7 @@ def test_integer_results_do_not_disturb_gradients(kernel, program):
 
 
 @pytest.mark.parametrize("kernel", [Plain("plain"), WithRule("rule"), WithResiduals("residuals")], ids=str)
-def test_tangents_that_are_constant_zeros_do_not_disturb_gradients(kernel):
+def test_constant_zero_tangents_do_not_disturb_gradients(kernel):
     @jax.custom_jvp
     def without_gradient(w):
         return 2 * w

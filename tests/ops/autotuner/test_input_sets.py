@@ -19,7 +19,7 @@ X = np.ones(5, np.float32)
 
 
 class Toy(Kernel[int, jax.Array]):
-    """`right` under configuration 1, the heuristic, and `tried` under configuration 2, which is faster."""
+    """Runs `right` under configuration 1, the heuristic, and `tried` under configuration 2, which is faster."""
 
     def __init__(self, right, tried, reference=None):
         super().__init__("toy")
@@ -69,7 +69,7 @@ HALF = {
 @pytest.mark.parametrize("kernel", [Toy, WithExamples], ids=["scaled", "fresh alone"])
 @pytest.mark.parametrize("wrong", HALF)
 @pytest.mark.parametrize("seed", [0, 3, 5])
-def test_a_candidate_that_is_wrong_for_half_of_all_inputs_does_not_win(kernel, wrong, seed):
+def test_a_candidate_wrong_for_half_of_all_inputs_does_not_win(kernel, wrong, seed):
     reason = rejected(kernel(lambda x: x + 0, HALF[wrong]), seed=seed)
     assert "differs from the reference" in reason
 
@@ -115,7 +115,7 @@ def test_rounding_of_large_inputs_is_forgiven_as_far_as_the_heuristic_rounds():
     assert data.config == 2
 
 
-def test_the_number_of_sets_is_in_the_result_and_in_what_is_saved():
+def test_the_result_and_the_entry_have_the_number_of_sets():
     data = tune(Toy(lambda x: x + 0, lambda x: x * 1))
     assert (data.config, data.input_sets, data.summary_data()["input_sets"]) == (2, 10, 10)
     assert "the winner is right on 10 sets of inputs" in data.summary()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved of a search, wherever results, dying workers, deadlines and interrupts come in between.
+"""Saved results of a search, for any order of results, dying workers, deadlines and interrupts.
 
-The search, its races, its journal, the parent of its worker and the cache are the real ones. Compiling, the clock, the
-times and the worker's death are made up, so that every order of events can be tried.
+The search, its races, its journal, the parent of its worker and the cache are real. Compiling, the clock, the times and
+the worker's death are faked, so that every order of events can be tried.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ INV = Invocation(kernel=KERNEL, args=(jax.ShapeDtypeStruct((4,), jnp.float32),))
 
 
 @dataclasses.dataclass(frozen=True)
-class Fate:
+class Faults:
     """What happens to one candidate."""
 
     seconds: float = 1.0
@@ -72,16 +72,16 @@ class Died(BaseException):
 
 
 class Scenario:
-    """One search: the candidates' fates, and what happens at which step.
+    """One search: the faults of candidates, and events by step.
 
     Attributes:
-        sampled: Configurations that were timed.
-        checked: Configurations whose results were found right on fresh inputs.
-        beaten: Configurations that were faster than the heuristic in the confirmation run.
+        sampled: Configurations with a time.
+        checked: Configurations with correct results on new inputs.
+        beaten: Configurations faster than the heuristic in the confirmation run.
     """
 
-    def __init__(self, fates, events):
-        self.fates, self.events = fates, events
+    def __init__(self, faults, events):
+        self.faults, self.events = faults, events
         self.now, self.step, self.journal, self.cancellation = 0.0, 0, None, None
         self.sampled, self.checked = set(), set()
 
@@ -117,7 +117,7 @@ SCENARIO: list[Scenario] = []
 
 
 class Workers:
-    """In place of the worker process: the task is carried out here, until the worker is to die."""
+    """Replaces the worker process: the task runs here, until the worker dies."""
 
     def __init__(self, journal, watch, cancellation):
         self.journal = SCENARIO[0].journal = journal
@@ -168,7 +168,7 @@ class Preparation:
                 return
             scenario = SCENARIO[0]
             scenario.at(candidate.config)
-            if scenario.fates[candidate.config].is_wrong:
+            if scenario.faults[candidate.config].is_wrong:
                 candidate.fail(Status.WRONG, CandidateError("it is wrong"))
             else:
                 candidate.compiled, candidate.status = (Program(candidate.config),), Status.READY
@@ -184,7 +184,7 @@ class Preparation:
 def confirmed(oracle, candidate, **_):
     scenario = SCENARIO[0]
     scenario.at(candidate.config)
-    if scenario.fates[candidate.config].is_wrong_on_other_inputs:
+    if scenario.faults[candidate.config].is_wrong_on_other_inputs:
         raise CandidateError("it is wrong on other inputs")
     scenario.checked.add(candidate.config)
     return ("outputs",)
@@ -193,10 +193,10 @@ def confirmed(oracle, candidate, **_):
 def sample(function, count):
     scenario, config = SCENARIO[0], function.function.candidate.config
     function()
-    if scenario.fates[config].fails_when_measured:
+    if scenario.faults[config].fails_when_measured:
         raise ValueError("it fails when it is measured")
     scenario.sampled.add(config)
-    return scenario.fates[config].seconds
+    return scenario.faults[config].seconds
 
 
 def calls_of(function, warmup, threads):
@@ -205,24 +205,24 @@ def calls_of(function, warmup, threads):
 
 
 def device_check(oracle, culprit):
-    """What ended the worker was no candidate's failure."""
+    """Ignore the check: the end of a worker is not a candidate's failure."""
 
 
 def interleaved(functions, **options):
-    """Time functions; what ends the worker ends it here, too, and is no failure of a candidate."""
+    """Time functions; the end of a worker ends the race, and does not count as a candidate's failure."""
     on_error = options.pop("on_error")
 
-    def told(index, error):
+    def reported(index, error):
         if isinstance(error, Died):
             raise error
         on_error(index, error)
 
-    return measurement.interleaved(functions, on_error=told, **options)
+    return measurement.interleaved(functions, on_error=reported, **options)
 
 
 @contextlib.contextmanager
 def made_up():
-    """Put what is made up in place of processes, clocks and compilers."""
+    """Replace processes, clocks and compilers by fakes."""
     timer = Timer("wall", sample)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -241,10 +241,10 @@ def made_up():
         yield
 
 
-FATES = st.fixed_dictionaries(
+FAULTS = st.fixed_dictionaries(
     {
         config: st.builds(
-            Fate,
+            Faults,
             seconds=st.sampled_from([0.5, 0.9, 1.0, 1.01, 2.0]),
             is_wrong=st.sampled_from([False, False, False, True]),
             is_wrong_on_other_inputs=st.sampled_from([False, False, False, True]),
@@ -268,9 +268,9 @@ class InterruptedSearches(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.cache = PersistentCache(self.folder.name, shipped=False)
 
-    @rule(fates=FATES, events=EVENTS)
-    def search(self, fates, events):
-        scenario = Scenario(fates, events)
+    @rule(faults=FAULTS, events=EVENTS)
+    def search(self, faults, events):
+        scenario = Scenario(faults, events)
         SCENARIO[:] = [scenario]
         before = self.cache.load(INV.key)
         chain = ConfigSelectorChain(ConfigCache(), self.cache, policy=POLICY, tuner=Autotuner(rounds=5, warmup=0))
@@ -285,7 +285,7 @@ class InterruptedSearches(RuleBasedStateMachine):
 
     @staticmethod
     def end_of(chain):
-        """Search, and return what is raised, as text."""
+        """Search, and return the text of the raised error."""
         try:
             chain.search(INV, KERNEL, policy=POLICY)
         except (KeyboardInterrupt, TuningError) as error:
@@ -293,22 +293,22 @@ class InterruptedSearches(RuleBasedStateMachine):
         return ""
 
     def check(self, scenario, entry):
-        """Hold a new entry to what has really happened."""
+        """Compare a new entry with the history of the search."""
         config, search = entry.config, entry.measured["search"]
         assert config in scenario.sampled
-        assert not scenario.fates[config].is_wrong
+        assert not scenario.faults[config].is_wrong
         if config == HEURISTIC:
             assert search["state"] in ("complete", "undecided")
             return
         assert config in scenario.checked
         assert entry.measured["winner"]["samples"] > 0
-        standing, heuristic = entry.measured["standing"], scenario.fates[HEURISTIC]
+        standing, heuristic = entry.measured["standing"], scenario.faults[HEURISTIC]
         if standing is None:
             deaths = sum(event in ("death", "silence") for event in scenario.events.values())
             assert heuristic.is_wrong or heuristic.fails_when_measured or deaths > 1
         else:
             assert (standing["rival"], standing["verdict"], standing["alone"]) == (config, "wins", True)
-            assert scenario.fates[config].seconds < heuristic.seconds
+            assert scenario.faults[config].seconds < heuristic.seconds
 
     @invariant()
     def rankings_and_states_agree_with_the_log(self):
@@ -327,7 +327,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_whatever_ends_a_search_only_a_confirmed_winner_is_saved():
+def test_only_a_confirmed_winner_is_saved_after_any_end_of_a_search():
     options = settings(
         max_examples=40,
         stateful_step_count=3,

@@ -37,26 +37,26 @@ X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 
 def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
-    # one after the other: the heuristic, whose times teach the timeout, comes first
+    # one at a time: the heuristic comes first, and its times set the timeout
     tuner = Autotuner(limits=Limits(**limits), width=width)
     policy = AutotunePolicy(isolate=isolate, budget_s=budget_s)
     return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
 
 
-def fates(data):
+def statuses(data):
     return {outcome.config.kind: (outcome.status, outcome.reason) for outcome in data.outcomes[1:]}
 
 
-# --- what a process does not survive ---
+# --- candidates that end their process ---
 
 
 @pytest.mark.smoke
-def test_a_candidate_that_ends_its_process_costs_itself_alone():
+def test_a_candidate_that_ends_its_process_fails_alone():
     events = []
     with on_event(events.append):
         data = tune(faulty_kernels.crashing, width=4)  # compiled side by side, and after a crash one by one
     assert data.config == BEST
-    found = fates(data)
+    found = statuses(data)
     assert found["abort"] == ("crashed", "the worker was killed by SIGABRT while running")
     assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
     assert found["abort while tracing"][0] == "crashed"
@@ -65,29 +65,29 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone():
     assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
 
 
-def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
+def test_in_this_process_a_hanging_candidate_is_abandoned_and_the_search_continues():
     with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*kind=never.* cannot be ended in this"):
         data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
     assert data.heuristic.status == "measured"
-    assert fates(data)["never"][0] == "skipped"
+    assert statuses(data)["never"][0] == "skipped"
 
 
-def test_what_candidates_close_is_there_for_the_others():
+def test_files_closed_by_a_candidate_stay_open_for_others():
     data = tune(faulty_kernels.closing, width=4)
-    found = fates(data)
+    found = statuses(data)
     assert found.pop("close all")[0] == "crashed"  # with the pipe to the parent
     assert {status for status, _ in found.values()} <= {"measured", "same"}
     assert data.heuristic.status == "measured"
 
 
-# --- what a process survives ---
+# --- candidates that fail within the process ---
 
 
 def test_a_candidate_that_fails_or_is_wrong_is_an_outcome():
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert data.checked == ("outputs", "gradients")
-    found = fates(data)
+    found = statuses(data)
     assert found["raise"] == ("failed", "ValueError: it raises")
     assert found["nan"][0] == "wrong"
     assert found["wrong"][0] == "wrong"
@@ -103,8 +103,8 @@ def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
-    assert fates(data)["wrong gradient"][0] == "wrong"
-    assert fates(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
+    assert statuses(data)["wrong gradient"][0] == "wrong"
+    assert statuses(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
 
 
 def test_failed_candidates_leave_no_arrays():
@@ -144,11 +144,11 @@ def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
 
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
-def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
+def test_any_exception_of_a_candidate_fails_only_that_candidate(isolate):
     data = tune(faulty_kernels.raising, isolate=isolate, width=2)
     assert data.config == BEST
     assert not data.interrupted
-    assert {kind: reason for kind, (_, reason) in fates(data).items()} == {
+    assert {kind: reason for kind, (_, reason) in statuses(data).items()} == {
         "raise": "ValueError: it raises",
         "interrupt": "KeyboardInterrupt: no message",
         "quit": "SystemExit: 3",
@@ -170,7 +170,7 @@ def stop_in_the_middle_of_a_message():
 
 
 class UntilStuck(Deadline):
-    """Ends a worker whose interpreter lock is blocked."""
+    """Ends a worker with a blocked interpreter lock."""
 
     def silence(self, doing, *, is_stuck):
         return 0.5 if is_stuck else 120.0
@@ -226,7 +226,7 @@ def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(
 
 
 def start_a_worker_with_a_child():
-    """Start a worker in this worker, and a process in that one; return their ids."""
+    """Start a worker in this worker, and a process in its child; return their ids."""
     nested.append(Worker())
     return nested[0].pid, nested[0].call(start_a_child)
 
@@ -252,7 +252,7 @@ def wait_for_the_end_of(*pids):
     return not any(map(is_running, pids))
 
 
-def test_a_worker_takes_its_own_workers_with_it_and_what_they_started():
+def test_a_worker_ends_with_its_own_workers_and_their_processes():
     worker = Worker()
     pids = worker.call(start_a_worker_with_a_child)
     assert all(map(is_running, pids))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is to blame for the end of an attempt, and how long one may be silent, by a clock that is made up."""
+"""Failure attribution after the end of an attempt, and the allowed silence, with a fake clock."""
 
 from __future__ import annotations
 
 import math
 
-import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Times
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.measure.measurement import Measurement
@@ -18,21 +18,14 @@ from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarte
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError
 
-
-class Scale(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x * cfg
-
-
-INV = Invocation(kernel=Scale("scale"), args=(np.ones(4, np.float32),)).abstract()
+INV = Invocation(kernel=Times("scale"), args=(np.ones(4, np.float32),)).abstract()
 HEURISTIC, A, B = 1, 2, 3
 
 
 class Search:
-    """A search whose heuristic is 1, with a clock that is set by hand."""
+    """A search with the heuristic 1 and a clock set by hand."""
 
     def __init__(self, budget=None, heard=True):
         self.now = 100.0
@@ -62,37 +55,37 @@ class Search:
     [
         ("running", [A], [A], []),
         ("compiling", [A], [A], []),
-        ("running", [HEURISTIC], [], [HEURISTIC]),  # without it no winner can be confirmed: it has a second attempt
+        ("running", [HEURISTIC], [], [HEURISTIC]),  # has a second attempt: winners are compared with it
         ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
         ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
         ("compiling", [A, B], [], [A, B]),
-        ("running", [A, A], [A], []),  # once as what runs, and once as what was compiled a moment ago
+        ("running", [A, A], [A], []),  # as running, and as compiled just before
         ("measuring", [A, B], [], [A, B]),  # B was given up, and its thread is there still
         (REFERENCE, [HEURISTIC], [], [HEURISTIC]),  # or the reference was it
         (f"{REFERENCE}'s gradient", [], [], []),
     ],
 )
-def test_only_who_was_alone_under_way_is_to_blame(what, accused, crashed, suspects):
+def test_only_a_candidate_running_alone_is_blamed(what, accused, crashed, suspects):
     search = Search()
     search.journal.attribute_crash("it ended", what, accused)
     assert (search.crashed(), search.suspects()) == (crashed, suspects)
 
 
-def test_the_heuristic_is_out_when_it_was_alone_under_way_twice():
+def test_the_heuristic_is_out_after_crashing_alone_twice():
     search = Search()
     for _ in range(2):
         search.journal.attribute_crash("it ended", "running", [HEURISTIC])
     assert (search.crashed(), search.suspects()) == ([HEURISTIC], [])
 
 
-def test_a_suspect_that_is_alone_the_next_time_is_to_blame_and_the_others_stay_suspects():
+def test_a_suspect_alone_the_next_time_is_blamed_and_the_others_stay_suspects():
     search = Search()
     search.journal.attribute_crash("it ended", "running", [HEURISTIC, B])
     search.journal.attribute_crash("it ended", "compiling", [B])
     assert (search.crashed(), search.suspects()) == ([B], [HEURISTIC])
 
 
-def test_an_end_that_nobody_is_to_blame_for_may_happen_once():
+def test_one_unattributed_end_is_allowed():
     search = Search()
     search.journal.attribute_crash("it ended", REFERENCE, [])
     with pytest.raises(TuningError, match="scale: the search was lost twice while no candidate ran: it ended"):
@@ -109,7 +102,7 @@ def test_without_a_budget_an_attempt_has_the_time_that_it_asks_for():
 
 
 @pytest.mark.parametrize("what", ["compiling", "loading", "running", "measuring"])
-def test_with_a_budget_a_candidate_may_be_silent_for_half_of_what_is_left(what):
+def test_with_a_budget_a_candidate_may_be_silent_for_half_of_the_remaining_time(what):
     search = Search(budget=20.0)
     search.now += 8.0
     assert search.journal.silence(what, [A], 120.0) == 6.0
@@ -118,7 +111,7 @@ def test_with_a_budget_a_candidate_may_be_silent_for_half_of_what_is_left(what):
     assert search.journal.silence(what, [A], 120.0) == 1.0
 
 
-def test_what_takes_long_by_its_nature_has_all_that_is_left_unless_the_lock_is_kept():
+def test_naturally_slow_steps_have_all_remaining_time_unless_they_keep_the_lock():
     search = Search(budget=20.0)
     search.measured(HEURISTIC)
     search.now += 8.0
@@ -156,10 +149,10 @@ def test_a_search_with_an_answer_ends_a_small_grace_after_its_budget(budget, gra
     assert search.journal.left() == grace
     assert not search.journal.is_over
     search.now += 0.1
-    assert search.journal.is_over  # for another attempt there is no time
+    assert search.journal.is_over  # no time for another attempt
 
 
-def test_the_heuristic_stays_where_time_is_over_and_what_was_found_is_kept():
+def test_out_of_time_the_heuristic_stays_and_measurements_are_kept():
     search = Search(budget=10.0)
     for outcome in (
         Outcome(config=A, status="ready"),
@@ -176,7 +169,7 @@ def test_the_heuristic_stays_where_time_is_over_and_what_was_found_is_kept():
     )
 
 
-def test_what_a_candidate_tunes_in_its_turn_is_not_taken_for_its_own():
+def test_a_nested_search_is_not_mistaken_for_the_candidate_s_own():
     search = Search(budget=10.0)
     other = INV.key._replace(call="0" * 16)
     search.journal.note(SearchStarted(other, 9, 7))
@@ -215,14 +208,14 @@ def test_after_ctrl_c_a_search_ends_within_seconds(budget):
     assert (data.config, data.interrupted, data.progress.in_words) == (HEURISTIC, True, "partial (1 of 3)")
 
 
-def test_after_ctrl_c_without_a_heuristic_there_is_nothing_to_conclude():
+def test_after_ctrl_c_without_a_heuristic_the_search_has_no_result():
     search = Search()
     search.cancellation.request()
     with pytest.raises(KeyboardInterrupt):
         search.journal.conclude("its time was over")
 
 
-def test_candidates_that_are_missing_count_as_not_done():
+def test_missing_candidates_count_as_not_done():
     search = Search(budget=10.0)
     search.measured(HEURISTIC)
     search.now += 16.0

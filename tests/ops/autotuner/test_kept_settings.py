@@ -61,11 +61,11 @@ def test_a_change_of_jax_config_is_undone_and_reported(option, value, late, monk
     with pytest.warns(TuningWarning) as caught:
         Autotuner(width=1).tune(Invocation(kernel=kernel, args=(X,)), kernel)
     assert compat.process_settings() == before
-    told = [str(warning.message) for warning in caught if option in str(warning.message)]
-    assert len(told) == 1
+    messages = [str(warning.message) for warning in caught if option in str(warning.message)]
+    assert len(messages) == 1
     who = "(2|one of 2, 1|one of 1, 2)"  # the other may run at the same time
     change = re.escape(f"changed jax.config.{option} from {before[option]!r} to {value!r}; the change is undone")
-    assert re.match(f"meddling: {who} {change}", told[0])
+    assert re.match(f"meddling: {who} {change}", messages[0])
 
 
 def test_candidates_that_compile_side_by_side_are_all_named():
@@ -79,7 +79,7 @@ def test_candidates_that_compile_side_by_side_are_all_named():
         kept.tell()
 
 
-def test_the_candidate_under_way_at_every_change_is_named():
+def test_the_running_candidate_at_every_change_is_named():
     kept = KeptSettings("op")
     for who in (("A", "B"), ("B",), ("B", "C")):
         with kept.during(*who):
@@ -88,7 +88,7 @@ def test_the_candidate_under_way_at_every_change_is_named():
         kept.tell()
 
 
-def test_settings_of_a_thread_are_left_alone():
+def test_settings_of_a_thread_are_unchanged():
     kept = KeptSettings("op")
     with jax.default_matmul_precision("float32"):
         with kept.during("A"):

@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Applies
 
-from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel, autotune, default_executor, tune
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, autotune, default_executor, tune
 from ejkernel.ops.core import primitive
 from ejkernel.ops.registry import recording
 
@@ -25,14 +25,6 @@ pytestmark = [
 ]
 
 
-class Applies(Kernel[int, Any]):
-    def run(self, x, function=None, *, cfg):
-        return x * 2 if function is None else function(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-
 class WithRule(Applies):
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         return (2 * cotangents[0], None)[: len(primals)]
@@ -42,7 +34,7 @@ APPLIES = Applies("applies")
 
 
 class Function:
-    """An object that is passed as a static argument."""
+    """An object to pass as a static argument."""
 
     def __call__(self, x):
         return x * 3
@@ -61,7 +53,7 @@ USES = {
 
 
 def is_collected(make, use):
-    """Return whether what `make` returns is gone once it was used and let go of."""
+    """Return whether the result of `make` is collected after its last use."""
     made = make()
     reference = weakref.ref(made)
     use(made)
@@ -92,7 +84,7 @@ def test_a_kernel_is_collected_after_other_uses(use):
     assert is_collected(Applies, use)
 
 
-def test_a_kernel_that_was_tuned_is_collected():
+def test_a_tuned_kernel_is_collected():
     def make():
         @tune(space={"factor": [2.0, 3.0]})
         def scaled(x, *, factor=2.0):
@@ -119,12 +111,12 @@ def test_a_static_value_is_collected(make, use):
     ],
     ids=["partial", "method", "jit", "closure"],
 )
-def test_what_a_static_value_holds_is_collected(hold):
+def test_the_content_of_a_static_value_is_collected(hold):
     assert is_collected(Function, lambda function: APPLIES(X, hold(function)))
 
 
 def test_kernels_that_others_were_given_are_collected_with_them():
-    """What was traced for an outer one calls the inner one; JAX itself keeps the last trace."""
+    """The trace of an outer kernel calls the inner one; JAX itself keeps the last trace."""
     references = []
     for _ in range(3):
         inner = Applies("inner")
@@ -141,11 +133,11 @@ def test_an_executor_is_collected(use):
     assert is_collected(make, lambda executor: use(lambda x: executor(APPLIES, x)))
 
 
-def test_an_array_that_was_passed_is_collected():
+def test_an_array_argument_is_collected():
     assert is_collected(lambda: jnp.arange(3.0) + 1, lambda x: (APPLIES(x), jax.grad(lambda x: APPLIES(x).sum())(x)))
 
 
-def test_an_executor_keeps_nothing_of_kernels_that_are_gone():
+def test_an_executor_keeps_nothing_of_collected_kernels():
     executor = Executor(ConfigSelectorChain())
     kernels = [Applies("many") for _ in range(3)]
     for kernel in kernels:
@@ -167,7 +159,7 @@ def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypat
     for number in range(20):
         np.testing.assert_array_equal(executor(scales, X, ("a",) * number), X * number)
     assert 0 < len(executor._plans.tables.of(scales)) <= 8
-    np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # what was let go of is made again
+    np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # rebuilt after its eviction
 
 
 def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeypatch):
@@ -192,7 +184,7 @@ def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeyp
     ],
     ids=["grad", "vmap"],
 )
-def test_programs_of_configurations_that_were_replaced_are_dropped(use, call):
+def test_programs_of_replaced_configurations_are_dropped(use, call):
     class Shifts(Applies):
         def run(self, x, *, cfg):
             return x * cfg

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring: with a made-up clock, what is called how often; and the thread that it happens on."""
+"""Measuring with a fake clock: the number of calls of each function, and the measuring thread."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_sets_are_cold_when_they_are_three_times_the_cache(size, sets):
 
 
 @pytest.mark.parametrize(("count", "cache"), [(1, "warm"), (2, "warm"), (3, "cold"), (4, "cold")])
-def test_a_measurement_is_cold_when_there_are_sets_enough(clock, count, cache):
+def test_a_measurement_with_enough_input_sets_is_cold(clock, count, cache):
     runner = Runner(lambda x: None, [(X,)] * count, cache_bytes=X.nbytes)
     (got,) = interleaved([runner], rounds=1)
     assert got.cache == cache
@@ -139,7 +139,7 @@ def test_the_first_sample_does_not_count(clock):
     assert got.samples == (2.0, 3.0)
 
 
-def test_a_race_says_who_is_sampled(clock):
+def test_a_sampling_chooses_the_functions_of_each_round(clock):
     sampling = Sampling(3, plan=SamplingPlan(rounds=5, hopeless=((2, 1.5),)))
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], sampling=sampling)
     assert [len(measurement.samples) for measurement in got] == [5, 2, 5]
@@ -165,7 +165,7 @@ def test_a_race_must_be_of_as_many_candidates():
 
 
 def fails_at(clock, call):
-    """A function whose call of that number, from 0 on, raises."""
+    """A function that raises in call `number`, counted from 0."""
     calls = itertools.count()
 
     def function():
@@ -214,7 +214,7 @@ def device(monkeypatch):
     return setup
 
 
-def test_a_device_that_tells_is_believed(clock, device):
+def test_a_device_with_a_working_timer_is_used(clock, device):
     device(99)
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=2)
     assert [(m.samples, m.method) for m in got] == [((2.0,) * 2, "device"), ((4.0,) * 2, "device")]
@@ -229,7 +229,7 @@ def test_a_device_that_does_not_tell_of_all_is_not_asked(clock, device, most, ca
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 7])
-def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(clock, device, most, caplog):
+def test_without_device_times_all_are_measured_again_by_the_wall_clock(clock, device, most, caplog):
     device(most)
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3)
     assert [(m.samples, m.method) for m in got] == [((1.0,) * 3, "wall"), ((2.0,) * 3, "wall")]
@@ -238,8 +238,8 @@ def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(cloc
     ]
 
 
-def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
-    device(5)  # two to see whether it tells, then two rounds of which the first function fails in the second
+def test_failed_functions_stay_out_when_measuring_starts_again(clock, device):
+    device(5)  # two to see whether it works; then the first function fails in the second of two rounds
     errors = []
     got = interleaved(
         [fails_at(clock, 4), clock.takes("b", 1.0)], rounds=3, on_error=lambda index, error: errors.append(index)
@@ -251,15 +251,15 @@ def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
 # --- processor time ---
 
 
-def test_where_others_disturb_the_clock_samples_are_of_processor_time(clock, monkeypatch):
-    spent = itertools.count(0.0, 0.5)  # what the one thread has worked, half a second from one answer to the next
+def test_on_a_busy_machine_samples_are_cpu_time(clock, monkeypatch):
+    spent = itertools.count(0.0, 0.5)  # the CPU seconds of the only thread: half a second between two reads
     monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
     held_up = itertools.cycle([0.5, 4.0])
     (got,) = interleaved([lambda: setattr(clock, "now", clock.now + next(held_up))], rounds=4)
     assert (got.method, got.samples) == ("processor", (0.5,) * 4)
 
 
-def test_on_a_quiet_machine_samples_are_of_the_clock_whatever_the_work(clock, monkeypatch):
+def test_on_a_quiet_machine_samples_come_from_the_clock(clock, monkeypatch):
     spent = itertools.count(0.0, 0.5)
     monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
     (got,) = interleaved([clock.takes("a", 2.0)], rounds=4)
@@ -308,7 +308,7 @@ def test_work_for_another_device_is_done_on_another_thread():
     assert other is not on_measuring_thread(threading.current_thread)
 
 
-def test_work_inside_work_has_a_thread_of_its_own():
+def test_nested_work_has_a_separate_thread():
     outer, inner = on_measuring_thread(
         lambda: (threading.current_thread(), on_measuring_thread(threading.current_thread))
     )

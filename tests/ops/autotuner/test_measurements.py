@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of measurements: what is written, what is read back and in which order."""
+"""The store of measurements: writing, reading back, and the order of records."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.sample_kernels import Tile, Tiled, Times
 from tests.ops.sealing import lines_with_digest
 
 from ejkernel.ops import (
@@ -22,7 +23,6 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     ConfigSpace,
     Invocation,
-    Kernel,
     PersistentCache,
 )
 from ejkernel.ops.autotuner.measure.measurement import Measurement
@@ -39,27 +39,7 @@ HERE, THERE, ELSEWHERE = "gpu:nvidia_h200", "gpu:nvidia_a100", "tpu:v5e"
 TIME = datetime.datetime(2026, 5, 1, 12, tzinfo=datetime.UTC)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    rows: int
-    order: str = "row"
-
-
-class Double(Kernel[Tile, jax.Array]):
-    """Takes an array and a static argument."""
-
-    def run(self, x, *, causal=False, cfg):
-        return x + x
-
-
-class Listed(Kernel[int, jax.Array]):
-    """Its configurations are bare numbers."""
-
-    def run(self, x, *, cfg):
-        return x + x
-
-
-DOUBLE, LISTED = Double("double"), Listed("listed")
+DOUBLE, LISTED = Tiled("double"), Times("listed")
 
 
 class Clock:
@@ -123,7 +103,7 @@ def seconds(record):
     return {config.rows: None if t is None else round(t * 1e6, 3) for config, t in record.times}
 
 
-# --- what is written ---
+# --- writing ---
 
 
 def test_a_search_comes_back_as_it_was(store):
@@ -137,7 +117,7 @@ def test_a_search_comes_back_as_it_was(store):
     store.save(AutotuneData(inv=inv, config=outcomes[1].config, outcomes=outcomes, seconds=2.0))
     (found,) = store.searches()
     assert (found.key, found.call, found.seconds, found.winner_index) == (inv.key, inv.description, 2.0, 1)
-    assert found.config_type.endswith("test_measurements.Tile")
+    assert found.config_type.endswith("sample_kernels.Tile")
     assert [o.config for o in found.outcomes] == [{"rows": n, "order": "row"} for n in (1, 2, 3, 4)]
     assert [(o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in found.outcomes] == [
         (o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in outcomes
@@ -184,11 +164,11 @@ def test_a_log_without_the_newest_column_is_read():
     assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
 
 
-NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # what logs of before do not have
+NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # fields that earlier logs lack
 
 
 def told_of(**more):
-    """A search of four candidates, of which two are the program of the second, that says why it came out so."""
+    """A search of four candidates, three of them the same program, with the reasons for its result."""
     verdict = compare([1e-6] * 9 + [3e-6], [2e-6] * 10)
     outcomes = (
         measured(Tile(1), [2.0]),
@@ -204,7 +184,7 @@ def told_of(**more):
 @pytest.mark.parametrize(
     "flags", [{}, {"undecided": True}, {"interrupted": True}, {"rule_fault": "rule_fault: the gradient of x differs"}]
 )
-def test_a_log_tells_why_a_search_came_out_so(flags):
+def test_a_log_has_the_reason_for_the_result(flags):
     data = told_of(**flags)
     stored = loaded(dump(data, {}))
     assert stored.challenge.data() == data.challenge.data()
@@ -224,7 +204,7 @@ def test_candidates_of_one_program_are_one_row_of_a_stored_search():
     assert sum("rows=" in row for row in table) == 2
 
 
-def test_a_twin_is_the_one_that_it_was_told_of_though_others_are_equal_to_it():
+def test_a_twin_is_the_recorded_candidate_even_if_others_are_equal():
     outcomes = (
         measured({"scale": 1}, [2.0]),
         measured({"scale": 1.0}, [1.0]),
@@ -268,7 +248,7 @@ def test_a_standing_that_makes_no_sense_makes_a_log_unusable(change):
 
 
 @pytest.mark.parametrize("twins", [[[2, 9]], [[-1, 0]], [[2]], [2, 1], [[2, 1.5]]])
-def test_twins_that_are_none_make_a_log_unusable(twins):
+def test_invalid_twins_make_a_log_unusable(twins):
     first, *lines = dump(told_of(), {}).splitlines()
     with pytest.raises(UnusableError):
         loaded(lines_with_digest("\n".join([json.dumps({**json.loads(first), "twins": twins}), *lines, ""])))
@@ -289,7 +269,7 @@ def test_configurations_with_different_fields_are_written_whole():
     assert [o.config for o in found.outcomes] == [{"a": 1}, {"b": [2]}]
 
 
-def test_a_search_lies_beside_the_entry_and_is_no_entry(store, cache, folder):
+def test_a_search_is_a_file_beside_the_entry_but_not_an_entry(store, cache, folder):
     inv = call()
     cache.put(inv.key, Tile(1))
     store.save(searched(inv, {Tile(1): 2.0}))
@@ -325,7 +305,7 @@ def test_of_each_call_the_newest_searches_stay(store):
     assert len(list(store.searches())) == KEPT + 1
 
 
-def test_a_search_that_is_written_when_the_clock_went_back_is_the_newest(cache, store):
+def test_a_search_written_after_the_clock_went_back_is_the_newest(cache, store):
     for us in range(1, KEPT + 1):
         store.save(searched(call(), {Tile(1): float(us)}))
     cache.clock.time -= datetime.timedelta(days=400)
@@ -351,7 +331,7 @@ def test_a_search_survives_files_that_seem_to_be_newer_than_all(store, folder, s
 
 
 def test_another_operation_s_logs_are_not_read(store, monkeypatch):
-    for kernel in (DOUBLE, Double("other"), Double("doubles")):
+    for kernel in (DOUBLE, Tiled("other"), Tiled("doubles")):
         store.save(searched(call(kernel=kernel), {Tile(1): 1.0}))
     read = []
     monkeypatch.setattr(store_module, "read_file", lambda place, _: read.append(place) or read_file(place, 1 << 20))
@@ -362,7 +342,7 @@ def test_another_operation_s_logs_are_not_read(store, monkeypatch):
     assert len(read) == 2
 
 
-def test_a_search_that_is_larger_than_what_is_read_is_not_stored(store, folder, monkeypatch):
+def test_a_search_above_the_size_limit_is_not_stored(store, folder, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST", 100)
     with pytest.warns(CacheWarning, match=r"the search of double@v0 is not stored: it takes more than 100 bytes"):
         store.save(searched(call(), {Tile(1): 1.0}))
@@ -380,7 +360,7 @@ def test_processes_that_save_at_once_keep_all(folder):
     assert {round(seconds_of(search)[1]) for search in MeasurementStore(folder).searches()} == {1, 2, 3}
 
 
-def test_what_a_tuner_of_ones_own_returns_need_not_be_a_search(store, folder):
+def test_a_custom_tuner_need_not_return_a_search(store, folder):
     store.save(object())
     assert not folder.exists()
 
@@ -397,7 +377,7 @@ def test_without_a_folder_searches_stay_in_memory_with_one_warning(tmp_path):
     assert [seconds(record) for record in store.records(call())] == [{1: KEPT + 3.0}]
 
 
-# --- what cannot be read ---
+# --- unreadable logs ---
 
 
 def edited(change):
@@ -471,7 +451,7 @@ def test_a_configuration_that_the_kernel_no_longer_has_is_skipped_with_a_line_in
     assert "1 of 2 configurations" in caplog.text
 
 
-# --- what a search starts from ---
+# --- records to start from ---
 
 
 def test_records_come_from_the_nearest_call_first(store):
@@ -495,19 +475,19 @@ def test_records_come_from_the_nearest_call_first(store):
     [
         call(causal=True),
         call(dtype=np.float16),
-        call(kernel=Double("other")),
+        call(kernel=Tiled("other")),
         Invocation(kernel=DOUBLE, args=(jax.ShapeDtypeStruct((16, 8, 1), np.float32),), device=HERE),
         dataclasses.replace(call(), precision="highest"),
     ],
     ids=["static argument", "dtype", "operation", "rank", "precision"],
 )
-def test_calls_that_differ_in_more_than_dimensions_are_not_alike(store, other):
+def test_calls_that_differ_in_more_than_dimensions_are_not_similar(store, other):
     store.save(searched(other, {Tile(1): 1.0}))
     assert store.records(call()) == []
 
 
 def test_another_version_of_the_operation_is_another_operation(store):
-    class Newer(Double):
+    class Newer(Tiled):
         version = "1"
 
     store.save(searched(call(), {Tile(1): 1.0}))
@@ -539,7 +519,7 @@ def test_dimensions_leave_the_key_s_own_parts_in_common():
     assert "float32" in common
 
 
-def test_failures_are_told_and_what_was_not_tried_is_not(store):
+def test_records_have_failures_but_no_skipped_candidates(store):
     outcomes = (
         measured(Tile(1), [3.0, 1.0, 2.0]),
         Outcome(config=Tile(2), status=Status.FAILED, reason="no"),
@@ -575,7 +555,7 @@ def test_bare_numbers_are_configurations_too(store):
     assert record.times == ((1, pytest.approx(2e-6)), (4, pytest.approx(1e-6)))
 
 
-def test_a_stored_record_is_what_a_search_tries_first(store):
+def test_a_search_tries_a_stored_record_first(store):
     store.save(searched(call(rows=32), {Tile(rows): abs(rows - 37) + 1.0 for rows in range(1, 60)}))
     space = ConfigSpace({"rows": range(1, 60), "order": ["row", "column"]}, build=Tile)
     assert default_strategy(space, seeds=[Tile(1)], records=store.records(call())).ask(1) == [Tile(37)]
@@ -585,7 +565,7 @@ def test_a_stored_record_is_what_a_search_tries_first(store):
 
 
 class Tuner:
-    """Finds what it is told, and keeps the records that it was given."""
+    """Returns the given times, and keeps the records it receives."""
 
     def __init__(self, times):
         self.times, self.given = times, []
@@ -595,7 +575,7 @@ class Tuner:
         return searched(inv, self.times)
 
 
-def test_a_chain_stores_what_was_measured_and_starts_from_it(cache):
+def test_a_chain_stores_measurements_and_starts_from_them(cache):
     tuner = Tuner({Tile(1): 2.0, Tile(2): 1.0})
     chain = ConfigSelectorChain(persistent=cache, autotune=True, tuner=tuner)
     assert chain.resolve(call(), DOUBLE).source == "autotune"
@@ -632,7 +612,7 @@ def test_a_chain_s_store_follows_its_cache(cache, tmp_path):
     assert chain.store.cache is chain.persistent
 
 
-def test_what_the_autotuner_measures_is_where_the_next_shape_starts(cache):
+def test_a_search_of_a_new_shape_starts_from_stored_measurements(cache):
     chain = ConfigSelectorChain(persistent=cache)
     small, large = (Invocation(kernel=DOUBLE, args=(np.ones((rows, 8), np.float32),)) for rows in (4, 8))
     data = chain.search(small, DOUBLE, candidates=[Tile(1), Tile(2)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory things take, and what becomes of what does not fit."""
+"""Memory of programs and inputs, and calls that do not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_empty_array_takes_nothing():
     assert num_bytes(jnp.zeros((0, 7))) == 0
 
 
-def test_a_compiled_program_takes_its_arguments_its_results_and_what_lies_between():
+def test_a_compiled_program_needs_arguments_results_and_temporary_memory():
     x = jnp.ones((256, 256), jnp.float32)
     compiled = jax.jit(lambda x: jnp.sort(x @ x, axis=0)[:2]).lower(x).compile()
     assert output_bytes(compiled) == 2 * 256 * 4
@@ -53,14 +53,14 @@ def test_the_memory_of_the_host_is_that_of_its_processor():
     assert device_bytes() > 2**28
 
 
-def test_what_needs_more_than_the_device_has_is_an_error_with_both_figures(monkeypatch):
+def test_needing_more_memory_than_the_device_has_is_an_error_with_both_figures(monkeypatch):
     monkeypatch.setattr(memory, "device_bytes", lambda: 3 * 2**20)
     check_room(3 * 2**20, "it")
     with pytest.raises(TuningError, match=r"not enough memory for it: 4\.0 MiB needed, 3\.0 MiB on the device\."):
         check_room(4 * 2**20, "it")
 
 
-def test_nothing_is_refused_where_nobody_knows_the_memory(monkeypatch):
+def test_nothing_is_refused_if_the_memory_is_unknown(monkeypatch):
     monkeypatch.setattr(memory, "device_bytes", lambda: None)
     check_room(2**60, "it")
 
@@ -82,7 +82,7 @@ def test_inputs_that_the_device_cannot_hold_are_an_error_before_anything_is_comp
 
 
 @pytest.mark.slow
-def test_a_call_whose_inputs_do_not_fit_is_a_warning_and_the_next_is_tuned():
+def test_a_call_with_too_large_inputs_is_a_warning_and_the_next_is_tuned():
     kernel = faulty_kernels.failing_on_device
     small = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((4, 4), jnp.float32),))
     with pytest.warns(TuningWarning, match="not enough memory for the inputs"):

@@ -56,7 +56,7 @@ def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
         (search(FAILURE, measured(2, 20), winner=1), "the heuristic could not be measured"),
     ],
 )
-def test_a_summary_says_what_came_out(data, says):
+def test_a_summary_describes_the_result(data, says):
     assert data.summary().splitlines()[2].endswith(says)
 
 
@@ -65,7 +65,7 @@ def test_a_long_reason_is_cut_in_a_table():
     assert max(map(len, search(measured(1, 1), long, winner=0).summary().splitlines())) < 200
 
 
-def test_a_result_prints_a_table_of_what_tuning_brought():
+def test_a_result_prints_a_table_of_speed_ups():
     tuned = search(measured(1, 20), measured(2, 10), winner=1)
     entries = (Entry("double@v1", CALL.call_key, {"rows": 2}), Entry("other@v0", "0" * 16, {"rows": 5}))
     lines = str(AutotuningResult("gpu:h200", entries, (tuned,))).splitlines()
@@ -81,7 +81,7 @@ def test_a_result_prints_a_table_of_what_tuning_brought():
     assert lines[3].split() == ["other@v0", "0" * 16, "rows=5", "-", "-", "-", "-"]
 
 
-def test_a_result_that_kept_the_heuristic_says_so():
+def test_a_result_shows_a_kept_heuristic():
     tuned = search(measured(1, 20), measured(2, 30), winner=0)
     text = str(AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, {"rows": 1}),), (tuned,)))
     assert text.splitlines()[0] == "1 configuration for gpu:h200"

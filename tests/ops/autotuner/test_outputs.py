@@ -44,14 +44,14 @@ sys.exit(harm)
         ("os.dup2(os.open(os.devnull, os.O_WRONLY), 1)", 0),
     ],
 )
-def test_whatever_was_done_to_them_they_work_afterwards(act, harm):
+def test_closed_or_redirected_streams_work_afterwards(act, harm):
     script = SCRIPT.format(act=act, folder=str(Path(inspect.getfile(Outputs)).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (harm, "to standard error\n")
     assert sorted(done.stdout.split()) == ["printed", "written"]
 
 
-def test_what_is_other_than_before_stays_where_others_may_have_put_it_there(monkeypatch):
+def test_changes_that_others_may_have_made_stay(monkeypatch):
     before, other = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", before)
     outputs = Outputs(is_ours=False)
@@ -64,7 +64,7 @@ def test_what_is_other_than_before_stays_where_others_may_have_put_it_there(monk
     outputs.close()
 
 
-def test_while_somebody_is_at_work_what_was_put_there_stays(monkeypatch):
+def test_replacements_stay_while_a_candidate_runs(monkeypatch):
     outputs = Outputs(is_ours=True)
     other = io.StringIO()
     monkeypatch.setattr(sys, "stdout", other)

@@ -20,7 +20,7 @@ NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a call 
 # --- comparison ---
 
 
-def test_a_challenger_that_is_faster_in_every_round_wins():
+def test_a_challenger_faster_in_every_round_wins():
     verdict = compare([1.0] * 8, [2.0] * 8)
     assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (True, 2.0, 1 - 1 / 256, 8)
 
@@ -56,7 +56,7 @@ def test_of_two_only_one_can_beat_the_other(pairs):
 
 
 @given(st.lists(SECONDS))
-def test_nobody_beats_itself(samples):
+def test_a_candidate_does_not_beat_itself(samples):
     verdict = compare(samples, samples)
     assert (verdict.wins, verdict.confidence) == (False, 0.0)
 
@@ -90,11 +90,11 @@ def test_nothing_is_settled_that_the_medians_contradict(pairs):
 
 
 def calls(work, stretches, threads=1):
-    """Samples of a call whose busiest of so many threads works so long, held up by others."""
+    """Samples of a call disturbed by others; its busiest of `threads` threads works `work` seconds."""
     return [Sample(work * stretch, Work(work, threads * work)) for stretch in stretches]
 
 
-def test_on_a_quiet_machine_the_clock_decides_whatever_the_processors_spend():
+def test_on_a_quiet_machine_the_clock_decides_not_cpu_time():
     parallel, serial = ([Sample(seconds, Work(work, total))] * 10 for seconds, work, total in ((1, 1, 4), (2, 2, 2)))
     assert judge(parallel, serial).wins
     waits, works = ([Sample(seconds, Work(work, work))] * 10 for seconds, work in ((3, 1), (2, 2)))
@@ -102,7 +102,7 @@ def test_on_a_quiet_machine_the_clock_decides_whatever_the_processors_spend():
     assert judge(works, waits).judged_by == "clock"
 
 
-def test_where_others_disturb_the_clock_the_work_decides():
+def test_on_a_busy_machine_cpu_time_decides():
     fast, slow = calls(1.0, NOISE), calls(1.5, NOISE[::-1])
     won, lost = judge(fast, slow), judge(slow, fast)
     assert (won.wins, won.settled, won.judged_by) == (True, True, "processor")
@@ -110,7 +110,7 @@ def test_where_others_disturb_the_clock_the_work_decides():
     assert (lost.wins, lost.settled, lost.judged_by) == (False, True, "processor")
 
 
-def test_without_the_work_a_disturbed_clock_settles_nothing():
+def test_without_cpu_time_a_disturbed_clock_decides_nothing():
     fast, slow = ([Sample(s.seconds) for s in samples] for samples in (calls(1.0, NOISE), calls(1.5, NOISE[::-1])))
     assert not judge(fast, slow).settled
     assert not judge(slow, fast).settled
@@ -121,13 +121,13 @@ def test_threads_that_share_the_work_otherwise_settle_nothing():
     assert not judge(parallel, serial).settled
 
 
-def test_a_clock_that_says_the_opposite_settles_nothing():
+def test_a_contradicting_clock_decides_nothing():
     idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
     verdict = judge(idle, busy)
     assert (verdict.wins, verdict.settled) == (False, False)
 
 
-def test_work_that_is_nearly_the_same_is_no_win():
+def test_nearly_equal_work_is_not_a_win():
     verdict = judge(calls(0.95, NOISE), calls(1.0, NOISE[::-1]))
     assert (verdict.wins, verdict.settled) == (False, False)
     assert judge(calls(1.0, NOISE), calls(1.0, NOISE[::-1])).settled
@@ -148,7 +148,7 @@ def held(sampling, incumbent, challenger):
 
 
 def now_one_and_now_the_other():
-    """Two functions that are in turns twice as slow as the other."""
+    """Two functions; in each round the other one is twice as slow."""
     one, other = itertools.cycle([1.0, 2.0]), itertools.cycle([2.0, 1.0])
     return lambda: Sample(next(one)), lambda: Sample(next(other))
 
@@ -156,7 +156,7 @@ def now_one_and_now_the_other():
 def test_a_paired_race_with_clear_evidence_ends_after_its_first_rounds():
     sampling = PairedSampling(8)
     orders = held(sampling, lambda: Sample(2.0), lambda: Sample(1.0))
-    assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # of which the first does not count
+    assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # the first round does not count
     assert (sampling.comparison.wins, sampling.comparison.pairs) == (True, 8)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a pipe of which one end waits for nobody."""
+"""Messages over a pipe with a writer that never blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taken(exchange, other):
 
 
 @pytest.mark.parametrize("data", [b"", b"short", LARGE], ids=["empty", "short", "large"])
-def test_what_one_end_sends_the_other_gets(ends, data):
+def test_a_sent_message_is_received(ends, data):
     exchange, other = ends
     echo = threading.Thread(target=lambda: write_message(other, read_message(other)))
     echo.start()
@@ -39,14 +39,14 @@ def test_what_one_end_sends_the_other_gets(ends, data):
     echo.join(60)
 
 
-def test_whoever_does_not_read_keeps_nobody_waiting(ends):
+def test_a_reader_that_does_not_read_does_not_block_the_writer(ends):
     exchange, other = ends
     exchange.post(LARGE)
     exchange.wait(other.fileno(), 0.0)
     assert exchange.take() is None
 
 
-def test_a_message_that_stops_halfway_keeps_nobody_waiting(ends):
+def test_a_truncated_message_does_not_block_the_reader(ends):
     exchange, other = ends
     os.write(other.fileno(), (1000).to_bytes(8, "big") + b"half")
     exchange.wait(other.fileno(), 0.05)
@@ -56,13 +56,13 @@ def test_a_message_that_stops_halfway_keeps_nobody_waiting(ends):
         taken(exchange, exchange._pipe)
 
 
-def test_what_a_candidate_wrote_into_the_pipe_is_taken_as_it_is(ends):
+def test_garbage_from_a_candidate_in_the_pipe_is_detected(ends):
     exchange, other = ends
     os.write(other.fileno(), b"a line of text")
     assert taken(exchange, other) == b"a line of text"
 
 
-def test_what_was_said_before_the_end_is_not_lost(ends):
+def test_messages_before_the_end_are_not_lost(ends):
     exchange, other = ends
     write_message(other, b"last words")
     other.close()
@@ -72,7 +72,7 @@ def test_what_was_said_before_the_end_is_not_lost(ends):
         taken(exchange, exchange._pipe)
 
 
-def test_a_worker_whose_parent_is_gone_ends_quietly(monkeypatch):
+def test_a_worker_without_its_parent_ends_quietly(monkeypatch):
     class Ended(BaseException):
         pass
 

@@ -17,7 +17,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductParams, Wgrad
 from ejkernel.ops.autotuner.search.strategies import ModelSearch
 
 FILES = sorted((Path(__file__).parents[2] / "recorded_spaces").glob("*.json.gz"))
-SPACES = {  # how many configurations they have, and of what
+SPACES = {  # number of configurations, and their types
     "attention_causal_d128": (284, ForwardParams),
     "attention_full_d64": (528, ForwardParams),
     "grouped_matmul_64_groups": (140, ProductParams),
@@ -36,7 +36,7 @@ def best_after(space, evaluations, seed, records=()):
     return run.curve[-1] / space.optimum
 
 
-def test_what_was_recorded_are_parameters_of_the_kernel(spaces):
+def test_recorded_configurations_are_parameters_of_the_kernel(spaces):
     assert [file.name.partition("__")[0] for file in FILES] == list(SPACES)
     for space, (count, params) in zip(spaces, SPACES.values(), strict=True):
         assert len(space.configurations) == count
@@ -53,7 +53,7 @@ def test_a_search_finds_the_best_within_32_measurements(spaces, index):
 
 
 @pytest.mark.slow
-def test_what_is_known_of_another_shape_leads_there_sooner(spaces):
+def test_records_of_another_shape_speed_up_the_search(spaces):
     causal, full, *_ = spaces
     known = [record_of(full, range(len(full.times)))]
     cold = np.mean([best_after(causal, 8, seed) for seed in SEEDS])

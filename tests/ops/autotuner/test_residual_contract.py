@@ -115,7 +115,7 @@ def configs(result):
 
 
 @contextlib.contextmanager
-def told(text):
+def reported(text):
     """Expect a `GradientWarning` with `text` among the warnings of the block."""
     with pytest.warns(TuningWarning) as caught:
         yield
@@ -134,9 +134,9 @@ def tune(inv, **options):
 
 
 @pytest.mark.parametrize("name", BREAKING)
-def test_a_forward_whose_residuals_depend_on_the_configuration_is_not_used(name):
+def test_a_forward_with_residuals_by_configuration_is_not_used(name):
     kernel = BREAKING[name]
-    with told(re.escape(CONTRACT)):
+    with reported(re.escape(CONTRACT)):
         result = autotune(jax.grad(total(kernel)), X)
     assert {name: 1, f"{name}.bwd": 1} == configs(result) | {f"{name}.bwd": 1}
     with result:
@@ -153,7 +153,7 @@ def test_a_pair_that_agrees_is_tuned_in_both_directions():
 @pytest.mark.slow
 def test_under_vmap_the_pair_is_checked_as_well():
     kernel = Scaled()
-    with told("residual 0 differs from the heuristic's"):
+    with reported("residual 0 differs from the heuristic's"):
         result = autotune(jax.grad(lambda x: jax.vmap(kernel)(x).sum()), np.stack([X, X]))
     assert configs(result) == {"Scaled": 1, "Scaled.bwd": 1}
 
@@ -165,7 +165,7 @@ def test_the_backward_call_of_a_forward_has_the_key_that_the_program_gives_it():
     assert keys == {"Sine@v0": forward.call_key, "Sine.bwd@v0": backward.call_key}
 
 
-def test_a_forward_is_not_saved_beside_a_backward_that_is_wrong():
+def test_a_forward_is_not_saved_beside_a_wrong_backward():
     class Misread(Sine):
         """Its backward configuration 3 is wrong."""
 
@@ -175,17 +175,19 @@ def test_a_forward_is_not_saved_beside_a_backward_that_is_wrong():
     forward, backward = forward_and_backward(Misread())
     chain = default_executor().chooser
     chain.remember(backward.key, 3)
-    with told("backward configuration 3, which runs with it, is wrong with any residuals"):
+    with reported("backward configuration 3, which runs with it, is wrong with any residuals"):
         data = chain.search(forward, forward.kernel)
     assert (data.config, data.outcomes[1].status) == (1, "wrong")
 
 
-def test_a_backward_that_stays_beside_a_forward_of_an_earlier_session_that_disagrees_is_told():
+def test_a_kept_backward_that_disagrees_with_an_earlier_forward_is_reported():
     kernel = Scaled()
     forward, backward = forward_and_backward(kernel)
     chain = default_executor().chooser
     chain.remember(forward.key, 2)
-    with told("the heuristic, 1, stays, and its gradients are wrong: .* forward configuration 2, which runs with it"):
+    with reported(
+        "the heuristic, 1, stays, and its gradients are wrong: .* forward configuration 2, which runs with it"
+    ):
         data = chain.search(backward, kernel)
     assert data.config == 1
     assert "forward configuration 2" in data.rule_fault
@@ -199,7 +201,7 @@ def test_a_backward_is_checked_with_the_forward_in_force():
             return (told_apart(cotangents[0] * residuals, cfg),)
 
     _, backward = forward_and_backward(Careless())
-    with told("residuals must have the same"):
+    with reported("residuals must have the same"):
         data = tune(backward, partners=[2])
     assert (data.config, data.outcomes[1].status) == (1, "wrong")
     assert "forward configuration 2" in data.outcomes[1].reason
@@ -207,12 +209,12 @@ def test_a_backward_is_checked_with_the_forward_in_force():
 
 def test_residual_types_are_compared_where_nothing_is_validated():
     forward, _ = forward_and_backward(Padded())
-    with told(r"its residuals are float32\[12\], the heuristic's float32\[6\]"):
+    with reported(r"its residuals are float32\[12\], the heuristic's float32\[6\]"):
         data = tune(forward, policy=AutotunePolicy(validate=False))
     assert data.config == 1
 
 
-def test_without_residuals_there_is_no_pair():
+def test_without_residuals_no_pair_is_checked():
     class Plain(Sine):
         fwd_with_residuals, vjp = Kernel.fwd_with_residuals, Kernel.vjp
 

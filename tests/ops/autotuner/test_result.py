@@ -69,7 +69,7 @@ def run(kernel):
 # --- applying ---
 
 
-def test_a_result_applies_to_a_function_that_is_already_compiled(result, run):
+def test_a_result_applies_to_a_compiled_function(result, run):
     before = run()
     with result:
         inside = run()
@@ -106,7 +106,7 @@ def test_a_result_ends_with_an_error(result, run):
     assert run() == 1
 
 
-def test_a_result_holds_in_its_thread_alone(result, run):
+def test_a_result_holds_only_in_its_thread(result, run):
     seen = []
     with result:
         thread = threading.Thread(target=lambda: seen.append(run()))
@@ -181,7 +181,7 @@ def test_results_of_different_devices_cannot_be_merged():
         _ = result_of() | result_of(device="gpu:other")
 
 
-def test_a_result_is_merged_with_results_alone():
+def test_a_result_is_merged_only_with_results():
     with pytest.raises(TypeError):
         _ = result_of() | {}
 
@@ -192,7 +192,7 @@ def test_a_result_is_merged_with_results_alone():
 @pytest.mark.parametrize(
     "cfg", [1, 1.5, True, "fast", {"a": [1, 2]}, Tile(8), Pair(1, 2), FwdParams(q_blocksize=8)], ids=repr
 )
-def test_what_is_written_is_read(cfg):
+def test_a_result_survives_a_round_trip(cfg):
     result = result_of(entry(1, cfg))
     again = AutotuningResult.loads(result.dumps())
     assert (again, type(again.entries[0].cfg)) == (result, type(cfg))
@@ -226,7 +226,7 @@ def test_space_around_the_text_does_not_matter():
     assert AutotuningResult.loads(result.dumps() + " \n\n") == result
 
 
-def test_a_text_that_was_changed_anywhere_is_an_error():
+def test_a_text_with_any_change_is_an_error():
     text = result_of(entry(1, Tile(8))).dumps()
     for index, character in enumerate(text):
         with pytest.raises(SerializationError):
@@ -234,7 +234,7 @@ def test_a_text_that_was_changed_anywhere_is_an_error():
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1}', '{"schema": 2}', "\ud800", b"{}", None])
-def test_a_text_that_is_no_result_is_an_error(text):
+def test_an_invalid_text_is_an_error(text):
     with pytest.raises(SerializationError):
         AutotuningResult.loads(text)
 
@@ -245,7 +245,7 @@ def test_an_unknown_field_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["os.system", "nowhere.Tile", "builtins.dict", "subprocess.Popen", "json"])
-def test_a_type_that_is_no_loaded_record_is_never_imported_or_called(name):
+def test_an_unknown_type_is_never_imported_or_called(name):
     text = edited_text(result_of(entry(1, Tile(8))), f"{__name__}.Tile", name)
     if name == "json":  # plain data
         assert AutotuningResult.loads(text).entries[0].cfg == {"rows": 8}

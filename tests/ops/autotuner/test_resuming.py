@@ -8,22 +8,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Double
 
-from ejkernel.ops import ConfigSelectorChain, Invocation, Kernel, PersistentCache
+from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config.cache import ConfigCache
-
-
-class Double(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return 1
-
 
 KERNEL = Double("double_resumed")
 SHORT, LONG = (
@@ -40,7 +32,7 @@ def outcome(config, calls):
 
 
 class Stopping:
-    """A tuner whose searches measure two of twelve candidates; it keeps the candidates that it starts from."""
+    """A tuner that measures two of twelve candidates per search, and keeps the initial candidates."""
 
     def __init__(self):
         self.started_from = []

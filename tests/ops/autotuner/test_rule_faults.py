@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that is no derivative of what its kernel computes is said when the kernel is tuned, whoever wins."""
+"""Tuning reports a gradient that differs from the derivative of its kernel, for any winner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tune(kernel, *args, **options):
 
 
 def backward(kernel):
-    """Return a function of `x` and `w` whose gradient calls the kernel's backward."""
+    """Return a function of `x` and `w`; differentiating it calls the kernel's backward."""
     return jax.grad(lambda x, w: kernel(x, w).sum(), (0, 1))
 
 
@@ -49,7 +49,7 @@ WRONG_ALIKE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_ALIKE)
-def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
+def test_a_rule_wrong_under_every_configuration_is_reported(name):
     kernel, text = WRONG_ALIKE[name]
     with pytest.warns(GradientWarning, match=f"^{kernel.op_id}: .*{text}"):
         data = tune(kernel)
@@ -58,7 +58,7 @@ def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
     assert json.loads(json.dumps(data.summary_data()))["rule_fault"] == data.rule_fault
 
 
-def test_where_the_outputs_alone_are_validated_no_rule_is_looked_at(monkeypatch):
+def test_rules_are_not_checked_if_only_outputs_are_validated(monkeypatch):
     class Wrong(wrong_kernels.GradientOfOneArgument):
         def config_space(self, inv):
             return [1, 2]
@@ -74,7 +74,7 @@ def test_the_warning_says_how_far_the_gradient_is_off():
         tune(wrong_kernels.GradientOfOneArgument())
 
 
-def test_it_is_kept_with_what_is_saved():
+def test_the_fault_is_saved_with_the_entry():
     with pytest.warns(GradientWarning):
         autotune(wrong_kernels.GradientOfOneArgument(), x, w)
     ((_, entry),) = default_executor().chooser.persistent.entries()
@@ -84,16 +84,16 @@ def test_it_is_kept_with_what_is_saved():
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "under vmap"])
 @pytest.mark.parametrize("name", ["of run", "of residuals"])
-def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batched):
+def test_without_a_reference_a_backward_is_compared_with_run(name, batched):
     kernel, text = WRONG_ALIKE[name]
     function = backward(kernel)
     args = (np.stack([x, x + 1]), w) if batched else (x, w)
-    with pytest.warns(GradientWarning) as caught:  # also of the forward, where that is called
+    with pytest.warns(GradientWarning) as caught:  # the forward's too, if it is called
         autotune(jax.vmap(function, (0, None)) if batched else function, *args)
     assert re.search(rf"{kernel.op_id}\.bwd: .*{text}", str(caught[-1].message))
 
 
-def test_a_backward_that_is_wrong_throughout_names_the_argument():
+def test_a_completely_wrong_backward_names_the_argument():
     with pytest.warns(TuningWarning, match=r"\.bwd: none of 1 candidate .* the gradient of w differs from the ref"):
         autotune(backward(WrongWithReference("alike")), x, w)
 
@@ -111,17 +111,17 @@ def test_a_backward_that_is_wrong_throughout_names_the_argument():
     ],
     ids=lambda value: getattr(value, "op_id", ""),
 )
-def test_nothing_is_said_of_a_right_kernel(kernel, args):
+def test_a_correct_kernel_is_not_reported(kernel, args):
     assert tune(kernel, *args).rule_fault == ""
 
 
-def test_nothing_is_looked_at_where_nothing_is_to_be_validated():
+def test_rules_are_not_checked_without_validation():
     data = tune(wrong_kernels.GradientOfOneArgument(), policy=AutotunePolicy(validate=False))
     assert data.rule_fault == ""
 
 
 class Ranked(wrong_kernels.GradientOfOneArgument):
-    """Whose gradient is wrong throughout, and under configuration 2 in another way."""
+    """A kernel with a wrong gradient, and a different wrong gradient under configuration 2."""
 
     def run(self, x, w, *, cfg):
         return told_apart(jnp.tanh(x @ w), cfg)
@@ -156,7 +156,7 @@ def test_an_array_by_keyword_is_no_reason_to_leave_a_rule_unchecked():
         Autotuner().tune(inv, inv.kernel)
 
 
-def test_the_warning_may_be_silenced_alone():
+def test_the_warning_may_be_silenced_separately():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GradientWarning)
         assert tune(wrong_kernels.GradientOfOneArgument()).rule_fault

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races: who is sampled, who wins, and whether that is believed."""
+"""Sampling: the candidates of each round, the winner, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samplings(draw):
 
 
 def run(plan, table, incumbents=(0,)):
-    """Return a sampling that is over, and who ran in each of its rounds."""
+    """Return a finished sampling, and the candidates of each round."""
     sampling, rounds = Sampling(len(table), plan=plan, incumbents=incumbents), []
     while indices := sampling.next_round():
         for index in indices:
@@ -55,7 +55,7 @@ def test_incumbents_run_in_every_round(case, data):
 
 
 @given(samplings())
-def test_nobody_is_sampled_beyond_the_plan(case):
+def test_no_candidate_is_sampled_beyond_the_plan(case):
     plan, table = case
     sampling, rounds = run(plan, table)
     assert len(rounds) <= plan.rounds + plan.discard
@@ -63,13 +63,13 @@ def test_nobody_is_sampled_beyond_the_plan(case):
 
 
 @given(samplings())
-def test_everybody_has_a_sample_that_counts(case):
+def test_every_candidate_has_a_counted_sample(case):
     sampling, _ = run(*case)
     assert all(sampling.samples)
 
 
 @given(samplings())
-def test_who_left_does_not_come_back(case):
+def test_dropped_candidates_do_not_return(case):
     _, rounds = run(*case)
     assert all(set(after) <= set(before) for before, after in itertools.pairwise(rounds))
 
@@ -81,14 +81,14 @@ def test_equal_samples_give_equal_decisions(case):
 
 
 @given(samplings())
-def test_the_ranking_has_everybody_once(case):
+def test_the_ranking_has_every_candidate_once(case):
     plan, table = case
     assert sorted(run(plan, table)[0].ranking()) == list(range(len(table)))
 
 
 @pytest.mark.slow
 @given(samplings(), st.data())
-def test_a_candidate_that_is_twice_as_slow_in_every_sample_never_wins(case, data):
+def test_a_candidate_twice_as_slow_in_every_sample_never_wins(case, data):
     plan, table = case
     assume(len(table) > 1)
     fast, slow = data.draw(st.permutations(range(len(table))))[:2]
@@ -144,7 +144,7 @@ def test_one_fast_sample_keeps_a_candidate_in():
     assert rounds == [[0, 1]] * 3
 
 
-def test_an_incumbent_that_is_alone_needs_no_more_rounds_than_tell_others_apart():
+def test_an_incumbent_alone_needs_no_further_rounds():
     _, rounds = run(SamplingPlan(), [[1.0] * 16, [9.0] * 16])
     assert len(rounds) == 1 + 6
 
@@ -159,7 +159,7 @@ def test_equal_candidates_are_ranked_in_their_order():
     assert run(SamplingPlan(), [[1.0] * 16] * 4)[0].ranking() == [0, 1, 2, 3]
 
 
-def test_nobody_to_race_is_a_race_that_is_over():
+def test_a_sampling_without_candidates_is_over():
     sampling = Sampling(0)
     assert (sampling.next_round(), sampling.ranking()) == ([], [])
 
@@ -170,20 +170,20 @@ def test_the_rest_of_a_round_is_still_to_be_noted():
     assert sampling.next_round() == [0, 2]
 
 
-def test_who_fails_leaves_even_as_an_incumbent():
+def test_a_failing_incumbent_is_dropped():
     sampling = Sampling(2)
     sampling.next_round()
     sampling.fail(0)
     assert (sampling.next_round(), sampling.running, sampling.ranking()) == ([1], [1], [])
 
 
-def test_who_failed_is_not_ranked():
+def test_failed_candidates_are_not_ranked():
     sampling, _ = run(SamplingPlan(), [[1.0] * 16, [1.1] * 16])
     sampling.fail(0)
     assert sampling.ranking() == [1]
 
 
-def test_who_is_dropped_by_the_caller_is_ranked_by_what_it_had():
+def test_a_candidate_dropped_by_the_caller_is_ranked_by_its_samples():
     sampling = Sampling(3, plan=SamplingPlan.fixed(2, discard=0), incumbents=())
     for index in sampling.next_round():
         sampling.note(index, [1.0, 2.0, 3.0][index])
@@ -230,7 +230,7 @@ def test_an_incumbent_must_be_a_candidate():
         Sampling(2, incumbents=(2,))
 
 
-def test_only_what_was_asked_for_is_noted():
+def test_only_requested_samples_are_recorded():
     with pytest.raises(ConfigError, match=r"index must be one of next_round\(\)'s \[\], got 0"):
         Sampling(1).note(0, 1.0)
 
@@ -256,7 +256,7 @@ def held_up(*stretches, work=1.0):
     [
         ([held_up(1.0, 1.1, 1.0, 1.2)], False),
         ([held_up(1.0, 9.0, 1.0, 7.0)], True),
-        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # a spike
+        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # one slow sample
         ([held_up(8.0, 8.0, 9.0, 8.0)], False),  # by all alike
         ([held_up(1.0, 1.0), held_up(2.0, 2.0)], False),  # one waits more than the other, always
         ([held_up(900.0, 500.0, 300.0, 999.0)], False),  # it waits for something else
@@ -265,18 +265,18 @@ def held_up(*stretches, work=1.0):
         ([], False),
     ],
 )
-def test_the_clock_is_disturbed_where_it_and_the_work_part(noted, disturbed):
+def test_the_clock_counts_as_disturbed_if_it_differs_from_the_work(noted, disturbed):
     assert is_disturbed(noted) is disturbed
 
 
-def test_one_sample_that_was_held_up_drops_nobody():
+def test_one_slow_sample_drops_no_candidate():
     sampling = Sampling(2, plan=SamplingPlan(rounds=3, discard=0))
     for index, sample in zip(sampling.next_round(), [*held_up(1.0, work=2.0), *held_up(30.0)], strict=True):
         sampling.note(index, sample.seconds, sample.work)
     assert sampling.next_round() == [0, 1]
 
 
-def test_who_works_too_much_as_well_is_dropped():
+def test_candidates_with_too_much_cpu_time_are_dropped_too():
     sampling = Sampling(3, plan=SamplingPlan(rounds=3, discard=0))
     for index, sample in zip(sampling.next_round(), [*held_up(1.0) * 2, *held_up(1.0, work=4.0)], strict=True):
         sampling.note(index, sample.seconds, sample.work)

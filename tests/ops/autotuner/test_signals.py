@@ -13,13 +13,13 @@ from ejkernel.ops.autotuner.process.supervisor import interrupts_held_back
 
 @pytest.fixture(autouse=True)
 def _as_in_a_shell():
-    """Whoever runs these tests may have Ctrl-C ignored."""
+    """Restore Ctrl-C, which the parent of these tests may ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_comes_when_it_is_looked_for():
+def test_ctrl_c_is_raised_when_polled():
     with interrupts_held_back() as held:
         signal.raise_signal(signal.SIGINT)
         assert len(held) == 1
@@ -27,7 +27,7 @@ def test_ctrl_c_comes_when_it_is_looked_for():
             held.pop()()
 
 
-def test_one_that_nobody_looked_for_comes_at_the_end():
+def test_an_unpolled_ctrl_c_is_raised_at_the_end():
     holding = interrupts_held_back()
     holding.__enter__()
     signal.raise_signal(signal.SIGINT)
@@ -37,7 +37,7 @@ def test_one_that_nobody_looked_for_comes_at_the_end():
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_one_that_is_ignored_stays_so(handler):
+def test_an_ignored_ctrl_c_stays_ignored(handler):
     signal.signal(signal.SIGINT, handler)
     with interrupts_held_back() as held:
         assert signal.getsignal(signal.SIGINT) is handler

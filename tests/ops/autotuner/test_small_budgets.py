@@ -18,7 +18,7 @@ from ejkernel.ops.errors import TuningWarning
 
 
 class SlowlyReferenced(Kernel):
-    """A kernel whose reference, or the derivative of it, takes until `goes_on` is set to be traced."""
+    """A kernel with a reference, or its derivative, that blocks in tracing until `goes_on` is set."""
 
     def __init__(self):
         super().__init__("slowly_referenced")
@@ -44,7 +44,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(oracles, "_LEAST", 0.01)
     made = SlowlyReferenced()
     yield made
-    made.goes_on.set()  # a compilation that was left ends with the process at the latest
+    made.goes_on.set()  # an abandoned compilation ends with the process at the latest
 
 
 def call(kernel):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search strategies, on made-up times: what they propose, in which order, and how soon they find the best."""
+"""Search strategies on made-up times: their proposals, the order, and the steps to the best."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ TILES = ConfigSpace(
 
 
 def seconds(config, best=(64, 96, 4)):
-    """A bowl in the logarithms, steeper on one axis, with a penalty for blocks that are not aligned."""
+    """A bowl in the logarithms, steeper on one axis, with a penalty for unaligned blocks."""
     q, kv, warps = (
         math.log2(config[name]) - math.log2(b) for name, b in zip(("block_q", "block_kv", "warps"), best, strict=False)
     )
@@ -45,7 +45,7 @@ def seconds(config, best=(64, 96, 4)):
 
 
 def search(strategy, measure=seconds, evaluations=10**6, batch=1):
-    """Return what was measured, in order."""
+    """Return the measured configurations with their times, in order."""
     asked = []
     while len(asked) < evaluations and (configs := strategy.ask(batch)):
         for config in configs:
@@ -143,7 +143,7 @@ def test_the_model_learns_where_configurations_fail():
     def measure(config):
         return None if config["warps"] == 1 or config["order"] == "column" else seconds(config)
 
-    # Until the best is found; after that, what is not known to fail is all that may still be better.
+    # Until the best is found. Later, only configurations not known to fail remain.
     searches = [search(ModelSearch(TILES, seed=seed), measure, evaluations=20) for seed in range(5)]
     usual = np.mean([measure(config) is None for config in TILES])
     assert np.mean([t is None for asked in searches for _, t in asked[10:15]]) < usual / 2
@@ -184,7 +184,7 @@ def test_a_misleading_record_is_dropped():
 
 @pytest.mark.slow
 def test_a_record_that_knows_only_another_optimum_does_not_hold_the_search_there():
-    """What is fastest elsewhere is nearly so here, but the best is far from it, where the record is slow."""
+    """The optimum of the record is nearly as good here, but the best is far from it, where the record is slow."""
 
     def measure(config):
         return min(1.3 * seconds(config, best=(256, 16, 1)), seconds(config, best=(16, 112, 8)))
@@ -209,16 +209,16 @@ def priors_of_a_bowl():
     return [Prior(TILES, record, SearchOptions())]
 
 
-def test_a_record_of_configurations_that_are_not_in_the_space_counts_for_nothing():
+def test_records_outside_the_space_are_ignored():
     other = Record("other", tuple(({"block_q": i, "block_kv": 7, "warps": 1, "order": "row"}, 1.0) for i in range(9)))
     assert search(ModelSearch(TILES), evaluations=9) == search(ModelSearch(TILES, records=[other]), evaluations=9)
 
 
-def test_a_configuration_that_was_not_asked_for_may_be_told():
-    told = {"block_q": 64, "block_kv": 64, "warps": 4, "order": "row"}
+def test_an_unrequested_configuration_may_be_reported():
+    reported = {"block_q": 64, "block_kv": 64, "warps": 4, "order": "row"}
     searcher = ModelSearch(TILES)
-    searcher.tell(told, seconds(told))
-    assert told not in [config for config, _ in search(searcher, evaluations=40)]
+    searcher.tell(reported, seconds(reported))
+    assert reported not in [config for config, _ in search(searcher, evaluations=40)]
 
 
 def test_the_time_of_a_configuration_outside_the_space_is_taken_note_of():
@@ -228,14 +228,14 @@ def test_the_time_of_a_configuration_outside_the_space_is_taken_note_of():
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, 0.0, -1.0])
-def test_what_is_no_time_is_a_failure(time):
+def test_an_invalid_time_is_a_failure(time):
     searcher = ModelSearch(TILES)
     asked = search(searcher, lambda config: time, evaluations=12)
     assert len({key(config) for config, _ in asked}) == 12
     assert {None} == set(searcher.times.values())
 
 
-def test_configurations_may_be_told_in_another_order_and_more_than_once():
+def test_configurations_may_be_reported_in_another_order_and_more_than_once():
     searcher = ModelSearch(TILES)
     for _ in range(6):
         configs = searcher.ask(4)
@@ -348,7 +348,7 @@ TEMPTING = {
 
 
 @pytest.mark.parametrize("fails", TEMPTING.values(), ids=TEMPTING)
-def test_what_fails_is_left_alone_however_much_it_promises(fails):
+def test_failing_regions_are_avoided_despite_good_predictions(fails):
     """The larger the blocks, the faster; the largest fail."""
 
     def measure(config):
@@ -366,7 +366,7 @@ def test_without_failures_everything_is_taken_to_work():
     np.testing.assert_array_equal(failing.chance(), np.ones(9))
 
 
-def test_the_chance_to_work_falls_towards_what_failed():
+def test_the_probability_of_success_falls_near_failures():
     pool = Pool([np.linspace(0, 1, 9)[:, None]], np.zeros((0, 9)))
     failing = Failing(pool, [0, 2, 6, 8], [False, False, True, True], None)
     before = failing.chance()

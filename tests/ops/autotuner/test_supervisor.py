@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 
-import jax
 import numpy as np
 import pytest
 from tests.ops.autotuner.fake_workers import FakeWorker, killed, only
+from tests.ops.sample_kernels import Times
 
-from ejkernel.ops import AutotunePolicy, Invocation, Kernel
+from ejkernel.ops import AutotunePolicy, Invocation
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.process.messages import (
     Arrived,
@@ -62,7 +62,7 @@ def _default_handler():
 def test_a_worker_returns_the_result_and_is_idle():
     worker = FakeWorker()
     assert worker.call(divmod, 7, 2) == (3, 1)
-    assert (worker.requests[0].function, worker.is_busy, worker.told) == (divmod, False, [GO_ON])
+    assert (worker.requests[0].function, worker.is_busy, worker.instructions) == (divmod, False, [GO_ON])
 
 
 def test_an_exception_of_the_call_leaves_the_worker_alive_and_idle():
@@ -116,7 +116,7 @@ def test_garbage_ends_the_worker(data):
     worker = FakeWorker(RUNNING, data, Returned("late"))
     with pytest.raises(WorkerDiedError, match=r"the worker sent garbage .* while running"):
         worker.call(os.getpid)
-    assert (worker.told, worker.accused) == ([GO_ON, END_AT_ONCE], ["a"])
+    assert (worker.instructions, worker.accused) == ([GO_ON, END_AT_ONCE], ["a"])
 
 
 def test_a_warning_that_cannot_be_pickled_is_issued_as_its_text():
@@ -134,7 +134,7 @@ def test_a_silent_worker_is_ended():
     worker = FakeWorker(RUNNING, 9.0, 2.0, Returned("late"))
     with pytest.raises(WorkerSilentError, match=r"no sign of life for 11.0 s while running \(allowed: 10.0 s\)"):
         worker.call(os.getpid)
-    assert (worker.told, worker.is_busy) == ([GO_ON, END_AT_ONCE], True)
+    assert (worker.instructions, worker.is_busy) == ([GO_ON, END_AT_ONCE], True)
 
 
 @pytest.mark.parametrize("sign", [Signs(beats=1), RUNNING, Happened("event")])
@@ -196,9 +196,9 @@ def test_a_cancellation_is_passed_on_and_the_answer_still_counts():
     cancellation = Cancellation()
     worker = FakeWorker(cancellation.request, 1.0, Returned("the best so far"))
     assert worker.call(os.getpid, cancellation=cancellation) == "the best so far"
-    assert worker.told == [GO_ON, END]
+    assert worker.instructions == [GO_ON, END]
     worker.call(os.getpid)
-    assert worker.told == [GO_ON, END, GO_ON]
+    assert worker.instructions == [GO_ON, END, GO_ON]
 
 
 def test_a_cancellation_at_once_ends_the_worker():
@@ -206,7 +206,7 @@ def test_a_cancellation_at_once_ends_the_worker():
     worker = FakeWorker(lambda: around.request(at_once=True), Returned("late"))
     with pytest.raises(KeyboardInterrupt):
         worker.call(os.getpid, cancellation=Cancellation(within=around))
-    assert worker.told == [GO_ON, END_AT_ONCE]
+    assert worker.instructions == [GO_ON, END_AT_ONCE]
 
 
 def test_a_request_is_not_sent_after_a_cancellation_at_once():
@@ -223,14 +223,14 @@ def test_the_first_ctrl_c_cancels_and_the_second_is_raised():
     worker = FakeWorker(ctrl_c, 1.0, ctrl_c, Returned("late"))
     with pytest.raises(KeyboardInterrupt):
         worker.call(os.getpid, cancellation=cancellation)
-    assert worker.told == [GO_ON, END, END_AT_ONCE]
+    assert worker.instructions == [GO_ON, END, END_AT_ONCE]
 
 
 def test_without_a_cancellation_the_first_ctrl_c_is_raised():
     worker = FakeWorker(ctrl_c, Returned("late"))
     with pytest.raises(KeyboardInterrupt):
         worker.call(os.getpid)
-    assert worker.told == [GO_ON, END_AT_ONCE]
+    assert worker.instructions == [GO_ON, END_AT_ONCE]
 
 
 # --- slots ---
@@ -304,15 +304,10 @@ def test_two_workers_do_not_affect_each_other():
     assert lost.worker is None
 
 
-# --- searches: which candidate is blamed, and who goes on ---
+# --- searches: failure attribution, and continuing after it ---
 
 
-class Scale(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x * cfg
-
-
-SCALE = Scale("scale")
+SCALE = Times("scale")
 CALL = Invocation(kernel=SCALE, args=(np.ones(4, np.float32),)).abstract()
 HEURISTIC, A, B = 1, 2, 3
 STARTED = Happened(SearchStarted(CALL.key, 3, HEURISTIC))
@@ -328,14 +323,14 @@ def running(*configs, what="running", allowed=10.0):
 
 
 def search(monkeypatch, *scripts, budget_s=None):
-    """Return the result of a search whose workers follow the scripts, the tasks that they got, and the events."""
+    """Return the result of a search with scripted workers, their tasks, and the events."""
     started, events = [], []
     with only(monkeypatch, *scripts, started=started), on_event(events.append):
         data = tune_isolated(TuningTask(inv=CALL, policy=AutotunePolicy(budget_s=budget_s)))
     return data, [worker.requests[0].args[0] for worker in started], events
 
 
-def fates(task):
+def statuses(task):
     return {outcome.config: (outcome.status, outcome.reason) for outcome in task.known}
 
 
@@ -343,36 +338,36 @@ def test_a_search_goes_on_with_a_new_worker_without_the_guilty_candidate(monkeyp
     first = [STARTED, measured(HEURISTIC), running(A, B), Signs(running=1), killed()]
     data, tasks, events = search(monkeypatch, first, [STARTED, measured(HEURISTIC), FOUND])
     assert data.config == A
-    assert fates(tasks[1]) == {
+    assert statuses(tasks[1]) == {
         HEURISTIC: ("measured", ""),
         B: ("crashed", "the worker was killed by SIGABRT while running"),
     }
     assert [type(event) for event in events] == [SearchStarted, CandidateFinished, CandidateFinished, WorkerRestarted]
 
 
-def test_candidates_that_compile_side_by_side_are_suspects_and_the_guilty_is_found_alone(monkeypatch):
+def test_candidates_compiling_together_are_suspects_until_one_fails_alone(monkeypatch):
     together, alone = [STARTED, Compiling([A, B]), killed()], [STARTED, Compiling([B]), killed()]
     _, tasks, _ = search(monkeypatch, together, alone, [FOUND])
     assert [task.suspects for task in tasks] == [(), (A, B), (A,)]
-    assert fates(tasks[2]).keys() == {B}
+    assert statuses(tasks[2]).keys() == {B}
 
 
 def test_the_heuristic_has_a_second_attempt(monkeypatch):
     script = [STARTED, running(HEURISTIC), killed()]
     _, tasks, _ = search(monkeypatch, script, script, [FOUND])
-    assert [fates(task).keys() for task in tasks] == [set(), set(), {HEURISTIC}]
+    assert [statuses(task).keys() for task in tasks] == [set(), set(), {HEURISTIC}]
 
 
-def test_a_candidate_that_is_silent_or_sends_garbage_has_crashed(monkeypatch):
+def test_a_silent_candidate_or_one_sending_garbage_has_crashed(monkeypatch):
     _, tasks, _ = search(monkeypatch, [STARTED, running(A), 11.0], [running(B), b"garbage"], [FOUND])
-    assert {config: status for config, (status, _) in fates(tasks[2]).items()} == {A: "crashed", B: "crashed"}
-    assert fates(tasks[2])[A][1] == "no sign of life for 11.0 s while running (allowed: 10.0 s)"
+    assert {config: status for config, (status, _) in statuses(tasks[2]).items()} == {A: "crashed", B: "crashed"}
+    assert statuses(tasks[2])[A][1] == "no sign of life for 11.0 s while running (allowed: 10.0 s)"
 
 
 def test_a_budget_shortens_the_silence_and_skips_the_candidate(monkeypatch):
     _, tasks, _ = search(monkeypatch, [STARTED, running(A, allowed=120.0), 31.0], [FOUND], budget_s=60.0)
-    assert fates(tasks[1])[A][0] == "skipped"
-    assert fates(tasks[1])[A][1].startswith("the budget left it too little time: no sign of life for 31.0 s")
+    assert statuses(tasks[1])[A][0] == "skipped"
+    assert statuses(tasks[1])[A][1].startswith("the budget left it too little time: no sign of life for 31.0 s")
 
 
 def test_a_lost_device_is_attributed_like_a_death(monkeypatch):
@@ -392,7 +387,7 @@ def test_two_deaths_without_a_candidate_end_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [ctrl_c, killed()], ids=["second ctrl-c", "death"])
-def test_after_ctrl_c_the_search_ends_with_what_it_has_and_starts_no_worker(monkeypatch, end):
+def test_after_ctrl_c_the_search_ends_with_its_results_and_starts_no_worker(monkeypatch, end):
     script = [STARTED, measured(HEURISTIC), ctrl_c, end]
     if end is ctrl_c:
         with pytest.raises(KeyboardInterrupt):

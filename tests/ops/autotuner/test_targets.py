@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that are only described, and programs compiled for them where there is no such device."""
+"""Devices known only by description, and programs compiled for them on other machines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_targets_are_named():
 
 
 @pytest.mark.parametrize("name", ["nvidia_h2000", "", "../nvidia_h200", "gpu:nvidia_h200"])
-def test_an_unknown_target_is_an_error_that_lists_those_there_are(name):
+def test_an_unknown_target_is_an_error_with_the_known_ones(name):
     with pytest.raises(ConfigError, match=rf"target must be one of here, .*nvidia_h200.*; got {re.escape(repr(name))}"):
         Target.named(name)
 
@@ -84,27 +84,27 @@ def test_for_a_processor_any_process_of_this_machine_compiles():
     assert Target.of(device_fingerprint()) == Target.named("here")
 
 
-def test_nobody_compiles_for_a_device_that_is_not_described():
+def test_compiling_needs_a_described_device():
     assert Target.of("gpu:abacus") is None
 
 
 @pytest.mark.skipif(HAS_PLUGIN, reason="JAX's CUDA plugin is here")
-def test_compiling_for_a_gpu_without_the_plugin_says_what_to_install(tmp_path):
+def test_compiling_for_a_gpu_without_the_plugin_names_the_package_to_install(tmp_path):
     with pytest.raises(ConfigError, match=rf"pip install --no-deps jax-cuda13-plugin=={re.escape(jax.__version__)}"):
         compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")
-def test_programs_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
+def test_programs_are_compiled_for_an_absent_gpu(tmp_path):
     (call,) = compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
-    fates = {compiled.outcome.config: compiled.outcome for compiled in call.candidates}
-    assert {config: outcome.status for config, outcome in fates.items()} == {
+    statuses = {compiled.outcome.config: compiled.outcome for compiled in call.candidates}
+    assert {config: outcome.status for config, outcome in statuses.items()} == {
         "xla": "ready",
         "mosaic": "ready",
         "product": "left",
     }
-    assert fates["product"].reason.startswith("XLA tunes some of its operations on the device")
+    assert statuses["product"].reason.startswith("XLA tunes some of its operations on the device")
     programs = dict(call.programs)
     assert {config: (p.inputs, p.outputs, p.mosaic) for config, p in programs.items()} == {
         "xla": (1, 1, False),

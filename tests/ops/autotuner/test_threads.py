@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on a thread of its own, and Ctrl-C while it is waited for."""
+"""Work on a separate thread, and Ctrl-C while waiting for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel.ops.core.context import is_measuring
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """`interrupted(times)` lets Ctrl-C come so many times while a result is waited for, which is there."""
+    """`interrupted(times)` raises Ctrl-C so many times during the wait for a finished result."""
 
     def setup(times):
         left = [KeyboardInterrupt] * times
@@ -45,7 +45,7 @@ def test_a_second_ctrl_c_is_raised(interrupted):
         on_measuring_thread(lambda: None, on_interrupt=lambda: None)
 
 
-def test_ctrl_c_is_raised_where_nobody_can_end_the_work(interrupted):
+def test_ctrl_c_is_raised_if_the_work_cannot_be_ended(interrupted):
     interrupted(1)
     with pytest.raises(KeyboardInterrupt):
         on_measuring_thread(lambda: None)
@@ -62,7 +62,7 @@ def test_a_keyboard_interrupt_of_the_work_itself_is_no_ctrl_c():
     assert asked == []
 
 
-def test_work_that_is_left_goes_on_by_itself_and_other_work_has_another_thread():
+def test_abandoned_work_continues_and_later_work_has_another_thread():
     may_end, ended = threading.Event(), threading.Event()
 
     def work():
@@ -87,14 +87,14 @@ def test_work_apart_has_the_caller_s_device_and_precision_and_knows_that_it_meas
     assert not is_measuring()
 
 
-def test_what_is_carried_to_another_thread_is_no_deeper_unless_it_is_said_so():
+def test_work_on_another_thread_keeps_its_depth_by_default():
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert not other.submit(in_callers_context(is_measuring)).result()
         assert other.submit(in_callers_context(is_measuring, deeper=True)).result()
 
 
 @pytest.mark.parametrize("end", [AbandonedError("it hangs"), KeyboardInterrupt()], ids=["hangs", "second ctrl-c"])
-def test_what_hangs_after_ctrl_c_is_left_and_the_next_work_has_another_thread(monkeypatch, end):
+def test_hanging_work_after_ctrl_c_is_abandoned_and_the_next_has_another_thread(monkeypatch, end):
     goes_on, raised = threading.Event(), [KeyboardInterrupt(), end]
 
     def wait(future, look):
@@ -111,7 +111,7 @@ def test_what_hangs_after_ctrl_c_is_left_and_the_next_work_has_another_thread(mo
     left.wait(60)
 
 
-def test_a_thread_that_was_left_in_python_ends_when_it_is_asked_to():
+def test_an_abandoned_thread_in_python_ends_on_request():
     began, ended = threading.Event(), []
 
     def poll():
@@ -125,6 +125,6 @@ def test_a_thread_that_was_left_in_python_ends_when_it_is_asked_to():
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     began.wait()
-    raise_in([thread.ident, threading.get_ident(), None])  # but not this one
+    raise_in([thread.ident, threading.get_ident(), None])  # except this thread
     thread.join(60)
     assert ended == [True]

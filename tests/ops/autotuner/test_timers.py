@@ -30,7 +30,7 @@ from ejkernel.ops.autotuner.measure.timers import (
 
 @pytest.fixture
 def takes(monkeypatch):
-    """`takes(1.0, 2.0)`: a function whose calls take these seconds, the last one from then on."""
+    """`takes(1.0, 2.0)`: a function with calls of these seconds; the last one repeats."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(timers, "_CLOCK", lambda: clock.now)
 
@@ -92,7 +92,7 @@ def test_the_work_of_a_call_is_that_of_the_busiest_thread_and_of_all():
     assert work_between(before, after, 2) == Work(busiest=1.0, total=2.0)
 
 
-def test_where_the_system_does_not_tell_there_is_no_work(monkeypatch, tmp_path):
+def test_without_support_of_the_system_work_is_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(timers, "_THREADS", str(tmp_path / "nowhere"))
     assert thread_seconds() == {}
     assert work_between({}, {}, 1) is None
@@ -116,12 +116,12 @@ def test_a_thread_that_works_is_the_busiest():
 # --- CUPTI ---
 
 
-def test_cupti_tells_the_seconds_of_one_call(monkeypatch):
+def test_cupti_measures_the_seconds_of_one_call(monkeypatch):
     monkeypatch.setattr(compat, "cupti_seconds", lambda work: work() and 6.0)
     assert cupti_sample(lambda: 1, 3) == 2.0
 
 
-def test_cupti_that_is_silent_is_an_error(monkeypatch):
+def test_silent_cupti_is_an_error(monkeypatch):
     monkeypatch.setattr(compat, "cupti_seconds", lambda work: None)
     with pytest.raises(TimerError, match="CUPTI reported no kernel"):
         cupti_sample(lambda: None, 1)
@@ -130,7 +130,7 @@ def test_cupti_that_is_silent_is_an_error(monkeypatch):
 # --- the profiler ---
 
 
-def test_a_trace_tells_the_time_of_programs_alone():
+def test_a_trace_has_only_the_time_of_programs():
     trace = [
         plane("/host:CPU", XLA_Modules=[9e9]),
         plane("/device:TPU:0", Steps=[8e9], XLA_Modules=[1e9, 2e9], XLA_Ops=[5e8, 5e8]),
@@ -146,11 +146,11 @@ def test_the_busiest_device_counts():
 @pytest.mark.parametrize(
     "trace", [[], [plane("/host:CPU", XLA_Modules=[1e9])], [plane("/device:TPU:0", Steps=[1e9])]], ids=len
 )
-def test_a_trace_without_programs_tells_nothing(trace):
+def test_a_trace_without_programs_has_no_time(trace):
     assert device_seconds(trace) is None
 
 
-def test_the_profiler_tells_the_seconds_of_one_call(monkeypatch):
+def test_the_profiler_measures_the_seconds_of_one_call(monkeypatch):
     calls = []
 
     def profiled(work):
@@ -162,7 +162,7 @@ def test_the_profiler_tells_the_seconds_of_one_call(monkeypatch):
     assert len(calls) == 4
 
 
-def test_a_trace_is_taken_and_read_even_where_no_device_tells():
+def test_a_trace_works_even_without_device_times():
     function, x = jax.jit(jnp.sin), jnp.ones(3)
     assert all(isinstance(found.name, str) for found in compat.profiled_planes(lambda: function(x)))
     with pytest.raises(TimerError, match="no events on a line 'XLA Modules'"):
@@ -177,5 +177,5 @@ def test_a_trace_inside_a_trace_is_an_error(tmp_path):
 # --- choice ---
 
 
-def test_where_the_device_has_no_account_of_its_own_the_wall_clock_is_read():
+def test_devices_without_their_own_timer_use_the_wall_clock():
     assert choose_timer([lambda: None]).method == "wall"

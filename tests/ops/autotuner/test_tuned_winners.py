@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One winner, wherever a call is tuned: the times are made up, so that only what surrounds the call differs."""
+"""The same winner for every way of tuning a call; times are made up, so only the context of the call differs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sine(x, *, block=0):
 
 
 class Sin(Kernel[int, jax.Array]):
-    """The same as a class, with a gradient rule that is configured apart."""
+    """The same as a class, with a separately configured gradient rule."""
 
     def run(self, x, *, cfg):
         return told_apart(jnp.sin(x), cfg)
@@ -102,7 +102,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("kernel", [sine, Sin()], ids=["function", "class"])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_same_candidate_wins_wherever_the_call_is_tuned(situation, kernel):
+def test_the_same_candidate_wins_for_every_way_of_tuning(situation, kernel):
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner())
     executor = Executor(chain)
     jax.block_until_ready(SITUATIONS[situation](lambda x: executor(kernel, x)))
@@ -114,7 +114,7 @@ def test_the_same_candidate_wins_wherever_the_call_is_tuned(situation, kernel):
 
 
 @pytest.mark.parametrize("situation", ["jit", "scan", "a thread", "jit in a thread"])
-def test_what_was_tuned_outside_is_not_tuned_again(situation):
+def test_calls_tuned_outside_are_not_tuned_again(situation):
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner())
     executor = Executor(chain)
     executor(sine, X)
@@ -124,7 +124,7 @@ def test_what_was_tuned_outside_is_not_tuned_again(situation):
     assert chain.cache.items() == before
 
 
-# --- kernels that are sent elsewhere ---
+# --- kernels sent to other processes ---
 
 
 def test_a_kernel_that_its_module_keeps_is_pickled_by_name():

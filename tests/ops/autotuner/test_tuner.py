@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches: the fate of every candidate, who wins, budgets - with made-up times, so that nothing depends on a clock."""
+"""Searches: the status of every candidate, the winner, and budgets; times are made up, so no clock matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.ops import faulty_kernels
 from tests.ops.autotuner.made_up_times import interleaved_with
-from tests.ops.sample_kernels import told_apart
+from tests.ops.sample_kernels import Searched, told_apart
 
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.sampling import Sample, Work
@@ -26,23 +26,6 @@ from ejkernel.ops.utils import fingerprint
 pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
-
-
-class Double(Kernel[int, jax.Array]):
-    """`x + x` with the heuristic 1; `faults` maps a configuration to what it does instead."""
-
-    def __init__(self, space=(1, 2, 3), faults=None):
-        super().__init__("Double")
-        self.space, self.faults = space, faults or {}
-
-    def run(self, x, *, cfg):
-        return self.faults.get(cfg, lambda x: told_apart(x + x, cfg))(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-    def config_space(self, inv):
-        return list(self.space)
 
 
 @pytest.fixture
@@ -66,7 +49,7 @@ def keys_in(chain):
     return [entry[0] for entry in chain.cache.items()]
 
 
-def fates(tuned):
+def statuses(tuned):
     return {outcome.config: (outcome.status, outcome.reason) for outcome in tuned.outcomes}
 
 
@@ -81,19 +64,19 @@ def fates(tuned):
         ({1: 1.0, 2: 2.0, 3: 3.0}, 1),
         ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
         ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
-        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of others: the first
+        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie: the first wins
         ({1: 1.0, 2: (0.1, 1.7), 3: 2.0}, 1),  # faster in half of the rounds
         ({1: 1.0, 2: 4.0, 3: 0.5}, 3),  # one that is dropped early
     ],
 )
 def test_the_winner_beats_the_heuristic(race, costs, winner):
     race(costs)
-    assert tune(Double()).config == winner
+    assert tune(Searched()).config == winner
 
 
-def test_a_search_says_what_it_measured(race):
+def test_a_search_describes_its_measurements(race):
     race({1: 2.0, 2: 1.0, 3: 4.0})
-    tuned = tune(Double())
+    tuned = tune(Searched())
     assert (tuned.speedup, tuned.winner.config, tuned.heuristic.config) == (2.0, 2, 1)
     assert [outcome.status for outcome in tuned.outcomes] == ["measured"] * 3
 
@@ -103,7 +86,7 @@ def test_a_summary_is_plain_data_with_the_failures(race):
         raise ValueError("does not fit")
 
     race({1: 2.0, 2: 1.0})
-    summary = tune(Double(faults={3: broken})).summary_data()
+    summary = tune(Searched(faults={3: broken})).summary_data()
     assert summary["winner"] == {"median_us": 1e6, "spread": 0.0, "samples": 15, "method": "wall"}
     assert (summary["speedup"], summary["candidates"]) == (2.0, 3)
     assert summary["failures"] == [{"config": 3, "status": "failed", "reason": "ValueError: does not fit"}]
@@ -111,17 +94,17 @@ def test_a_summary_is_plain_data_with_the_failures(race):
 
 def test_candidates_are_measured_once_each_and_the_heuristic_first(race):
     race({1: 1.0, 3: 1.0, 2: 1.0})
-    assert [outcome.config for outcome in tune(Double(space=(3, 1, 3, 2, 2))).outcomes] == [1, 3, 2]
+    assert [outcome.config for outcome in tune(Searched(space=(3, 1, 3, 2, 2))).outcomes] == [1, 3, 2]
 
 
 def test_given_candidates_replace_the_config_space(race):
     race({1: 2.0, 7: 1.0})
-    assert tune(Double(), candidates=[7]).config == 7
+    assert tune(Searched(), candidates=[7]).config == 7
 
 
 def test_the_heuristic_is_measured_even_where_the_space_does_not_hold_it(race):
     race({1: 1.0, 2: 2.0})
-    assert tune(Double(space=(2,))).config == 1
+    assert tune(Searched(space=(2,))).config == 1
 
 
 def test_a_kernel_without_a_heuristic_is_tuned(race):
@@ -145,9 +128,9 @@ def test_nothing_to_measure_is_an_error():
         tune(Empty())
 
 
-def test_configurations_that_are_not_data_are_an_error():
+def test_configurations_without_a_data_form_are_an_error():
     with pytest.raises(TuningError, match="configurations must be plain data, got <object"):
-        tune(Double(space=(object(),)))
+        tune(Searched(space=(object(),)))
 
 
 def test_configurations_may_be_dictionaries(race):
@@ -190,10 +173,10 @@ FAULTS = {
 def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
     function, status, reason = FAULTS[fault]
     race({1: 2.0, 3: 1.0})
-    tuned = tune(Double(faults={2: function}))
+    tuned = tune(Searched(faults={2: function}))
     assert tuned.config == 3
-    assert fates(tuned)[2][0] == status
-    assert reason in fates(tuned)[2][1]
+    assert statuses(tuned)[2][0] == status
+    assert reason in statuses(tuned)[2][1]
 
 
 def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
@@ -206,12 +189,12 @@ def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
         return compile_(lowered, *args, **kwargs)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
-    tuned = tune(Double(faults={2: jnp.cos}))
-    assert fates(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
+    tuned = tune(Searched(faults={2: jnp.cos}))
+    assert statuses(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
 
 
 def test_the_heuristic_may_fail(race):
-    class Referenced(Double):
+    class Referenced(Searched):
         def reference(self, x):
             return x + x
 
@@ -220,22 +203,22 @@ def test_the_heuristic_may_fail(race):
     assert (tuned.config, tuned.speedup, tuned.heuristic.status) == (3, None, "failed")
 
 
-def test_a_heuristic_that_stands_for_a_reference_must_work():
+def test_a_heuristic_used_as_reference_must_work():
     with pytest.raises(TuningError, match="the heuristic, used as reference, failed: NotImplementedError"):
-        tune(Double(faults={1: fails_at_lowering}))
+        tune(Searched(faults={1: fails_at_lowering}))
 
 
 def test_a_reference_must_work():
-    class Referenced(Double):
+    class Referenced(Searched):
         def reference(self, x):
-            raise ValueError("no truth")
+            raise ValueError("no reference")
 
-    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no truth"):
+    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no reference"):
         tune(Referenced())
 
 
 def test_a_search_without_survivors_is_an_error_with_the_reasons_and_how_often_each():
-    class Referenced(Double):
+    class Referenced(Searched):
         def reference(self, x):
             return x * 7
 
@@ -244,9 +227,9 @@ def test_a_search_without_survivors_is_an_error_with_the_reasons_and_how_often_e
         tune(Referenced(faults={3: fails_at_lowering}))
 
 
-def test_wrong_results_are_not_looked_for_where_the_policy_says_so(race):
+def test_the_policy_can_disable_validation(race):
     race({1: 2.0, 2: 1.0, 3: 3.0})
-    tuned = tune(Double(faults={2: lambda x: x * 9}), policy=AutotunePolicy(validate=False))
+    tuned = tune(Searched(faults={2: lambda x: x * 9}), policy=AutotunePolicy(validate=False))
     assert tuned.config == 2
 
 
@@ -262,7 +245,7 @@ def test_a_failed_candidate_keeps_no_traceback_and_no_array(race, collect):
         raise ValueError(str(held.__class__.__name__))
 
     race({1: 1.0, 3: 1.0})
-    tuned = tune(Double(faults={2: fails_with_an_array}))
+    tuned = tune(Searched(faults={2: fails_with_an_array}))
     collect()
     assert (tuned.outcomes[1].status, [reference() for reference in alive]) == ("failed", [None])
 
@@ -272,7 +255,7 @@ def test_an_error_without_a_text_has_a_reason(race):
         raise KeyError
 
     race({1: 1.0, 3: 1.0})
-    assert fates(tune(Double(faults={2: silent})))[2][1] == "KeyError: no message"
+    assert statuses(tune(Searched(faults={2: silent})))[2][1] == "KeyError: no message"
 
 
 class Unspeakable(Exception):
@@ -302,19 +285,19 @@ class NotAnException(BaseException):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_a_candidate_raises_while_it_is_traced_costs_that_candidate_alone(race, error, reason):
+def test_any_exception_while_tracing_fails_only_that_candidate(race, error, reason):
     def raising(x):
         raise error
 
     race({1: 2.0, 3: 1.0})
-    tuned = tune(Double(faults={2: raising}))
-    assert fates(tuned)[2][0] == "failed"
-    assert fates(tuned)[2][1].startswith(reason)
+    tuned = tune(Searched(faults={2: raising}))
+    assert statuses(tuned)[2][0] == "failed"
+    assert statuses(tuned)[2][1].startswith(reason)
     assert tuned.config == 3
 
 
-def test_what_a_reference_or_a_heuristic_raises_is_no_ctrl_c_either(race):
-    class Broken(Double):
+def test_exceptions_of_a_reference_or_heuristic_do_not_count_as_ctrl_c(race):
+    class Broken(Searched):
         def reference(self, x):
             raise KeyboardInterrupt
 
@@ -329,7 +312,7 @@ def test_what_a_reference_or_a_heuristic_raises_is_no_ctrl_c_either(race):
 def tune_until(finished, budget_s=1.0):
     """Tune one candidate at a time, and let the budget be spent when so many are finished."""
     now = [0.0]
-    kernel = Double()
+    kernel = Searched()
 
     def progress(done, total):
         now[0] = 9.0 if done >= finished else 0.0
@@ -339,11 +322,11 @@ def tune_until(finished, budget_s=1.0):
     return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy, progress=progress)
 
 
-def test_a_spent_budget_skips_the_candidates_whose_turn_has_not_come(race):
+def test_a_spent_budget_skips_the_remaining_candidates(race):
     race({1: 2.0, 2: 1.0})
     tuned = tune_until(finished=2)
     assert tuned.config == 2
-    assert fates(tuned)[3] == ("skipped", "the budget was spent before its turn")
+    assert statuses(tuned)[3] == ("skipped", "the budget was spent before its turn")
 
 
 def test_a_spent_budget_still_measures_the_heuristic(race):
@@ -353,7 +336,7 @@ def test_a_spent_budget_still_measures_the_heuristic(race):
 
 def test_a_search_says_how_long_it_took(race):
     race({1: 2.0, 2: 1.0, 3: 1.0})
-    kernel = Double()
+    kernel = Searched()
     tuned = Autotuner(clock=iter([10.0, 13.5]).__next__).tune(Invocation(kernel=kernel, args=(X,)), kernel)
     assert tuned.seconds == 3.5
 
@@ -361,7 +344,7 @@ def test_a_search_says_how_long_it_took(race):
 def test_progress_counts_candidates(race):
     race({1: 1.0, 2: 1.0, 3: 1.0})
     steps = []
-    tune(Double(), progress=lambda done, total: steps.append((done, total)))
+    tune(Searched(), progress=lambda done, total: steps.append((done, total)))
     assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
@@ -381,15 +364,15 @@ class Same(Kernel[int, jax.Array]):
         return [2, 3]
 
 
-def test_candidates_that_are_one_program_are_measured_once(race):
+def test_candidates_with_equal_programs_are_measured_once(race):
     race({1: 2.0, 2: 1.0, 3: 1.0})
     tuned = tune(Same("same"))
     assert tuned.config == 1
-    assert fates(tuned)[2] == ("same", "the same program as 1")
+    assert statuses(tuned)[2] == ("same", "the same program as 1")
 
 
 def races_one_after_the_other(monkeypatch, *races):
-    """Give each race times of its own."""
+    """Give each race separate times."""
     remaining = iter(races)
 
     def interleaved(functions, **options):
@@ -400,28 +383,28 @@ def races_one_after_the_other(monkeypatch, *races):
 
 def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
     races_one_after_the_other(monkeypatch, {1: 2.0, 2: 1.0, 3: 3.0}, {1: 2.0, 2: 2.0})
-    assert tune(Double()).config == 1
+    assert tune(Searched()).config == 1
 
 
 def test_the_speed_up_is_that_of_the_second_race(monkeypatch):
     races_one_after_the_other(monkeypatch, {1: 2.0, 2: 0.5, 3: 3.0}, {1: 2.0, 2: 1.0})
-    tuned = tune(Double())
+    tuned = tune(Searched())
     assert tuned.speedup == 2.0
     assert tuned.confidence > 0.99
 
 
 def test_a_heuristic_that_stays_is_not_compared_with_confidence(race):
     race({1: 1.0, 2: 2.0, 3: 2.0})
-    assert tune(Double()).confidence is None
+    assert tune(Searched()).confidence is None
 
 
-def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reason(race):
+def test_a_search_with_only_the_heuristic_left_warns_with_the_first_reason(race):
     def broken(x):
         raise ValueError("does not fit")
 
     race({1: 1.0})
     with pytest.warns(TuningWarning, match="all 2 candidates beside the heuristic were rejected; the first, 2,"):
-        tune(Double(faults={2: broken, 3: broken}))
+        tune(Searched(faults={2: broken, 3: broken}))
 
 
 # --- evidence ---
@@ -434,24 +417,24 @@ def held_up(work, noise=NOISE):
 
 
 @pytest.mark.parametrize(("costs", "winner"), [((1.5, 1.0), 2), ((1.0, 1.5), 1), ((1.0, 1.0), 1)])
-def test_on_a_busy_machine_the_work_decides_and_is_what_is_told(race, costs, winner):
+def test_on_a_busy_machine_cpu_time_decides_and_is_reported(race, costs, winner):
     race({1: held_up(costs[0]), 2: held_up(costs[1], NOISE[::-1])})
-    tuned = tune(Double(space=(1, 2)))
+    tuned = tune(Searched(space=(1, 2)))
     assert (tuned.config, tuned.undecided) == (winner, False)
     assert {outcome.measurement.method for outcome in tuned.outcomes} == {"processor"}
     assert tuned.winner.measurement.median == min(outcome.measurement.median for outcome in tuned.outcomes)
 
 
-def test_a_good_candidate_whose_first_sample_was_held_up_is_not_lost(race):
+def test_a_good_candidate_with_a_slow_first_sample_is_not_lost(race):
     race({1: Sample(3.0, Work(3.0, 3.0)), 2: (Sample(1.0, Work(1.0, 1.0)), *held_up(1.0, (30.0, *(1.0,) * 98)))})
-    assert tune(Double(space=(1, 2))).config == 2
+    assert tune(Searched(space=(1, 2))).config == 2
 
 
-def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
+def test_the_data_summary_and_event_show_an_undecided_search(race):
     race({1: (1.0, 2.0, 2.0, 1.0), 2: (2.0, 1.0, 1.0, 2.0)})
     finished = []
     with on_event(lambda event: finished.append(event) if isinstance(event, SearchFinished) else None):
-        tuned = tune(Double(space=(1, 2)))
+        tuned = tune(Searched(space=(1, 2)))
     assert (tuned.config, tuned.undecided, finished[0].data.undecided) == (1, True, True)
     assert tuned.challenge.came_out == "undecided"
     assert tuned.challenge.comparison.pairs == 8 * 15  # it went on as long as it may
@@ -460,9 +443,9 @@ def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
     assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
 
 
-def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
+def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
-    tuned = tune(Double())
+    tuned = tune(Searched())
     assert (tuned.challenge.challenger, tuned.challenge.came_out, tuned.challenge.is_confirmation) == (
         2,
         "stays",
@@ -474,19 +457,19 @@ def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
     )
 
 
-def test_a_loser_whose_few_samples_were_lucky_is_measured_again_beside_the_winner(monkeypatch):
+def test_a_loser_with_few_lucky_samples_is_measured_again_beside_the_winner(monkeypatch):
     first = {1: 2.0, 2: (1.0, 0.5), 3: (0.9, 0.4, 9.0, 9.0)}  # 3 leaves early, and has the least median
     races_one_after_the_other(monkeypatch, first, {1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.0, 3: 4.0}, {1: 2.0, 2: 1.0})
-    tuned = tune(Double())
+    tuned = tune(Searched())
     medians = {outcome.config: outcome.measurement.median for outcome in tuned.outcomes}
     assert (tuned.config, tuned.undecided) == (2, False)
     assert medians[2] == min(medians.values())
 
 
-def test_who_looks_faster_to_the_end_leaves_the_search_undecided(monkeypatch):
+def test_a_candidate_that_seems_faster_to_the_end_leaves_the_search_undecided(monkeypatch):
     times = {1: 2.0, 2: 1.0, 3: 3.0}
     races_one_after_the_other(monkeypatch, times, *({1: 2.0, 2: 4.0}, {1: 2.0, 2: 1.0}) * 9)
-    tuned = tune(Double(space=(1, 2)))
+    tuned = tune(Searched(space=(1, 2)))
     assert tuned.config == 1
     assert tuned.undecided or tuned.heuristic.measurement.median <= tuned.outcomes[1].measurement.median
 
@@ -495,7 +478,7 @@ def test_who_looks_faster_to_the_end_leaves_the_search_undecided(monkeypatch):
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_a_call_for_a_device_that_is_not_here_is_not_measured_on_another(isolate):
+def test_a_call_for_an_absent_device_is_not_measured_on_another(isolate):
     inv = Invocation(kernel=faulty_kernels.plain, args=(X,), device="gpu:abacus")
     with pytest.raises(TuningError, match="the call is for gpu:abacus, but the default device of this process is cpu:"):
         Autotuner().tune(inv, faulty_kernels.plain, policy=AutotunePolicy(isolate=isolate))
@@ -511,7 +494,7 @@ def test_a_call_for_another_device_of_this_process_is_measured_there(monkeypatch
     monkeypatch.setattr(fingerprint, "device_fingerprint", told_apart_by_number)
     seen = []
 
-    class Placed(Double):
+    class Placed(Searched):
         def example_inputs(self, inv, rng):
             seen.append(fingerprint.default_device())
             return (jnp.asarray(X),), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches through declared spaces: what is asked for, what stays compiled, who wins."""
+"""Searches of declared spaces: proposals, compiled programs, and winners."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def measured(tile, spilled=None):
 
 
 class Requested(Cancellation):
-    """By which the end is asked for as soon as a function says so."""
+    """A cancellation requested by a function."""
 
     def __init__(self, stop):
         super().__init__()
@@ -193,21 +193,21 @@ def go_on(known, stop=lambda: False, watch=None, **task):
     return TuningRun(task, watch=watch, cancellation=Requested(stop)).run()
 
 
-def test_the_heuristic_is_measured_again_beside_what_was_known(races):
+def test_the_heuristic_is_measured_again_beside_known_times(races):
     tuned = go_on([measured(Tile(1, 1)), measured(Tile(8, 5))])
     assert tuned.config == Tile(8, 5)
     assert tuned.confidence > 0.9
     assert all(race[0] == Tile(1, 1) for _, race in races)
 
 
-def test_what_was_known_is_measured_again_only_as_a_finalist(races):
+def test_known_candidates_are_measured_again_only_as_finalists(races):
     go_on([measured(tile) for tile in (Tile(8, 5), Tile(12, 12), Tile(8, 6))])
     in_races = [race for _, race in races]
     assert not any(Tile(12, 12) in race for race in in_races)
     assert [Tile(8, 5) in race for race in in_races].index(True) >= len(in_races) - 2  # the finalists', and the duel
 
 
-def test_ctrl_c_at_the_start_of_another_attempt_does_not_lose_what_was_known(races):
+def test_ctrl_c_at_the_start_of_another_attempt_keeps_known_times(races):
     tuned = go_on([measured(Tile(1, 1)), measured(Tile(8, 5)), measured(Tile(7, 4))], stop=lambda: True)
     assert tuned.interrupted
     assert tuned.config == Tile(8, 5)
@@ -219,7 +219,7 @@ def test_the_time_of_earlier_attempts_counts(races):
     assert tuned.seconds > 100.0
 
 
-def test_a_search_that_nobody_waits_for_ends_at_once(races):
+def test_an_abandoned_search_ends_at_once(races):
     with pytest.raises(TuningError, match="none of 1 candidate could be measured"):
         go_on([], watch=Abandoned())
     assert races == []

@@ -142,7 +142,7 @@ def key_of(kernel, x):
 # --- the deciding process ---
 
 
-def test_the_first_to_lower_decides_whatever_the_others_remember(ranks, kernel, x):
+def test_the_first_process_to_lower_decides_despite_other_caches(ranks, kernel, x):
     ranks[1].chain.cache.put(key_of(kernel, x), 7)
     assert [ranks[1].run(kernel, x), ranks[0].run(kernel, x)] == [7, 7]
 
@@ -227,7 +227,7 @@ def test_a_program_on_one_device_needs_no_agreement(ranks, kernel):
     assert [ranks[0].run(kernel, one), ranks[1].run(kernel, one), ranks.values] == [1, 7, {}]
 
 
-def test_a_program_needs_none_either_whose_mesh_is_known_to_be_of_one_process(ranks, kernel, x):
+def test_a_program_with_a_mesh_of_one_process_needs_no_agreement(ranks, kernel, x):
     rank, mesh = ranks[0], x.sharding.mesh
     local = jax.shard_map(
         lambda x: rank.executor(kernel, x), mesh=mesh, in_specs=PartitionSpec("a"), out_specs=PartitionSpec("a")
@@ -237,7 +237,7 @@ def test_a_program_needs_none_either_whose_mesh_is_known_to_be_of_one_process(ra
     assert ranks.values == {}
 
 
-def test_what_may_be_of_one_process_can_be_excepted(ranks, kernel, x):
+def test_a_program_of_one_process_can_be_exempted(ranks, kernel, x):
     with policy_override(agree=False):
         ranks[0].run(kernel, x)
     assert ranks.values == {}
@@ -250,7 +250,7 @@ def test_compile_chooses_one_configuration_for_all(ranks, kernel, x):
             assert int(rank.executor.compile(kernel, x)(x)[0, 0]) == 7
 
 
-def test_a_kernel_that_is_differentiated_in_the_open_has_an_agreed_configuration(ranks, x):
+def test_a_directly_differentiated_kernel_has_an_agreed_configuration(ranks, x):
     class Prints(Times):
         def run(self, x, *, cfg):
             jax.debug.callback(lambda: None)
@@ -286,7 +286,7 @@ def test_a_process_without_heuristic_uses_the_decision_of_another(ranks, kernel,
 # --- overlays ---
 
 
-def test_the_same_overlay_in_all_processes_has_a_decision_of_its_own(ranks, kernel, x):
+def test_the_same_overlay_in_all_processes_has_a_separate_decision(ranks, kernel, x):
     key, seen = key_of(kernel, x), []
     for overlay in ({}, {key: 3}, {}, {key: 4}):
         for rank in (ranks[0], ranks[1], ranks[0]):
@@ -313,7 +313,7 @@ def test_an_overlay_in_one_process_only_is_an_error_that_names_key_and_overlays(
     assert f"process {first} runs this call" in text
 
 
-def test_two_overlays_that_differ_are_an_error_also_for_a_call_that_is_decided(ranks, kernel, x):
+def test_different_overlays_are_an_error_even_for_a_decided_call(ranks, kernel, x):
     key = key_of(kernel, x)
     for rank in (ranks[0], ranks[1]):
         rank.run(kernel, x)
@@ -400,7 +400,7 @@ def test_a_decision_of_another_form_is_an_error(ranks, kernel, x):
         ranks[1].run(kernel, x)
 
 
-def test_a_configuration_that_does_not_run_where_it_is_read_is_an_error(ranks, x, monkeypatch):
+def test_a_configuration_that_does_not_run_on_this_device_is_an_error(ranks, x, monkeypatch):
     typed = Typed("typed")
     ranks[0].chain.cache.put(key_of(typed, x), Config(12))
     ranks[0].run(typed, x)
@@ -419,7 +419,7 @@ def test_a_saved_configuration_that_does_not_run_is_not_decided(ranks, x, tmp_pa
     assert ranks[1].run(typed, x) == 1
 
 
-def test_a_configuration_that_is_no_data_is_an_error(ranks, kernel, x):
+def test_a_configuration_without_a_data_form_is_an_error(ranks, kernel, x):
     class Odd(Times):
         def heuristic_cfg(self, inv):
             return np.ones(())
@@ -458,7 +458,7 @@ def test_a_service_that_does_not_answer_is_not_waited_for_long(monkeypatch):
         CoordinationStore(Client({})).get("key")
 
 
-def test_without_a_service_each_process_chooses_and_says_so(ranks, kernel, x, monkeypatch):
+def test_without_a_service_each_process_chooses_with_a_warning(ranks, kernel, x, monkeypatch):
     def missing():
         raise LookupError("jax.distributed.initialize() was not called")
 
@@ -494,7 +494,7 @@ def test_digests_are_equal_once_the_same_was_run(ranks, kernel, x):
         assert configuration_digest().difference(mine) == {}
 
 
-def test_a_difference_names_the_call_whose_own_configurations_differ(ranks, kernel, x):
+def test_a_difference_names_the_call_and_its_configurations(ranks, kernel, x):
     for index, config in ((0, 2), (1, 3)):
         with ranks[index] as rank:
             jax.jit(functools.partial(rank.executor, kernel, cfg=config))(x)
@@ -525,7 +525,7 @@ def test_the_processes_of_known_devices_are_part_of_a_calls_name(kernel, x):
     assert agreement.call_name(dataclasses.replace(inv, span=compat.Span(0))).endswith(", any devices")
 
 
-def test_a_mesh_that_stands_for_any_devices_tells_how_many_alone(ranks):
+def test_an_abstract_mesh_has_only_a_number_of_devices(ranks):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stands_for_others",))
     context = types.SimpleNamespace(mesh=mesh)
     assert processes.span_of_context(context, partitioned=False) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations in memory, and overlays: what wins, what compiled programs notice, what equals what."""
+"""Configurations in memory, and overlays: precedence, their effect on compiled programs, and equality of values."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_the_last_put_wins(cache):
     assert cache.items() == [(KEY, Tile(2))]
 
 
-def test_what_is_put_comes_from_memory(cache):
+def test_put_entries_come_from_memory(cache):
     cache.put(KEY, Tile())
     assert cache.remembered(KEY).source == "memory"
 
 
-def test_removing_says_whether_there_was_something(cache):
+def test_removing_returns_whether_an_entry_existed(cache):
     cache.put(KEY, Tile())
     assert [cache.remove(*KEY), cache.remove(KEY), KEY in cache] == [True, False, False]
 
@@ -102,7 +102,7 @@ class Listener:
 @pytest.mark.parametrize(
     ("change", "calls"),
     [
-        (lambda cache: cache.put("new", Tile()), 0),  # nobody was told anything else before
+        (lambda cache: cache.put("new", Tile()), 0),  # first answer for this call
         (lambda cache: cache.put(KEY, Tile()), 0),
         (lambda cache: cache.remember(KEY, Tile(), "autotune"), 0),
         (lambda cache: cache.put(KEY, Tile(8)), 1),
@@ -112,7 +112,7 @@ class Listener:
         (lambda cache: cache.clear(), 1),
     ],
 )
-def test_a_listener_hears_of_answers_that_no_longer_hold(cache, change, calls):
+def test_a_listener_is_notified_of_invalid_answers(cache, change, calls):
     cache.put(KEY, Tile())
     listener = Listener()
     cache.subscribe(listener.called)
@@ -146,7 +146,7 @@ def test_threads_may_write_at_once(cache):
     assert len(cache) == 800
 
 
-# --- what equals what ---
+# --- equality of values ---
 
 
 def test_equal_fields_of_different_types_are_different_configurations():
@@ -208,7 +208,7 @@ def key(kernel):
     return Invocation(kernel=kernel, args=(X,)).key
 
 
-def test_an_overlay_wins_inside_its_block_alone(run, key):
+def test_an_overlay_wins_only_inside_its_block(run, key):
     seen = [run()]
     with overlay_cache({key: 5}):
         seen.append(run())
@@ -222,7 +222,7 @@ def test_the_innermost_overlay_wins(run, key):
         assert (inner, run()) == (7, 5)
 
 
-def test_an_outer_overlay_answers_what_the_inner_does_not_hold(run, key):
+def test_an_outer_overlay_answers_calls_missing_in_the_inner(run, key):
     with overlay_cache({key: 5}), overlay_cache({}):
         assert run() == 5
 
@@ -254,7 +254,7 @@ def test_a_cache_is_read_once_on_entry(run, key):
         assert run() == 1
 
 
-def test_an_overlay_reaches_a_function_that_is_already_compiled(kernel, key):
+def test_an_overlay_reaches_a_compiled_function(kernel, key):
     executor, seen = Executor(ConfigSelectorChain()), []
     compiled = jax.jit(lambda x: executor(kernel, x))
     for overlay in ({}, {key: 5}, {}, {key: 5}):
@@ -291,7 +291,7 @@ def test_a_program_traced_inside_and_lowered_outside_has_the_inside(kernel, key)
     assert traced.lower().compile()(X)[0] == 5
 
 
-def test_an_overlay_holds_in_its_thread_alone(run, key):
+def test_an_overlay_holds_only_in_its_thread(run, key):
     seen = []
     with overlay_cache({key: 5}):
         thread = threading.Thread(target=lambda: seen.append(run()))
@@ -306,7 +306,7 @@ def test_an_overlay_ends_with_an_error(run, key):
     assert run() == 1
 
 
-def test_an_eager_call_sees_what_is_put_into_memory(kernel, key):
+def test_an_eager_call_sees_new_entries_in_memory(kernel, key):
     executor = Executor(ConfigSelectorChain())
     seen = [int(executor(kernel, X)[0])]
     for config in (3, 4):

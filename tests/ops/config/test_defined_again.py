@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell of a notebook runs again: what the process remembers of the class before is a miss for the class after."""
+"""A notebook cell runs again: configurations of the earlier class are misses for the new class."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_entry_that_the_class_before_saved_is_a_miss(tmp_path):
 
 
 @pytest.mark.parametrize("config", [4, (4,), {"rows": 4}, "four"])
-def test_a_configuration_that_was_plain_data_is_a_miss_for_a_class(config):
+def test_plain_data_is_a_miss_for_a_configuration_class(config):
     chain = ConfigSelectorChain()
     after, new = second_cell()
     chain.cache.put(invocation(after).key, config)
@@ -110,7 +110,7 @@ def test_a_configuration_that_was_plain_data_is_a_miss_for_a_class(config):
         assert chain.resolve(invocation(after), after).config == new()
 
 
-# --- what is no other kind ---
+# --- configurations of several kinds ---
 
 
 class Wide(NamedTuple):
@@ -131,7 +131,7 @@ class Subclass(Narrow):
 
 
 class ByCandidates(Kernel):
-    """A kernel whose candidates are of two classes."""
+    """A kernel with candidates of two classes."""
 
     def run(self, x, *, cfg):
         return x * cfg.rows
@@ -144,7 +144,7 @@ class ByCandidates(Kernel):
 
 
 class ByAnnotation(Kernel):
-    """A kernel whose annotation says that there are two classes."""
+    """A kernel with two classes in its annotation."""
 
     def run(self, x, *, cfg: Narrow | Wide):
         return x * cfg.rows
@@ -154,7 +154,7 @@ class ByAnnotation(Kernel):
 
 
 class Plain(Kernel):
-    """A kernel whose configurations are what JSON gives back."""
+    """A kernel with plain JSON values as configurations."""
 
     def __init__(self, heuristic):
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_configuration_of_any_kind_that_the_kernel_has_is_taken(kernel, config
     assert chain.resolve(invocation(kernel), kernel).config == config
 
 
-def test_a_kernel_without_an_answer_of_its_own_takes_what_is_remembered():
+def test_a_kernel_without_its_own_answer_uses_memory():
     class Silent(Kernel):
         def run(self, x, *, cfg):
             return x
@@ -198,7 +198,7 @@ def test_a_kernel_without_an_answer_of_its_own_takes_what_is_remembered():
 # --- functions, and operations ---
 
 
-def test_a_function_that_is_tuned_and_defined_again_finds_no_configuration_of_before():
+def test_a_redefined_function_finds_no_earlier_configuration():
     def total(x, *, rows=2):
         return x * rows
 
@@ -215,13 +215,13 @@ def test_a_function_that_is_tuned_and_defined_again_finds_no_configuration_of_be
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(OperationConfig):
-    """The configuration of an operation whose cell runs again."""
+    """The configuration of an operation; its cell runs again."""
 
     implementation: str = "plain"
 
 
 def operation(field, path="Doubled"):
-    """Return an operation as one of its cells makes it, whose parameters have one field, and their class."""
+    """Return a new operation as one of its cells makes it, with one parameter field, and its parameters' class."""
     made = dataclasses.make_dataclass("Params", [(field, int, 2)], frozen=True)
 
     class Plain(Implementation):
@@ -251,7 +251,7 @@ def test_an_operation_may_be_defined_again_with_the_same_class_of_configurations
         assert chain.resolve(invocation(after), after).config == Config(fwd=new())
 
 
-def test_another_operation_needs_a_class_of_its_own():
+def test_another_operation_needs_a_separate_class():
     operation("rows")
     with pytest.raises(KernelError, match="Config is the configuration type of another operation"):
         operation("rows", path="Tripled")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration spaces that are hard to sample: few valid configurations, long axes, odd values, broken constraints."""
+"""Configuration spaces with few valid configurations, long axes, odd values or broken constraints."""
 
 import dataclasses
 import itertools
@@ -34,14 +34,14 @@ def whole(request):
 
 
 @pytest.mark.slow
-def test_what_only_the_last_axis_can_tell_is_sampled_all_the_same(whole):
+def test_constraints_on_the_last_axis_are_sampled(whole):
     sample = whole.sample(np.random.default_rng(0), 100)
     assert len({tuple(config.values()) for config in sample}) == 100
     assert all(config in whole for config in sample)
 
 
 @pytest.mark.slow
-def test_a_sample_of_such_a_space_depends_on_the_generator_alone(whole):
+def test_a_sample_of_such_a_space_depends_only_on_the_generator(whole):
     one = whole.sample_points(np.random.default_rng(1), 20)
     whole.sample_points(np.random.default_rng(2), 20)
     assert one == whole.sample_points(np.random.default_rng(1), 20)
@@ -70,7 +70,7 @@ def test_a_configuration_is_found_in_a_space_without_going_through_it():
 
 
 @pytest.mark.slow
-def test_the_size_of_such_a_space_is_an_estimate_and_says_so(whole):
+def test_the_size_of_such_a_space_is_marked_as_an_estimate(whole):
     assert not whole.exact
     assert whole.points() is None
     assert 1 <= whole.size <= 5**12
@@ -95,7 +95,7 @@ def test_a_known_configuration_is_where_others_are_looked_for():
     assert strategy.ask(1)
 
 
-def test_one_of_ten_to_the_twelve_is_found_where_constraints_name_what_they_read():
+def test_one_of_ten_to_the_twelve_is_found_if_constraints_name_their_axes():
     axes = {f"axis{i}": range(10) for i in range(12)}
     pairs = [eval(f"lambda axis{i}, axis{11 - i}: axis{i} + axis{11 - i} == 18") for i in range(6)]
     space = ConfigSpace(axes, constraints=pairs)
@@ -121,7 +121,7 @@ def test_ends_of_a_walk_that_lead_nowhere_are_not_walked():
     assert list(itertools.islice(space.walk(), 1)) == [(7, *[0] * 10, 7)]
 
 
-def test_a_walk_that_finds_nothing_for_long_says_so(monkeypatch):
+def test_a_long_walk_without_a_result_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(space_module, "_WALKED", 5000)
     space = ConfigSpace(TWELVE, constraints=WHOLE["high"])
     with pytest.raises(ConfigError, match=r"5000 consecutive assignments of ConfigSpace.* violate a constraint"):
@@ -130,7 +130,7 @@ def test_a_walk_that_finds_nothing_for_long_says_so(monkeypatch):
 
 @st.composite
 def tied_spaces(draw):
-    """A space with constraints between any axes, and what they allow, by going through all assignments."""
+    """A space with constraints between any axes, and its valid configurations, by brute force."""
     axes = {name: list(range(draw(st.integers(1, 4)))) for name in "abcd"[: draw(st.integers(1, 4))]}
     rules = []
     for _ in range(draw(st.integers(0, 3))):
@@ -150,7 +150,7 @@ def tied_spaces(draw):
 
 @given(tied_spaces())
 @settings(max_examples=60)
-def test_a_space_is_what_going_through_all_assignments_says(made):
+def test_a_space_agrees_with_brute_force(made):
     axes, constraints, allowed = made
     space = ConfigSpace(axes, constraints=constraints)
     assert space.exact
@@ -163,7 +163,7 @@ def test_a_space_is_what_going_through_all_assignments_says(made):
 
 @given(tied_spaces(), st.integers(0, 99))
 @settings(max_examples=10)
-def test_what_is_found_without_listing_is_valid_and_never_called_nothing(made, seed):
+def test_points_found_without_listing_are_valid_and_a_nonempty_space_is_not_called_empty(made, seed):
     axes, constraints, allowed = made
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Part, "find_all", lambda self, effort: None)
@@ -180,7 +180,7 @@ def test_what_is_found_without_listing_is_valid_and_never_called_nothing(made, s
         assert [space.assignment(point) for point in itertools.islice(space.walk(), 3)] == allowed[:3]
 
 
-def test_a_narrowed_space_has_what_agrees():
+def test_a_narrowed_space_has_the_matching_points():
     space = ConfigSpace({"a": range(9), "b": range(9), "c": range(9)}, constraints=lambda a, b: a + b == 8)
     narrowed = space.narrowed({"a": 3})
     assert list(narrowed) == [{"a": 3, "b": 5, "c": c} for c in range(9)]
@@ -213,7 +213,7 @@ def test_a_long_axis_is_gone_through_once():
 
 
 @pytest.mark.slow
-def test_a_range_is_not_gone_through_at_all():
+def test_a_range_is_not_iterated():
     axes = {"rows": range(1, 10**15), "columns": range(0, 10**15, 128), "down": range(10**15, 0, -1)}
     space = ConfigSpace(axes, constraints=lambda rows, columns: rows <= columns)
     assert space.point({"rows": 7, "columns": 1280, "down": 10**15 - 2}) == (6, 10, 2)
@@ -227,12 +227,12 @@ def test_a_range_is_not_gone_through_at_all():
 
 
 @pytest.mark.parametrize("value", [3.0, np.int64(3)])
-def test_a_number_is_found_in_a_range_and_a_tuple_alike(value):
+def test_a_number_is_found_in_ranges_and_tuples(value):
     assert ConfigSpace({"a": range(9)}).locate({"a": value}) == ConfigSpace({"a": list(range(9))}).locate({"a": value})
 
 
 @pytest.mark.parametrize("value", [True, 3.5, "3", None, math.nan, 10**400])
-def test_what_is_no_value_of_a_range_is_not_found_in_it(value):
+def test_a_range_contains_only_its_values(value):
     assert {"a": value} not in ConfigSpace({"a": range(9)})
 
 
@@ -278,7 +278,7 @@ def test_thousands_of_axes_are_a_space():
         ([np.bool_(True), 1], 2),
     ],
 )
-def test_values_of_any_kind_are_told_apart_and_encoded(values, distinct):
+def test_values_of_any_kind_are_distinguished_and_encoded(values, distinct):
     space = ConfigSpace({"a": values, "b": [1]})
     assert len(space) == distinct
     assert [space.locate({"a": value, "b": 1}) for value in values] == [(i, 0) for i in range(distinct)]
@@ -286,7 +286,7 @@ def test_values_of_any_kind_are_told_apart_and_encoded(values, distinct):
 
 
 @pytest.mark.parametrize("values", [5, None, range(10**30), b"ab", range(0)])
-def test_what_is_no_sequence_of_values_is_an_error(values):
+def test_invalid_axis_values_are_an_error(values):
     with pytest.raises(ConfigError, match=r"axis 'a'|map a name to a sequence"):
         ConfigSpace({"a": values})
 
@@ -310,7 +310,7 @@ def test_a_constraint_on_a_name_that_does_not_exist_is_named():
         len(space)
 
 
-def test_a_constraint_may_keep_another_from_what_it_cannot_bear():
+def test_a_constraint_may_guard_a_later_one():
     axes = {f"axis{i}": range(9) for i in range(5)}
     constraints = [
         lambda axis3: axis3 > 0,
@@ -321,19 +321,19 @@ def test_a_constraint_may_keep_another_from_what_it_cannot_bear():
     assert all(config in space for config in space.sample(np.random.default_rng(0), 5))
 
 
-def test_a_constraint_may_have_parameters_of_its_own():
+def test_a_constraint_may_have_extra_parameters():
     constraints = [lambda a, limit=2: a <= limit, lambda **assignment: assignment["b"] > 1]
     space = ConfigSpace({"a": [1, 2, 3], "b": [1, 2]}, constraints=constraints)
     assert list(space) == [{"a": 1, "b": 2}, {"a": 2, "b": 2}]
 
 
-def test_a_constraint_cannot_change_what_others_see():
+def test_a_constraint_cannot_change_another_s_arguments():
     space = ConfigSpace({"a": [1, 2], "b": [1, 2]}, constraints=[lambda all_: not all_.clear(), lambda x: x["a"] == 1])
     assert [config["a"] for config in space] == [1, 1]
 
 
 @pytest.mark.parametrize("constraints", [[True], "a > 1", [lambda: True], [lambda *, one: True]])
-def test_what_is_no_condition_on_axes_is_an_error(constraints):
+def test_an_invalid_constraint_is_an_error(constraints):
     with pytest.raises((ArgumentError, ConfigError), match="constraint"):
         ConfigSpace({"a": [1]}, constraints=constraints)
 

@@ -38,13 +38,13 @@ def file(cache):
 # --- removal ---
 
 
-def test_the_file_that_was_judged_is_removed(cache, file):
+def test_the_judged_file_is_removed(cache, file):
     assert remove_judged(cache.path, file, seen(cache.path, file))
     assert list(file.parent.iterdir()) == []
     assert remove_judged(cache.path, file, None)  # another process has removed it
 
 
-def test_a_file_that_was_put_since_stays(cache, file):
+def test_a_file_put_since_then_stays(cache, file):
     judged = seen(cache.path, file)
     cache.put(KEY, {"rows": 2})
     assert not remove_judged(cache.path, file, judged)
@@ -149,7 +149,7 @@ def linked(request, cache, outside, tmp_path):
     return made
 
 
-def test_nothing_is_read_or_written_through_a_folder_that_is_a_link(linked, outside):
+def test_nothing_is_read_or_written_through_a_linked_folder(linked, outside):
     with pytest.warns(CacheWarning, match="this folder is a link"):
         assert linked.get(KEY) is None
     assert list(linked.entries()) == list(files(linked.path, ENTRY)) == []
@@ -185,7 +185,7 @@ def file_of(cache):
     return cache.path.joinpath(*location(KEY))
 
 
-def test_a_folder_of_notes_that_is_a_link_has_none(cache, tmp_path):
+def test_a_linked_folder_of_notes_is_empty(cache, tmp_path):
     elsewhere = MissedNotes(tmp_path / "elsewhere")
     note = elsewhere.folder.joinpath(*location(KEY))
     note.parent.mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_a_folder_of_notes_that_is_a_link_has_none(cache, tmp_path):
     assert note.exists()
 
 
-def test_a_copy_of_a_shared_cache_that_is_a_link_has_nothing_and_takes_nothing(cache, tmp_path):
+def test_a_linked_copy_of_a_shared_cache_is_empty_and_read_only(cache, tmp_path):
     (tmp_path / "elsewhere" / "team").mkdir(parents=True)
     (cache.path / ".layers").symlink_to(tmp_path / "elsewhere")
     copy = LocalCopy(cache.path / ".layers" / "team", cache.path)

@@ -11,6 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.sample_kernels import Times
 from tests.ops.sealing import with_digest
 
 from ejkernel.ops import (
@@ -19,7 +20,6 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     Executor,
     Invocation,
-    Kernel,
     NoConfigError,
     PersistentCache,
     autotune_recorded,
@@ -34,14 +34,6 @@ from ejkernel.ops.config.missed import MissedNotes
 
 X = jnp.ones((8, 4))
 TIME = datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
-
-
-class Times(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x * cfg
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 TIMES = Times("times")
@@ -96,7 +88,7 @@ def test_asking_for_an_explanation_misses_nothing(store):
     assert missed() == {}
 
 
-def test_the_list_is_in_the_form_that_is_tuned(store):
+def test_the_list_is_in_a_tunable_form(store):
     run = executor(store)
     run(TIMES, X)
     result = autotune_recorded(missed(), run)
@@ -124,7 +116,7 @@ def test_a_note_holds_the_call_the_time_and_the_tier(store, notes):
     assert note.config_key == inv.key
     assert note.call == inv.description
     assert (note.source, note.processes, note.first, note.last) == ("heuristic", 1, *["2025-01-02T03:04:05+00:00"] * 2)
-    assert note.kernel == f"{__name__}.Times"
+    assert note.kernel == "tests.ops.sample_kernels.Times"
 
 
 def test_the_policy_has_misses_noted(store):
@@ -134,7 +126,7 @@ def test_the_policy_has_misses_noted(store):
     assert (note.config_key.op, note.source) == ("times@v0", "heuristic")
 
 
-def test_a_policy_override_has_misses_noted_of_calls_that_were_missed_before(store):
+def test_a_policy_override_records_misses_of_earlier_missed_calls(store):
     run = executor(store)
     run(TIMES, X)
     with policy_override(note_misses=True):
@@ -265,7 +257,7 @@ def test_a_function_is_explained_where_a_miss_is_an_error(monkeypatch):
     assert why.tiers[-1].note == "the policy does not allow it (heuristic=False)"
 
 
-def test_a_miss_that_is_an_error_names_the_call_and_is_noted(monkeypatch):
+def test_a_miss_error_names_the_call_and_is_recorded(monkeypatch):
     monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
     monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
     set_default_executor(None)

@@ -96,7 +96,7 @@ def test_any_value_with_a_json_form_is_a_key(cache, key):
 
 
 @pytest.mark.parametrize("config", [{"a": [1, 2.5, None]}, [1, "b"], "text", 3, False])
-def test_plain_data_comes_back_as_it_is(cache, config):
+def test_plain_data_survives_a_round_trip(cache, config):
     cache.put(KEY, config)
     assert config == cache.get(KEY)
     assert cache.load(KEY).config_type == "json"
@@ -120,7 +120,7 @@ def test_a_missing_key_is_a_silent_miss(cache):
     assert cache.keys() == []
 
 
-def test_nothing_is_made_on_disk_before_the_first_put(cache):
+def test_no_file_is_created_before_the_first_put(cache):
     cache.get(KEY)
     assert not cache.path.exists()
 
@@ -147,7 +147,7 @@ def test_entries_yields_each_key_with_its_entry(cache):
     assert {KEY: cache.load(KEY), OTHER: cache.load(OTHER)} == dict(cache.entries())
 
 
-def test_an_entry_keeps_what_was_given_with_it(cache):
+def test_an_entry_keeps_its_metadata(cache):
     measured = {"winner_ms": 0.5, "heuristic_ms": 0.75, "candidates": 12}
     cache.put(KEY, CFG, call={"args": [[1, 2]]}, measured=measured)
     entry = cache.load(KEY)
@@ -220,7 +220,7 @@ def test_none_is_no_configuration(cache):
 
 
 @pytest.mark.parametrize("given", [{"cfg": len}, {"cfg": {"a": float("nan")}}, {"cfg": CFG, "call": object()}])
-def test_what_has_no_json_form_is_an_error_and_leaves_no_file(cache, given):
+def test_a_value_without_a_json_form_is_an_error_and_leaves_no_file(cache, given):
     with pytest.raises(SerializationError):
         cache.put(KEY, given["cfg"], call=given.get("call"))
     assert not cache.path.exists()
@@ -464,7 +464,7 @@ def test_a_repaired_entry_is_read_again(cache):
     assert cache.get(KEY) == CFG
 
 
-def test_other_files_in_the_folder_are_left_alone(cache):
+def test_other_files_in_the_folder_are_ignored(cache):
     cache.put(KEY, CFG)
     only_file(cache).with_name("notes.txt").write_text("mine", encoding="utf-8")
     (cache.path / "README").write_text("mine", encoding="utf-8")
@@ -502,7 +502,7 @@ def test_no_content_of_a_file_is_an_exception(content):
 )
 def test_a_type_that_may_not_be_named_is_a_warned_miss(cache, name):
     cache.put(KEY, CFG)
-    cache.load(KEY)  # what decoding itself needs is imported when it is first used
+    cache.load(KEY)  # the decoder's own imports happen at its first use
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
     with pytest.warns(CacheWarning, match=r"is no dataclass or named tuple that files may name here; .*pass cfg_type="):
@@ -561,7 +561,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
     assert KEY not in cache
 
 
-def test_what_is_in_memory_is_read_as_strictly(tmp_path):
+def test_entries_in_memory_are_read_as_strictly(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
     with pytest.warns(CacheWarning, match="cannot be written"):
@@ -650,7 +650,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no umask")
-def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
+def test_files_respect_the_umask(cache):
     before = os.umask(0o022)
     try:
         cache.put(KEY, CFG)
@@ -690,10 +690,10 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
     assert outcome.returncode == 0
 
 
-# --- layers that are not there ---
+# --- missing layers ---
 
 
-def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwarn):
+def test_a_missing_layer_is_one_warning_with_its_name(tmp_path, recwarn):
     (tmp_path / "a file").write_text("")
     names = [str(tmp_path / "typo"), str(tmp_path / "a file"), "~nobody-of-this-name/x"]
     there = PersistentCache(tmp_path / "there")
@@ -702,9 +702,9 @@ def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwar
         cache = PersistentCache(tmp_path / "mine", layers=[*names, there.path], shipped=False)
         assert cache.get("gpu:some", "op@v0", "0123456789abcdef") == {"rows": 3}
         assert len(cache.keys()) == 1
-    told = [str(warning.message) for warning in recwarn]
-    assert len(told) == 3
-    assert all(any(f"there is no folder {name}, a layer read after" in text for text in told) for name in names)
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == 3
+    assert all(any(f"there is no folder {name}, a layer read after" in text for text in messages) for name in names)
 
 
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
@@ -712,7 +712,7 @@ def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
     assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None
 
 
-# --- what a later get could not read ---
+# --- values that a later get could not read ---
 
 
 @nameable
@@ -737,6 +737,6 @@ def test_a_put_of_fields_that_do_not_fit_their_types_warns_at_once(cache):
 
 
 @pytest.mark.parametrize("config", [Marked(), {"rows": 2}, 3, Tile(4)])
-def test_a_put_of_what_can_be_read_does_not_warn(cache, config):
+def test_putting_a_readable_value_does_not_warn(cache, config):
     cache.put(KEY, config)
     assert cache.get(KEY) == config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may happen on a miss: the policy's fields, and overrides of them."""
+"""The policy: permitted actions on a miss, its fields, and overrides of them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import threading
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Double
 
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.ops.execution.executor import Executor
 
 X = np.ones(4, np.float32)
-
-
-class Double(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def test_nothing_is_tuned_by_default():
@@ -38,7 +30,7 @@ def test_a_flag_must_be_a_bool(name):
 
 
 @pytest.mark.parametrize("value", [1, "gradients", None])
-def test_what_is_validated_is_all_nothing_or_the_outputs(value):
+def test_validate_is_true_false_or_outputs(value):
     assert AutotunePolicy(validate="outputs").validate == "outputs"
     with pytest.raises(ConfigError, match="validate must be True, False or 'outputs', got "):
         AutotunePolicy(validate=value)
@@ -50,14 +42,14 @@ def test_a_budget_must_be_positive(seconds):
         AutotunePolicy(budget_s=seconds)
 
 
-def test_an_override_holds_inside_its_block_alone():
+def test_an_override_holds_only_inside_its_block():
     base, chain = AutotunePolicy(), object()
     with policy_override(autotune=True):
         inside = effective_policy(base, chain)
     assert (inside.autotune, effective_policy(base, chain)) == (True, base)
 
 
-def test_an_override_leaves_the_other_fields_alone():
+def test_an_override_keeps_the_other_fields():
     with policy_override(budget_s=3.0):
         assert effective_policy(AutotunePolicy(autotune=True), None) == AutotunePolicy(autotune=True, budget_s=3.0)
 
@@ -67,7 +59,7 @@ def test_the_innermost_override_wins():
         assert effective_policy(AutotunePolicy(), None).autotune is False
 
 
-def test_an_override_for_one_chain_leaves_others_alone():
+def test_an_override_for_one_chain_does_not_affect_others():
     one, other = ConfigSelectorChain(), ConfigSelectorChain()
     with policy_override(one, autotune=True):
         assert [effective_policy(chain.policy, chain).autotune for chain in (one, other)] == [True, False]
@@ -76,6 +68,22 @@ def test_an_override_for_one_chain_leaves_others_alone():
 def test_an_unknown_field_is_an_error_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"AutotunePolicy has no field 'tune'; it has autotune, heuristic"):
         policy_override(tune=True).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (
+            AutotunePolicy(cold_cache=True, budget_s=3.0),
+            r"got an AutotunePolicy; .*\(budget_s=3\.0, cold_cache=True\)\.$",
+        ),
+        (Executor(ConfigSelectorChain()), r"got <.*Executor.*; pass the executor's chain: .*executor\.chooser"),
+        (True, r"got True; pass fields of the policy by name, e\.g\. policy_override\(autotune=True\)\.$"),
+    ],
+)
+def test_a_selector_must_be_a_chain(selector, message):
+    with pytest.raises(ConfigError, match=f"selector must be a ConfigSelectorChain, {message}"):
+        policy_override(selector).__enter__()
 
 
 def test_a_bad_value_is_an_error_on_entry():
@@ -89,7 +97,7 @@ def test_an_override_ends_with_an_error():
     assert effective_policy(AutotunePolicy(), None).autotune is False
 
 
-def test_an_override_holds_in_its_thread_alone():
+def test_an_override_holds_only_in_its_thread():
     seen = []
     with policy_override(autotune=True):
         thread = threading.Thread(target=lambda: seen.append(effective_policy(AutotunePolicy(), None).autotune))
@@ -98,7 +106,7 @@ def test_an_override_holds_in_its_thread_alone():
     assert seen == [False]
 
 
-def test_an_override_reaches_a_function_that_is_already_compiled():
+def test_an_override_reaches_a_compiled_function():
     executor, kernel = Executor(ConfigSelectorChain()), Double()
     compiled = jax.jit(lambda x: executor(kernel, x))
     compiled(X)

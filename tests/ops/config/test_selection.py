@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tiers, who is named as the source, and what is remembered where."""
+"""The order of the tiers, the source of an answer, and the answers kept in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
 
 X = np.ones(4, np.float32)
-# What each tier answers, in the order in which they are asked.
+# The answer of each tier, in the order of lookup.
 ANSWERS = {"override": 10, "overlay": 20, "memory": 30, "persistent": 40, "autotune": 50, "heuristic": 60}
 
 
@@ -49,7 +49,7 @@ class Bare(Kernel[int, jax.Array]):
 
 
 class FakeTuner:
-    """Finds what it is told to find, and counts."""
+    """Returns a given configuration, and counts its calls."""
 
     def __init__(self, config=ANSWERS["autotune"], error=None):
         self.config, self.error, self.calls = config, error, []
@@ -113,7 +113,7 @@ def test_choosing_is_resolving(kernel, inv):
     assert ConfigSelectorChain().choose(inv, kernel) == ANSWERS["heuristic"]
 
 
-def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
+def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     kernel = Bare()
     inv = Invocation(kernel=kernel, args=(X,))
     call = f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device})"
@@ -172,7 +172,7 @@ def test_a_call_is_tuned_once(inv, tuner):
     assert tuner.calls == [inv.key]
 
 
-def test_what_was_on_disk_is_read_once(inv):
+def test_disk_entries_are_read_once(inv):
     chain = ConfigSelectorChain(persistent=FakeDisk())
     chain.persistent.put(inv.key, 1)
     first = resolved(chain, inv)
@@ -186,7 +186,7 @@ def test_a_remembered_heuristic_is_shown_by_the_cache(inv):
     assert (chain.cache.get(inv.key), chain.cache.remembered(inv.key).source) == (ANSWERS["heuristic"], "heuristic")
 
 
-def test_a_remembered_heuristic_does_not_pre_empt_what_comes_to_disk(inv):
+def test_a_heuristic_in_memory_does_not_hide_later_disk_entries(inv):
     chain = ConfigSelectorChain(persistent=FakeDisk())
     before = resolved(chain, inv)
     chain.persistent.put(inv.key, 1)
@@ -202,7 +202,7 @@ def test_a_remembered_heuristic_does_not_pre_empt_tuning(inv, tuner):
 
 
 @pytest.mark.parametrize("source", ["heuristic", "override", "overlay"])
-def test_what_nobody_measured_never_goes_to_disk(kernel, source):
+def test_unmeasured_configurations_never_go_to_disk(kernel, source):
     inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if source == "override" else None)
     chain = ConfigSelectorChain(persistent=FakeDisk())
     with overlay_cache({inv.key: 1} if source == "overlay" else {}):
@@ -211,7 +211,7 @@ def test_what_nobody_measured_never_goes_to_disk(kernel, source):
 
 
 @pytest.mark.parametrize("source", ["override", "overlay"])
-def test_what_holds_for_a_while_is_not_remembered(kernel, source):
+def test_temporary_answers_are_not_kept(kernel, source):
     inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if source == "override" else None)
     chain = ConfigSelectorChain()
     with overlay_cache({inv.key: 1} if source == "overlay" else {}):
@@ -222,7 +222,7 @@ def test_what_holds_for_a_while_is_not_remembered(kernel, source):
 # --- tuning on a miss ---
 
 
-def test_what_was_tuned_goes_to_disk_with_its_evidence(inv, kernel, tmp_path, tuner):
+def test_tuned_configurations_go_to_disk_with_their_measurements(inv, kernel, tmp_path, tuner):
     persistent = PersistentCache(tmp_path, shipped=False)
     ConfigSelectorChain(persistent=persistent, autotune=True, tuner=tuner).resolve(inv, kernel)
     entry = persistent.load(inv.key)
@@ -230,7 +230,7 @@ def test_what_was_tuned_goes_to_disk_with_its_evidence(inv, kernel, tmp_path, tu
     assert (entry.config, entry.call, entry.measured) == (ANSWERS["autotune"], inv.description, measured)
 
 
-def test_what_was_tuned_stays_in_memory_if_it_is_not_to_persist(inv, tuner):
+def test_tuned_configurations_stay_in_memory_without_persistence(inv, tuner):
     chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner, persist_autotune=False)
     resolved(chain, inv)
     assert (dict(chain.persistent), chain.cache.items()) == ({}, [(inv.key, ANSWERS["autotune"])])
@@ -303,7 +303,7 @@ def test_a_tuner_may_resolve_the_call_that_it_tunes(inv, kernel):
 # --- consulting ---
 
 
-def test_consulting_names_every_tier_down_to_the_one_that_answers(inv, kernel):
+def test_consulting_names_every_tier_up_to_the_answer(inv, kernel):
     chain = ConfigSelectorChain(persistent=FakeDisk())
     chain.persistent.put(inv.key, 1)
     notes = [(consulted.tier, consulted.note) for consulted in chain.consult(inv, kernel)]
@@ -408,7 +408,7 @@ def test_a_backward_keeps_its_own_configuration(inv, backward):
     assert resolved(chain, backward) == (8, "memory")
 
 
-def test_what_came_from_a_forward_does_not_pre_empt_tuning(inv, backward, tuner):
+def test_an_answer_from_a_forward_does_not_prevent_tuning(inv, backward, tuner):
     chain = ConfigSelectorChain(tuner=tuner)
     chain.cache.put(inv.key, 7)
     before = resolved(chain, backward)
@@ -422,7 +422,7 @@ def test_asking_for_a_forwards_configuration_tunes_nothing(inv, backward, tuner)
     assert tuner.calls == []
 
 
-# --- choosers of one's own ---
+# --- custom choosers ---
 
 
 def test_a_bare_chooser_is_the_source(kernel, inv):
@@ -434,7 +434,7 @@ def test_a_bare_chooser_is_the_source(kernel, inv):
     assert (found.config, found.source, found.key) == (3, "chooser", inv.key)
 
 
-def test_a_bare_chooser_is_not_asked_when_there_is_an_override(kernel):
+def test_a_bare_chooser_is_not_asked_under_an_override(kernel):
     class Never:
         def choose(self, inv, kernel):
             raise AssertionError

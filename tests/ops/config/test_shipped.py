@@ -116,7 +116,7 @@ def test_a_shipped_configuration_that_cannot_run_is_skipped_and_explained(chain_
 
 
 @pytest.mark.parametrize("options", [{"shipped": False}, None])
-def test_a_chain_asks_only_if_its_cache_says_so(chain_with, inv, options):
+def test_a_chain_asks_only_if_its_cache_requires_it(chain_with, inv, options):
     chain = chain_with(inv.key.device, 8, **(options or {}))
     if options is None:
         chain = ConfigSelectorChain()
@@ -163,7 +163,7 @@ def test_an_entry_that_cannot_be_decoded_is_a_warning_and_a_miss(tmp_path):
 
 
 @pytest.mark.parametrize("device", [H100, "gpu:nvidia_h100_nvl", "gpu:nvidia_gh200_480gb", "gpu:nvidia_h800"])
-def test_chips_of_hopper_are_sisters_of_the_one_that_was_measured(device):
+def test_hopper_chips_are_sisters_of_the_measured_one(device):
     assert sister_of(device) == H200
 
 

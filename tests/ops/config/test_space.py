@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration spaces: what they hold, how they are sampled, and what a search sees of them."""
+"""Configuration spaces: content, sampling, and the view of a search."""
 
 import dataclasses
 import itertools
@@ -142,7 +142,7 @@ def test_constraints_that_nothing_meets_are_an_error(use):
 
 
 @pytest.mark.slow
-def test_none_is_claimed_only_of_a_space_that_was_gone_through():
+def test_a_space_is_called_empty_only_after_a_complete_listing():
     axes = {f"axis{i}": list(range(10)) for i in range(12)}
     space = ConfigSpace(axes, constraints=lambda a: False)
     assert not space.empty()
@@ -209,7 +209,7 @@ def test_samples_meet_the_constraints_and_differ(made, seed, count):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_samples_depend_on_the_generator_alone(seed):
+def test_samples_depend_only_on_the_generator(seed):
     one, two = (large().sample(np.random.default_rng(seed), 20) for _ in range(2))
     assert one == two
 

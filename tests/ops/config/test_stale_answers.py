@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that no longer hold reach nobody, and whoever chooses by itself is asked."""
+"""Invalid answers are never used, and choosers with their own rules are asked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import ShowsConfig
 
 from ejkernel.ops import (
     CacheWarning,
@@ -25,14 +26,8 @@ from ejkernel.ops import (
 X = np.ones(3, np.float32)
 
 
-class SizeAsConfig(Kernel[int, Any]):
-    """Shows its configuration; all sizes are one bucket, whose heuristic is the size itself."""
-
-    def run(self, x, *, cfg):
-        return 0 * x.sum() + cfg
-
-    def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        return (jnp.full_like(primals[0], 100 + cfg),)
+class SizeAsConfig(ShowsConfig):
+    """All sizes are one bucket, with the size as the heuristic."""
 
     def heuristic_cfg(self, inv):
         return inv.args[0].shape[0]
@@ -87,7 +82,7 @@ def kernel_of(tile, name="tiled"):
     return Tiled(name)
 
 
-def test_a_configuration_of_a_class_that_was_defined_again_is_a_warned_miss_in_memory(executor, chain):
+def test_a_configuration_of_a_redefined_class_is_a_miss_with_a_warning_in_memory(executor, chain):
     old, new = configuration_class(), configuration_class()
     kernel = kernel_of(new)
     chain.cache.put(Invocation(kernel=kernel, args=(X,)).key, old(7))
@@ -95,7 +90,7 @@ def test_a_configuration_of_a_class_that_was_defined_again_is_a_warned_miss_in_m
         np.testing.assert_array_equal(executor(kernel, X), X)
 
 
-def test_a_configuration_of_a_class_that_was_defined_again_is_a_warned_miss_in_an_overlay(executor):
+def test_a_configuration_of_a_redefined_class_is_a_miss_with_a_warning_in_an_overlay(executor):
     old, new = configuration_class(), configuration_class()
     kernel = kernel_of(new)
     key = Invocation(kernel=kernel, args=(X,)).key
@@ -149,17 +144,6 @@ def test_kernels_that_cannot_be_taken_for_each_other_are_no_warning(make):
         executor(kernel, X)
 
 
-class Shows(Kernel[int, Any]):
-    def run(self, x, *, cfg):
-        return 0 * x.sum() + cfg
-
-    def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        return (jnp.full_like(primals[0], 100 + cfg),)
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-
 class Chooses(ConfigSelectorChain):
     def choose(self, inv, kernel):
         return 5
@@ -181,7 +165,7 @@ def _on_the_instance():
 
 
 class Resolves(Chooses):
-    """Says last what `resolve` does."""
+    """Overrides `resolve`, which has the last word."""
 
     def resolve(self, inv, kernel):
         return dataclasses.replace(ConfigSelectorChain.resolve(self, inv, kernel), config=8)
@@ -189,8 +173,8 @@ class Resolves(Chooses):
 
 CHOOSERS = {
     "overrides choose": (Chooses, 5),
-    "asks super()": (Adds, 11),
-    "inherits choose": (Inherits, 11),
+    "asks super()": (Adds, 10),
+    "inherits choose": (Inherits, 10),
     "has choose on the instance": (_on_the_instance, 6),
     "overrides resolve": (Resolves, 8),
 }
@@ -198,20 +182,20 @@ CHOOSERS = {
 
 @pytest.mark.parametrize(("make", "chosen"), CHOOSERS.values(), ids=CHOOSERS.keys())
 def test_a_chain_that_chooses_by_itself_is_asked(make, chosen):
-    executor, kernel = Executor(make()), Shows("shows")
+    executor, kernel = Executor(make()), ShowsConfig("shows")
     assert executor(kernel, X) == chosen
     assert jax.jit(lambda x: executor(kernel, x))(X) == chosen
     assert jax.grad(lambda x: executor(kernel, x))(X)[0] == 100 + chosen
     assert executor.choose_config(kernel, X) == chosen
 
 
-def test_a_configuration_that_is_insisted_on_wins_over_a_chain_that_chooses_by_itself():
-    assert Executor(Chooses())(Shows("shows"), X, cfg=2) == 2
+def test_an_explicit_configuration_wins_over_a_chain_with_its_own_choose():
+    assert Executor(Chooses())(ShowsConfig("shows"), X, cfg=2) == 2
 
 
-def test_a_chain_that_asks_super_hears_of_overlays_and_policies():
-    executor, kernel = Executor(Adds()), Shows("shows")
+def test_a_chain_that_calls_super_respects_overlays_and_policies():
+    executor, kernel = Executor(Adds()), ShowsConfig("shows")
     with overlay_cache({Invocation(kernel=kernel, args=(X,)).key: 4}):
         assert executor(kernel, X) == 14
     with policy_override(autotune=False):
-        assert executor(kernel, X) == 11
+        assert executor(kernel, X) == 10

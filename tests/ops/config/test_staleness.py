@@ -240,7 +240,7 @@ def test_a_space_that_cannot_be_evaluated_has_no_digest():
         (" JAX = refuse, driver=retune ", StalePolicy(jax="refuse", driver="retune")),
     ],
 )
-def test_the_environment_says_it(monkeypatch, text, policy):
+def test_the_environment_sets_it(monkeypatch, text, policy):
     monkeypatch.setenv("EJKERNEL_STALE", text)
     assert default_stale_policy() == policy
 

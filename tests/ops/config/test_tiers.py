@@ -3,27 +3,18 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Double
 
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.config.tiers import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, Tier, tier_named
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
-
-
-class Twice(Kernel[int, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 @pytest.fixture
 def inv():
-    return Invocation(kernel=Twice(), args=(np.ones(4, np.float32),))
+    return Invocation(kernel=Double(), args=(np.ones(4, np.float32),))
 
 
 class Always:
@@ -31,7 +22,7 @@ class Always:
         return 3
 
 
-def test_a_chain_asks_tiers_that_are_known(inv):
+def test_a_chain_asks_only_known_tiers(inv):
     names = [consulted.tier for consulted in ConfigSelectorChain().consult(inv, inv.kernel)]
     assert [tier_named(name).name for name in names] == names
     assert tier_named(names[-1]) is HEURISTIC
@@ -48,12 +39,12 @@ def test_a_chain_asks_tiers_that_are_known(inv):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_how_far_an_answer_holds(tier, provisional, passing, for_one_call, saved):
+def test_the_validity_of_an_answer_depends_on_its_tier(tier, provisional, passing, for_one_call, saved):
     found = (tier.is_provisional, tier.is_temporary, tier.is_for_one_call, tier.is_saved)
     assert found == (provisional, passing, for_one_call, saved)
 
 
-def test_the_answers_of_a_tier_that_nobody_knows_hold_for_good():
+def test_answers_of_an_unknown_tier_hold_for_good():
     assert Resolution(1, "the oracle", None).tier == Tier("the oracle")
 
 

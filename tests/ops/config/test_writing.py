@@ -69,7 +69,7 @@ def test_the_names_of_new_folders_are_kept_too(steps, tmp_path):
     assert set(steps[2:]) == {tmp_path, tmp_path / "device", tmp_path / "device" / "op"}
 
 
-def test_a_write_that_is_not_durable_does_not_sync(steps, tmp_path):
+def test_a_non_durable_write_does_not_sync(steps, tmp_path):
     write_file(tmp_path / "file.json", "text", durable=False)
     assert steps == [("renamed", tmp_path / "file.json")]
 
@@ -138,7 +138,7 @@ def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path,
     assert "an abandoned temporary file cannot be removed" in caplog.text
 
 
-def test_a_process_rewrites_a_temporary_file_that_was_removed_as_abandoned(monkeypatch, tmp_path):
+def test_a_process_rewrites_a_temporary_file_removed_as_abandoned(monkeypatch, tmp_path):
     replace, taken = os.replace, []
 
     def take(source, target):
@@ -162,7 +162,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 cache = PersistentCache(sys.argv[1], shipped=False)
 warnings.simplefilter("ignore")  # JAX has no threads yet that a fork could lose
 for round in range(25):
-    told, tell = os.pipe()
+    receive, tell = os.pipe()
     child = os.fork()
     if not child:
         for number in range(1000):
@@ -171,12 +171,12 @@ for round in range(25):
     os.close(tell)
     count = 1 + round % 9
     for _ in range(count):
-        assert os.read(told, 1)
+        assert os.read(receive, 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while os.read(told, 1):
+    while os.read(receive, 1):
         count += 1
-    os.close(told)
+    os.close(receive)
     for number in range(max(0, count - 7), count):
         found = cache.get("gpu", "op@v0", f"call{number % 7}")
         assert (found["round"], found["number"]) in ((round, number), (round, number + 7)), (round, number, found)

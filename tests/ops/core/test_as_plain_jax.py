@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain function of JAX can do, a call can: references, transposes, effects, arrays in disguise, methods."""
+"""Calls support the features of plain JAX functions: references, transposes, effects, array-like objects, methods."""
 
 from __future__ import annotations
 
@@ -10,25 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Computes
 
 from ejkernel.modules import rms_norm
 from ejkernel.ops import ArgumentError, GradientError, Kernel, autotune, default_executor, tune
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
-
-
-class Computes(Kernel[int, Any]):
-    """Computes a function that it was made for."""
-
-    def __init__(self, name, function):
-        super().__init__(name)
-        self.function = function
-
-    def run(self, *args, cfg):
-        return self.function(*args)
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def with_own_reference(x):
@@ -60,12 +47,12 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_run_may_make_references_of_its_own(program):
+def test_run_may_create_references(program):
     np.testing.assert_allclose(program(OWN_REFERENCE), program(with_own_reference), rtol=1e-6)
 
 
 @pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_reference_that_is_passed_is_written(program):
+def test_a_reference_argument_is_written(program):
     results = []
     for function in (ADD_TO, add_to):
         ref = jax.new_ref(jnp.ones(3))
@@ -85,11 +72,11 @@ def through_reference(function):
 
 
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "vmap", "jit of vmap")])
-def test_a_reference_that_is_made_around_a_call_is_written(program):
+def test_a_reference_created_around_a_call_is_written(program):
     np.testing.assert_array_equal(program(through_reference(ADD_TO)), program(through_reference(add_to)))
 
 
-def test_two_references_and_what_is_between_them_keep_their_order():
+def test_two_references_and_the_arguments_between_them_keep_their_order():
     def call(f):
         def program(x):
             first, second = jax.new_ref(x), jax.new_ref(2 * x)
@@ -102,7 +89,7 @@ def test_two_references_and_what_is_between_them_keep_their_order():
     np.testing.assert_array_equal(call(ADD_TO), call(add_to))
 
 
-def test_a_gradient_through_a_reference_that_is_passed_is_an_error_that_says_what_to_do():
+def test_a_gradient_through_a_reference_argument_is_an_error_with_the_fix():
     with pytest.raises(GradientError, match=r"add_to: a call that takes a reference .* pass the reference's value"):
         jax.grad(lambda x: through_reference(ADD_TO)(x).sum())(X)
 
@@ -125,7 +112,7 @@ def test_a_linear_call_is_transposed(program, x, outer):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_call_that_is_linear_in_one_argument_is_transposed_in_that_one(which):
+def test_a_call_linear_in_one_argument_is_transposed_in_it(which):
     def transposed(f):
         def linear(value):
             return f(value, 2 * X)[0] if which == 0 else f(2 * X, value)[0]
@@ -137,7 +124,7 @@ def test_a_call_that_is_linear_in_one_argument_is_transposed_in_that_one(which):
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning")
 @pytest.mark.parametrize("program", [lambda f: jax.jit(f)(X), lambda f: jax.grad(f)(X), lambda f: jax.vmap(f)(X)])
-def test_a_traced_array_that_was_closed_over_is_an_error_that_says_what_to_do(program):
+def test_a_closed_over_traced_array_is_an_error_with_the_fix(program):
     with pytest.raises(ArgumentError, match=r"applies: .* uses a traced array .* pass it as an argument"):
         program(lambda x: APPLIES(X, lambda v: v * x).sum())
 
@@ -147,13 +134,13 @@ class Printing(Kernel[int, Any]):
 
     ordered = False
 
-    def __init__(self, name, told, *, rule=False, ordered=False):
+    def __init__(self, name, reported, *, rule=False, ordered=False):
         super().__init__(name)
-        self.told, self.rule, self.ordered = told, rule, ordered
+        self.reported, self.rule, self.ordered = reported, rule, ordered
 
     def run(self, x, *, cfg):
         if not self.rule:
-            jax.debug.callback(lambda: self.told.append("run"), ordered=self.ordered)
+            jax.debug.callback(lambda: self.reported.append("run"), ordered=self.ordered)
         return x * x
 
     def heuristic_cfg(self, inv):
@@ -162,28 +149,28 @@ class Printing(Kernel[int, Any]):
 
 class PrintingRule(Printing):
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        jax.debug.callback(lambda: self.told.append("rule"), ordered=self.ordered)
+        jax.debug.callback(lambda: self.reported.append("rule"), ordered=self.ordered)
         return (2 * primals[0] * cotangents[0],)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "jit of grad", "jvp")])
 def test_an_effect_of_run_happens_once_also_under_differentiation(program, ordered):
-    told = []
-    kernel = Printing("printing", told, ordered=ordered)
+    reported = []
+    kernel = Printing("printing", reported, ordered=ordered)
     expected = program(lambda x: x * x)
     np.testing.assert_allclose(program(kernel), expected, rtol=1e-6)
     jax.effects_barrier()
-    assert told == ["run"]
+    assert reported == ["run"]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_equal_calls_of_a_program_each_have_their_effects(ordered):
-    told = []
-    kernel = Printing("printing", told, ordered=ordered)
+    reported = []
+    kernel = Printing("printing", reported, ordered=ordered)
     np.testing.assert_allclose(jax.jit(lambda x: kernel(kernel(kernel(x))))(X), X**8, rtol=1e-6)
     jax.effects_barrier()
-    assert told == ["run"] * 3
+    assert reported == ["run"] * 3
 
 
 class CountsTraces(Computes):
@@ -221,14 +208,14 @@ def test_run_is_traced_no_more_often_than_it_must_be(kernel, transform, traces):
 
 
 def test_an_effect_of_a_gradient_rule_happens_once():
-    told = []
-    kernel = PrintingRule("rule", told, rule=True)
+    reported = []
+    kernel = PrintingRule("rule", reported, rule=True)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(X), 2 * X)
     jax.effects_barrier()
-    assert told == ["rule"]
+    assert reported == ["rule"]
 
 
-def test_an_ordered_effect_in_a_gradient_rule_is_an_error_that_says_what_to_do():
+def test_an_ordered_effect_in_a_gradient_rule_is_an_error_with_the_fix():
     kernel = PrintingRule("rule", [], rule=True, ordered=True)
     with pytest.raises(GradientError, match=r"rule.bwd: the gradient rule has ordered effects .* make them unordered"):
         jax.jit(jax.grad(lambda x: kernel(x).sum()))(X)
@@ -258,12 +245,12 @@ MULTIPLIES = Computes("multiplies", lambda x, tree: x * jax.tree.leaves(tree)[0]
 @pytest.mark.parametrize("disguise", [Parameter, Bare])
 @pytest.mark.parametrize("hold", [lambda p: p, lambda p: [p], lambda p: {"p": (p, 1)}], ids=["bare", "list", "dict"])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "vmap")])
-def test_an_object_that_stands_for_an_array_is_one(program, hold, disguise):
+def test_an_array_like_object_is_an_array(program, hold, disguise):
     got = program(lambda x: MULTIPLIES(x, hold(disguise(x))))
     np.testing.assert_allclose(got, program(lambda x: x * x * x), rtol=1e-6)
 
 
-def test_an_object_that_stands_for_an_array_may_change():
+def test_an_array_like_object_may_change():
     parameter = Parameter(X)
     np.testing.assert_array_equal(TRIPLE(parameter), 3 * X)
     parameter.value = 2 * X
@@ -280,7 +267,7 @@ def test_a_weight_of_rms_norm_may_be_a_parameter(disguise):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Has a method that is tuned."""
+    """Has a tuned method."""
 
     scale: float
 
@@ -308,8 +295,8 @@ def test_a_method_is_tuned_and_explained_as_the_call_that_it_is():
     found = autotune(layer.apply, X, num_warmup=0, num_iters=1)
     assert found in ({"rows": 1}, {"rows": 3})
     assert found == default_executor().choose_config(Layer.apply, layer, X)
-    told = default_executor().explain(layer.apply, X)
-    assert told.resolution.source == "autotune"
+    reported = default_executor().explain(layer.apply, X)
+    assert reported.resolution.source == "autotune"
     assert default_executor().explain(method, X).resolution.source == "heuristic"  # another object's is another call
     np.testing.assert_array_equal(layer.apply(X), 2 * X * X)
 

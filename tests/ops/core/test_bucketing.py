@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: which calls share a key, what is measured for them, and what a kernel must keep to."""
+"""Buckets: calls that share a key, their measurements, and the rules for a kernel."""
 
 from __future__ import annotations
 
@@ -142,13 +142,13 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("kind", [Plain, WithRule])
 @pytest.mark.parametrize("name", PINNED)
-def test_keys_of_kernels_without_the_hook_are_what_they_were(kind, name):
+def test_keys_of_kernels_without_the_hook_have_not_changed(kind, name):
     x = np.ones((3, 8, 4) if name == "vmap of grad" else (8, 4), np.float32)
     found = calls_of(PROGRAMS[name](kind("k")), x, W)
     assert {inv.op_id_v: inv.call_key for inv in found.values()} == PINNED[name]
 
 
-def test_keys_of_modules_are_what_they_were():
+def test_keys_of_modules_have_not_changed():
     q, x = jax.ShapeDtypeStruct((2, 100, 4, 16), "float32"), np.ones((8, 4), np.float32)
     attention = calls_of(jax.value_and_grad(lambda q: flash_attention(q, q, q, causal=True).sum()), q)
     norm = calls_of(jax.value_and_grad(lambda x: rms_norm(x, jnp.ones(4)).sum()), x)
@@ -184,7 +184,7 @@ def test_weak_types_stay_in_the_key():
     assert (weak.call_key == strong.call_key) == (weak.args[0].weak_type == strong.args[0].weak_type)
 
 
-# --- what shares a key shares a configuration ---
+# --- calls with the same key share a configuration ---
 
 
 class Block(Kernel[int, jax.Array]):
@@ -229,7 +229,7 @@ def test_a_label_carries_the_key_of_the_bucket():
     assert labels[0][0].endswith(key_of(8))
 
 
-def test_a_call_is_recorded_as_it_is():
+def test_a_call_is_recorded_unchanged():
     (inv,) = calls_of(KERNEL, rows(5), W).values()
     assert (inv.args[0].shape, inv.representative.args[0].shape) == ((5, 4), (8, 4))
 
@@ -296,7 +296,7 @@ def test_autotune_of_one_call_is_for_its_bucket():
     assert autotune(Sized(), np.ones(5, np.float32), num_iters=1) == 8
 
 
-# --- what a kernel must keep to ---
+# --- rules for a kernel ---
 
 
 class Chunks(BucketedPlain):
@@ -306,7 +306,7 @@ class Chunks(BucketedPlain):
         return tanh_matmul(x.reshape(-1, max(cfg, 1), 4), w).reshape(x.shape[0], -1)
 
 
-def test_a_configuration_that_does_not_fit_is_an_error_that_says_so():
+def test_an_unsupported_configuration_is_a_clear_error():
     kernel, cache = Chunks(), ConfigCache()
     executor = Executor(ConfigSelectorChain(cache))
     cache.put(Invocation(kernel=kernel, args=(rows(8), W)).key, 8)
@@ -337,7 +337,7 @@ def test_an_override_that_does_not_fit_fails_by_itself():
         ),
     ],
 )
-def test_what_cannot_stand_for_a_call_is_refused(answer, text):
+def test_an_invalid_representative_is_refused(answer, text):
     class Wrong(BucketedPlain):
         def bucket(self, inv):
             return answer(*inv.abstract_args)
@@ -346,7 +346,7 @@ def test_what_cannot_stand_for_a_call_is_refused(answer, text):
         Wrong()(rows(5), W)
 
 
-def test_bucketed_rounds_the_axes_that_are_named():
+def test_bucketed_rounds_the_named_axes():
     like = jax.ShapeDtypeStruct((3, 0, 100, 64), "bfloat16")
     assert bucketed(like, 1, -2).update() == jax.ShapeDtypeStruct((3, 0, 128, 64), "bfloat16")
     assert bucketed(like, 0, least=16).shape == (16, 0, 100, 64)
@@ -367,7 +367,7 @@ def test_bucketed_refuses(arguments, text):
         bucketed(array, axis, **({"least": least[0]} if least else {}))
 
 
-def test_a_size_that_stands_for_many_is_not_rounded():
+def test_a_symbolic_size_is_not_rounded():
     (rows,) = jax.export.symbolic_shape("rows")
     with pytest.raises(ArgumentError, match="axis 0 has the symbolic size rows, which cannot be rounded"):
         bucketed(jax.ShapeDtypeStruct((rows, 4), "float32"), 0)
@@ -395,7 +395,7 @@ def attention_calls(length, keys=None, **options):
     return calls_of(jax.value_and_grad(lambda q, k: flash_attention(q, k, k, causal=True, **options).sum()), q, k)
 
 
-def test_attention_with_buckets_has_the_keys_of_lengths_that_are_powers_of_two():
+def test_attention_with_buckets_has_the_keys_of_power_of_two_lengths():
     plain = {op: inv.key for op, inv in attention_calls(128).items()}
     for length in (65, 100, 128):
         assert {op: inv.key for op, inv in attention_calls(length, bucket_lengths=True).items()} == plain
@@ -410,7 +410,7 @@ def test_attention_of_either_kind_is_rebuilt_from_its_description(length, option
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_what_is_rebuilt_from_the_description_of_a_bucket_is_its_representative(kind, name):
+def test_the_description_of_a_bucket_rebuilds_its_representative(kind, name):
     kernel = kind("rebuilt")
     for inv in calls_of(TRANSFORMED[name](kernel), rows(5), W).values():
         again = rebuild(inv.description)
@@ -418,7 +418,7 @@ def test_what_is_rebuilt_from_the_description_of_a_bucket_is_its_representative(
         assert again.argument_types == inv.representative.argument_types
 
 
-def test_what_is_compiled_for_another_place_is_the_representative(tmp_path):
+def test_the_representative_is_compiled_for_other_devices(tmp_path):
     kernel = BucketedPlain("bundled")
     (inv,) = calls_of(kernel, rows(5), W).values()
     (bundled,) = compile_bundle([inv], Target.named("here"), tmp_path / "bundle")
@@ -452,8 +452,8 @@ def test_every_configuration_of_a_bucket_runs_for_every_length(length):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_lengths_that_another_set_of_implementations_runs_are_a_bucket_of_their_own():
-    """Where cuDNN does not run an odd length, what was found for an even one must not be used."""
+def test_lengths_with_other_implementations_are_a_separate_bucket():
+    """If cuDNN does not run an odd length, the configuration of an even length must not be used."""
     kernel = attention_calls(100, bucket_lengths=True)["flash_attention"].kernel
     args, options = kernel.prepare(*[jax.ShapeDtypeStruct((2, n, 4, 64), "bfloat16") for n in (101, 101, 101)],
                                    attention_mask=jax.ShapeDtypeStruct((2, 101), bool))  # fmt: skip

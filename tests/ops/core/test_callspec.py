@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls taken apart: how arguments meet the signature of `run`, and what comes back together."""
+"""Calls taken apart: matching arguments to the signature of `run`, and joining them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sum(Kernel[int, np.ndarray]):
 
 
 def taken(kernel, *args, **kwargs):
-    """Return what the kernel would be called with."""
+    """Return the arguments of the kernel after a round trip."""
     spec, arrays = take_apart(kernel, args, kwargs)
     return spec.join(arrays)
 
@@ -43,7 +43,7 @@ def test_a_keyword_for_a_positional_parameter_becomes_positional(args, kwargs, p
     assert taken(Sum(), *args, **kwargs) == (positional, keywords)
 
 
-def test_a_default_that_is_passed_over_is_the_same_call_as_one_that_is_given():
+def test_an_omitted_default_is_the_same_call_as_an_explicit_one():
     kernel = Sum()
     assert take_apart(kernel, (ONE,), {"c": THREE}) == take_apart(kernel, (ONE, None, THREE), {})
 

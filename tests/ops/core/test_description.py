@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are rebuilt from their descriptions: the same node, the same key, or a reason why not."""
+"""Calls rebuilt from their descriptions: the same node and the same key, or a reason."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_of_kernels_of_one_name_one_that_makes_such_a_call_is_taken(length, vary
     assert types_of(got.representative) == types_of(got)
 
 
-def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_that_may_be_named():
+def test_a_tuned_function_is_rebuilt_with_nameable_functions():
     (inv,) = calls(lambda x: tuned(x, activation=doubled), X)
     got = rebuild(data_of(inv))
     assert (got.key, got.description) == (inv.key, inv.description)
@@ -179,7 +179,7 @@ def test_a_description_without_steps_has_no_wiring():
         assert "wiring" not in inv.description
 
 
-# --- what is refused ---
+# --- refused descriptions ---
 
 
 @pytest.fixture
@@ -224,14 +224,14 @@ def test_the_untouched_description_is_fine(described):
         ({"method": "nonsense"}, "there is no method 'nonsense'"),
     ],
 )
-def test_a_description_that_was_tampered_with_is_refused_with_a_reason(described, changes, reason):
+def test_a_changed_description_is_refused_with_a_reason(described, changes, reason):
     right = "0123456789abcdef"
     with pytest.raises(DescriptionError, match=reason):
         rebuild(changed(described, **changes), key=right)
 
 
 @pytest.mark.parametrize("data", [None, 3, "text", [], {}, {"op": "rebuilt.plain@v0"}, {1: 2}])
-def test_what_is_no_description_is_refused(data):
+def test_an_invalid_description_is_refused(data):
     with pytest.raises(DescriptionError, match="it needs op, args and kwargs"):
         rebuild(data)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX keeps of `run` as residuals: the forward runs once, and forward and backward may be configured apart."""
+"""JAX's residuals of `run`: the forward runs once, and forward and backward may have different configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layer(x, w, rows):
 
 
 def _forward(x, w, rows):
-    """Leave, beside arguments and output, the marker `cbrt`, and a table whose shape depends on the configuration."""
+    """Save the marker `cbrt`, and a table with a shape by configuration, beside arguments and output."""
     out = jnp.tanh(x @ w)
     return out, (x, w, out, jnp.cbrt(x), jnp.arange(rows))
 
@@ -103,7 +103,7 @@ def test_all_configurations_are_candidates_of_the_backward():
 
 
 class Chunked(Kernel[int, jax.Array]):
-    """What JAX keeps of it has as many rows as its configuration says."""
+    """JAX's residual of it has one row for each unit of its configuration."""
 
     keeps_residuals = True
 
@@ -117,7 +117,7 @@ class Chunked(Kernel[int, jax.Array]):
 chunked = Chunked("chunked")
 
 
-def test_what_is_kept_must_not_depend_on_the_configuration():
+def test_residuals_must_not_depend_on_the_configuration():
     step = jax.jit(jax.grad(lambda x: chunked(x).sum()))
     np.testing.assert_allclose(step(X), jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(X), rtol=1e-5)
     backward = next(inv.key for inv in discover(step, X) if inv.direction == "bwd")
@@ -129,7 +129,7 @@ def test_what_is_kept_must_not_depend_on_the_configuration():
 
 
 @pytest.mark.slow
-def test_checking_a_kernel_finds_what_depends_on_the_configuration():
+def test_check_kernel_finds_residuals_that_depend_on_the_configuration():
     def told(kernel, *args):
         report = check_kernel(kernel, *args, configs=[2, 4], without=["vmap", "export"], strict=False)
         return {row.config: row.reason for row in report.rows if row.check == "residuals"}
@@ -161,7 +161,7 @@ def test_integers_static_arguments_and_arrays_by_keyword_are_as_in_plain_jax():
     agree(of(kernel), of(functools.partial(kernel.run, cfg=1)))
 
 
-def test_a_rule_of_its_own_comes_first():
+def test_an_explicit_rule_comes_first():
     class Ruled(Layer):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             return tuple(jnp.full_like(primal, 7) for primal in primals)
@@ -170,7 +170,7 @@ def test_a_rule_of_its_own_comes_first():
     assert float(jax.grad(lambda x: kernel(x, W).sum())(X)[0, 0]) == 7
 
 
-def test_a_policy_of_checkpoint_may_save_what_is_kept_by_its_name():
+def test_a_checkpoint_policy_may_save_residuals_by_name():
     policy = jax.checkpoint_policies.save_only_these_names("wrapped.out", "wrapped.residuals")
     saving = jax.checkpoint(lambda x, w: jnp.sin(loss(x, w)), policy=policy)
     assert jax.jit(jax.grad(saving)).lower(X, W).as_text().count("lo.cbrt") == 1
@@ -186,7 +186,7 @@ class Squared(Kernel[int, jax.Array]):
         return 1
 
 
-def test_higher_derivatives_and_tangents_that_are_python_numbers_are_as_in_plain_jax():
+def test_higher_derivatives_and_python_number_tangents_are_as_in_plain_jax():
     kernel = Squared("squared")
     np.testing.assert_allclose(jax.grad(jax.grad(kernel))(0.3), 2 * np.cos(0.6), rtol=1e-5)
     np.testing.assert_allclose(jax.jvp(kernel, (0.3,), (1.0,))[1], np.sin(0.6), rtol=1e-5)

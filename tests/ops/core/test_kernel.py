@@ -36,7 +36,7 @@ FORMS = ["mosaic_gpu", "triton", "gpu", "cuda", "pallas", "tpu", "cpu", "xla"]
 
 
 def kernel_with(*forms, plain=False):
-    """Return a kernel whose program tells by a constant which of its forms made it: 100 + its index; 100 is plain."""
+    """Return a kernel with the given forms; a constant in its program shows the form: 100 + its index; 100 is plain."""
 
     def form(number):
         return lambda self, x, *, cfg: x + number
@@ -94,7 +94,7 @@ def test_a_configuration_may_name_a_form_of_another_platform_that_the_program_is
 
 
 @pytest.mark.parametrize("hook", ["heuristic_cfg_tpu", "config_space_tpu"])
-def test_a_kernel_with_configurations_for_another_platform_alone_is_lowered_for_that_one(executor, hook):
+def test_a_kernel_with_configurations_for_one_platform_is_lowered_for_it_only(executor, hook):
     def found(self, inv):
         return Placed() if hook.startswith("heuristic") else [Placed()]
 
@@ -105,7 +105,7 @@ def test_a_kernel_with_configurations_for_another_platform_alone_is_lowered_for_
 
 
 @pytest.mark.parametrize(("forms", "expected"), [(["mosaic_gpu", "triton"], "triton"), (["cuda", "xla"], "xla")])
-def test_what_is_for_nvidias_gpus_alone_is_not_lowered_for_amds(executor, forms, expected):
+def test_forms_for_nvidia_gpus_are_not_lowered_for_amd(executor, forms, expected):
     assert forms_in(lowered_for(executor, kernel_with(*forms), "rocm")) == [expected]
 
 
@@ -117,7 +117,7 @@ def test_without_jit_the_hooks_of_the_arrays_platform_run(executor, monkeypatch)
     np.testing.assert_array_equal(there, X + 101 + FORMS.index("cpu"))
 
 
-def test_what_is_differentiated_within_a_kernel_is_so_for_the_programs_platform(executor):
+def test_differentiation_inside_a_kernel_uses_the_programs_platform(executor):
     class Prints(Kernel[Placed, jax.Array]):
         def run_cpu(self, x, *, cfg):
             jax.debug.print("{}", x[0])  # so that it is differentiated as if it were no call
@@ -138,7 +138,7 @@ def test_what_is_differentiated_within_a_kernel_is_so_for_the_programs_platform(
     assert "2.5" not in text
 
 
-def test_a_form_that_is_asked_for_and_missing_is_served_by_the_plain_one(executor):
+def test_a_missing_form_is_replaced_by_the_plain_one(executor):
     assert forms_in(lowered_for(executor, kernel_with("cpu", plain=True), "cpu", cfg=Placed("xla"))) == ["plain"]
 
 
@@ -192,7 +192,7 @@ def test_a_name_that_would_break_labels_is_an_error(name):
         Times(name=name)
 
 
-def test_an_executor_takes_a_kernel_without_a_name_of_its_own(executor):
+def test_an_executor_takes_a_kernel_without_a_name(executor):
     class Nameless(Times):
         def __init__(self):
             pass
@@ -212,7 +212,7 @@ def test_without_any_configuration_a_call_is_an_error(executor):
         executor(Bare(), X)
 
 
-def test_a_kernel_without_a_heuristic_runs_with_what_is_known(executor, chain):
+def test_a_kernel_without_a_heuristic_runs_with_known_configurations(executor, chain):
     class Bare(Kernel[int, jax.Array]):
         def run(self, x, *, cfg):
             return cfg * x
@@ -248,24 +248,24 @@ def test_both_names_of_the_candidates_give_them():
     assert kernel.candidate_cfgs(inv) == kernel.config_space(inv) == [1]
 
 
-# --- hooks that are not there ---
+# --- missing hooks ---
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"), [("custom_vjp", ((), None, {}, ())), ("fwd_with_residuals", ()), ("vjp", ((), None, ()))]
 )
-def test_a_gradient_rule_that_is_not_there_says_so(name, arguments):
+def test_a_missing_gradient_rule_is_a_clear_error(name, arguments):
     options = {} if name == "custom_vjp" else {"cfg": 1}
     with pytest.raises(KernelError, match=f"Times has no {name}"):
         getattr(Times(), name)(*arguments, **options)
 
 
-def test_a_reference_that_is_not_there_says_so():
+def test_a_missing_reference_is_a_clear_error():
     with pytest.raises(KernelError, match="Times has no reference"):
         Times().reference(X)
 
 
-def test_a_run_that_is_not_there_says_so():
+def test_a_missing_run_is_a_clear_error():
     with pytest.raises(KernelError, match="Forms has no run"):
         kernel_with().run(X, cfg=1)
 
@@ -277,7 +277,7 @@ def test_half_a_residual_form_is_an_error(executor, there, missing):
         jax.grad(lambda x: executor(kernel, x).sum())(X)
 
 
-def test_a_prepare_that_returns_something_else_says_so(executor):
+def test_an_invalid_result_of_prepare_is_a_clear_error(executor):
     kernel = type("Unprepared", (Times,), {"prepare": lambda self, x: x})()
     with pytest.raises(KernelError, match=r"Unprepared: prepare must return \(args, kwargs\), got"):
         executor(kernel, X)
@@ -318,11 +318,11 @@ def test_threads_that_trace_equal_calls_at_once_do_not_take_each_other_s_for_don
 
 
 @pytest.mark.parametrize(("base", "expected"), [(Kernel[Placed, jax.Array], Placed), (Times, int), (Kernel, None)])
-def test_the_type_of_a_configuration_is_the_one_that_the_class_names(base, expected):
+def test_the_configuration_type_comes_from_the_class(base, expected):
     assert types.new_class("Some", (base,))().config_type is expected
 
 
-def test_a_type_that_is_no_class_is_no_type_of_configurations():
+def test_only_classes_are_configuration_types():
     assert types.new_class("Some", (Kernel[int | None, jax.Array],))().config_type is None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call keys: what enters them, what does not, and that every process finds the same."""
+"""Call keys: their content, and that every process computes the same."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_similar_values_have_different_keys():
     assert repeated == []
 
 
-# --- what else is part of a key ---
+# --- other parts of a key ---
 
 
 def test_precision_matters():
@@ -387,7 +387,7 @@ def test_a_versioned_name_keeps_its_version():
 # --- with sharding ---
 
 
-def test_the_builder_takes_an_invocation_or_its_parts():
+def test_the_builder_takes_an_invocation_or_its_fields():
     inv = Invocation(kernel=KERNEL, args=(X,), kwargs={"option": 1})
     built = ops.default_key_builder_with_sharding(inv)
     assert built == ops.default_key_builder_with_sharding(KERNEL, (X,), {"option": 1}) != inv.key
@@ -440,7 +440,7 @@ def test_processes_find_the_same_keys_in_a_script_and_in_a_module(tmp_path):
     assert len(set(found[0])) == 11
 
 
-def test_keys_are_what_they_have_always_been():
-    """A change here makes everybody's stored configurations useless: raise the schema and say so in the changelog."""
+def test_keys_have_never_changed():
+    """A change here makes all stored configurations useless: raise the schema and say so in the changelog."""
     inv = Invocation(op_id="matmul", args=(X, X.T), kwargs={"causal": True, "scale": 0.5})
     assert inv.call_key == "f03b8fc8cfa57493"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels in lowered programs: found under every transformation, read back, and without effect on what is compiled."""
+"""Labels in lowered programs: found under every transformation, read back, without effect on the compiled program."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_labels_are_distinct_and_in_order_of_first_appearance():
     assert operations(lowered(model, x, w)) == ["first@v0", "second@v0"]
 
 
-def test_calls_of_different_shapes_have_labels_of_their_own():
+def test_calls_of_different_shapes_have_separate_labels():
     f, _ = logged(KERNELS[0])
     program = lowered(lambda x, w: (f(x, w), f(x[:4], w), jax.vmap(f)(x[None], w[None])), x, w)
     assert operations(program) == ["plain@v0"] * 3
@@ -209,7 +209,7 @@ def test_explain_says_which_label_a_call_has():
     assert [explained.label] == find_labels_in_lowered(lowered(functools.partial(executor, kernel), x, w))
 
 
-# What a label carries
+# --- content of a label ---
 
 
 def payloads(program):
@@ -253,7 +253,7 @@ def test_json_and_hash_have_the_same_label(monkeypatch):
     assert by_hash == find_labels_in_lowered(lowered(f, x, w))
 
 
-def test_without_stamping_there_are_no_labels(monkeypatch):
+def test_without_stamping_programs_have_no_labels(monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "none")
     f, _ = with_options()
     assert find_labels_in_lowered(lowered(f, x, w)) == []
@@ -277,7 +277,7 @@ def test_a_call_without_a_key_runs_without_a_label():
     assert find_labels_in_lowered(lowered(functools.partial(f, activation=lambda x: x), x, w)) == []
 
 
-# What stamping costs
+# --- cost of stamping ---
 
 
 def optimised(f, *arrays):
@@ -294,7 +294,7 @@ def two_layers(f, x, w):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS[:3], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("transform", [lambda f: f, grads], ids=["forward", "gradient"])
-def test_stamping_leaves_the_optimised_program_as_it_is(kernel, transform, monkeypatch):
+def test_stamping_does_not_change_the_optimised_program(kernel, transform, monkeypatch):
     programs = {}
     for mode in ("none", "hash", "json"):
         monkeypatch.setenv("EJKERNEL_OPS_STAMP", mode)
@@ -309,7 +309,7 @@ def test_stamping_leaves_the_optimised_program_as_it_is(kernel, transform, monke
     assert programs["none"] == programs["json"]
 
 
-def test_a_forward_compiles_to_what_the_plain_function_does():
+def test_a_forward_compiles_to_the_plain_function_s_program():
     f, _ = logged(KERNELS[0])
 
     def model(x, w, f):

@@ -30,7 +30,7 @@ KEY = np.zeros(2, np.uint32)
 
 
 def bits(value):
-    """Return type and bits of what may hold numbers, which `==` does not tell apart."""
+    """Return the types and bits of a value, since `==` does not distinguish all numbers."""
     if isinstance(value, tuple | list):
         return type(value), [bits(item) for item in value]
     return type(value), value
@@ -71,7 +71,7 @@ def test_any_other_value_stays_itself(value):
 
 
 @pytest.mark.parametrize("value", [np.array(2.0), jnp.float32(2)], ids=["numpy", "jax"])
-def test_a_static_parameter_without_a_type_leaves_arrays_alone(value):
+def test_an_untyped_static_parameter_does_not_affect_arrays(value):
     assert value is python_numbers(value, Takes.STATIC)
 
 
@@ -83,7 +83,7 @@ def test_a_tracer_stays_a_tracer():
 
 
 class Signs(Kernel[int, Any]):
-    """A kernel whose parameters say in every way what they take."""
+    """A kernel that declares the types of its parameters in every way."""
 
     def run(
         self,
@@ -113,7 +113,7 @@ SIGNS = Signs()
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.asarray], ids=["numpy", "jax"])
-def test_parameters_that_are_numbers_take_arrays_without_axes(make):
+def test_number_parameters_take_arrays_without_axes(make):
     two = make(2)
     given = {"flip": make(True), "scale": two, "count": two, "pair": (two, two), "power": two}
     _, kwargs = with_python_numbers(SIGNS, (X, X), given)
@@ -142,7 +142,7 @@ def test_a_call_without_such_scalars_is_not_copied():
     assert (found[0] is args, found[1] is kwargs) == (True, True)
 
 
-def test_what_prepare_returns_is_converted_too():
+def test_results_of_prepare_are_converted_too():
     class Scaled(Signs):
         def prepare(self, x, **options):
             return (x, x), {"scale": 1 / np.sqrt(16.0), **options}
@@ -187,7 +187,7 @@ def test_float32_is_another_number_than_the_literal():
 
 @pytest.mark.parametrize("through", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_kernel_and_a_function_run_with_scalars_of_numpy_and_jax(through):
-    # Not `jnp.int32(3)` inside the function: under `jit` that is a tracer.
+    # Outside the function: under `jit`, `jnp.int32(3)` would be a tracer.
     three = jnp.int32(3)
     got = through(lambda x: SIGNS(x, x, count=np.int64(2), power=three, flip=np.bool_(True)))(X)
     assert float(got[0, 0]) == -8
@@ -212,7 +212,7 @@ def test_an_eager_call_with_a_numpy_scalar_shares_its_program_with_the_number():
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_a_scalar_is_static_whatever_arrays_came_before(cfg):
+def test_a_scalar_is_static_after_any_arrays(cfg):
     seen = []
 
     class Notes(Kernel[int, Any]):

@@ -45,14 +45,14 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_gradient_rule_with_another_signature_is_told_which_one_it_must_have(name):
+def test_a_gradient_rule_with_a_wrong_signature_is_an_error_with_the_right_one(name):
     hooks, message = KERNELS[name]
     kernel = with_hooks(name, **hooks)
     with pytest.raises(KernelError, match=message):
         jax.grad(lambda x: kernel(x, x).sum())(X)
 
 
-def test_a_type_error_inside_a_rule_stays_as_it_is():
+def test_a_type_error_inside_a_rule_is_unchanged():
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         raise TypeError("its own")
 
@@ -84,7 +84,7 @@ def in_blocks(x, *, rows=8):
 
 
 @pytest.mark.parametrize("saved", [None, {"rows": 4}], ids=["heuristic", "saved"])
-def test_a_pallas_function_without_a_rule_is_told_to_have_one_when_it_is_differentiated(saved):
+def test_differentiating_a_pallas_function_without_a_rule_is_an_error_with_the_fix(saved):
     executor: Executor = default_executor()
     if saved is not None:
         executor.chooser.persistent.put(executor.explain(in_blocks, X).key, saved)

@@ -1,36 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in force where a call is made is part of it: JAX's settings, ours, and the axes that have names."""
+"""Settings at the call site belong to the call: JAX's, ours, and the named axes."""
 
 from __future__ import annotations
 
 import enum
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.ops.sample_kernels import ShowsConfig
+from tests.ops.sample_kernels import Computes, ShowsConfig
 
-from ejkernel.ops import Invocation, Kernel, NoConfigError, overlay_cache, policy_override
+from ejkernel.ops import Invocation, NoConfigError, overlay_cache, policy_override
 from ejkernel.ops.registry import recording
 
 X = np.ones((4, 4), np.float32)
-
-
-class Computes(Kernel[int, Any]):
-    """Computes a function that it was made for."""
-
-    def __init__(self, name, function):
-        super().__init__(name)
-        self.function = function
-
-    def run(self, x, *, cfg):
-        return self.function(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 SQUARED = Computes("squared", lambda x: x @ x)
@@ -46,7 +31,7 @@ def key_of(kernel):
 
 
 def inside(scope, function):
-    """Return `function`, which enters a context of its own while it is traced."""
+    """Return `function`, traced inside its own context."""
 
     def call(x):
         with scope():
@@ -64,7 +49,7 @@ def highest():
 
 
 @pytest.mark.parametrize("program", [lambda f: f, grad_of, jax.vmap, lambda f: grad_of(jax.checkpoint(f))])
-def test_precision_that_is_set_inside_a_jitted_function_is_that_of_its_calls(program):
+def test_precision_set_inside_a_jitted_function_applies_to_its_calls(program):
     shape = (3, 4, 4) if program is jax.vmap else (4, 4)
     x = np.ones(shape, np.float32)
     inner = jax.jit(program(inside(highest, SQUARED))).lower(x).as_text()
@@ -76,7 +61,7 @@ def test_precision_that_is_set_inside_a_jitted_function_is_that_of_its_calls(pro
 
 
 @pytest.mark.parametrize("program", [lambda f: f, grad_of])
-def test_precision_that_is_set_inside_a_jitted_function_is_in_the_keys_of_its_calls(program):
+def test_precision_set_inside_a_jitted_function_is_in_the_keys_of_its_calls(program):
     with recording() as seen:
         jax.jit(program(inside(highest, SQUARED))).lower(X)
     assert {inv.description["precision"] for inv in seen} == {"highest"}
@@ -85,7 +70,7 @@ def test_precision_that_is_set_inside_a_jitted_function_is_in_the_keys_of_its_ca
     assert key_of(SQUARED) not in {inv.call_key for inv in seen}
 
 
-def test_a_gradient_that_is_taken_outside_has_the_settings_of_its_forward():
+def test_a_gradient_taken_outside_has_the_settings_of_its_forward():
     def pulled_back(x):
         with highest():
             _, pullback = jax.vjp(SQUARED, x)
@@ -134,7 +119,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(("program", "shown"), PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_an_overlay_that_is_entered_inside_a_jitted_function_holds_there(program, shown):
+def test_an_overlay_entered_inside_a_jitted_function_holds_there(program, shown):
     backward = KEY._replace(op=KEY.op.replace("shows", "shows.bwd"))
     with recording() as seen:
         jax.grad(SHOWS)(X)
@@ -155,13 +140,13 @@ def test_inner_overlays_of_one_program_hold_for_their_own_calls():
     assert [int(value) for value in jax.jit(both)(X)] == [3, 4, 0]
 
 
-def test_a_policy_that_is_entered_inside_a_jitted_function_holds_there():
+def test_a_policy_entered_inside_a_jitted_function_holds_there():
     with pytest.raises(NoConfigError):
         jax.jit(inside(lambda: policy_override(heuristic=False), SHOWS))(X)
     assert jax.jit(SHOWS)(X) == 0
 
 
-def test_a_recorder_that_is_entered_inside_a_jitted_function_sees_its_calls_alone():
+def test_a_recorder_entered_inside_a_jitted_function_sees_only_its_calls():
     seen = []
 
     def call(x):

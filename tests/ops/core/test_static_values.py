@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static arguments, eagerly and under transformations: what differs computes apart, and what is one key is one call."""
+"""Static arguments, eagerly and under transformations: different values compute separately, equal keys are one call."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Applies
 
 from ejkernel.ops import Invocation, Kernel, UnstableKeyError, UnstableKeyWarning, tune
 from ejkernel.ops.registry import recording
@@ -24,18 +25,8 @@ pytestmark = pytest.mark.slow
 X = np.array([1.0, 2.0, 3.0], np.float32)
 
 
-class Applies(Kernel[int, Any]):
-    """Applies a function that it is given."""
-
-    def run(self, x, function, *, cfg):
-        return function(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-
 class ByDescription(Applies):
-    """Computes with what distinguishes values that many tables take for one."""
+    """Computes with the difference between values with equal hashes and `==`."""
 
     def run(self, x, value, *, cfg):
         return x * x * _number_of(value)
@@ -66,7 +57,7 @@ APPLIES, BY_DESCRIPTION = Applies("applies"), ByDescription("by_description")
 
 TRANSFORMATIONS = {
     "eager": lambda f: f(X),
-    "jit": lambda f: jax.jit(lambda x: jax.tree.map(f, x))(X),  # what is called need not be hashable
+    "jit": lambda f: jax.jit(lambda x: jax.tree.map(f, x))(X),  # the function need not be hashable
     "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
     "vmap": lambda f: jax.vmap(f)(X[None])[0],
 }
@@ -89,7 +80,7 @@ class Scale:
 
 
 class Layer:
-    """Looks like an array to who asks for a dtype alone."""
+    """Looks like an array to code that only checks for a dtype."""
 
     dtype, shape = np.dtype("float32"), (3,)
 
@@ -166,7 +157,7 @@ class _Held:
 @no_key
 @transformed
 @pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_functions_that_describe_alike_compute_what_each_computes(make, transform):
+def test_functions_with_equal_descriptions_compute_separately(make, transform):
     for function in (make(2.0), make(5.0)):
         expected = transform(function)
         np.testing.assert_allclose(transform(lambda x, f=function: APPLIES(x, f)), expected, rtol=1e-6)
@@ -188,14 +179,14 @@ VALUES = [
 
 @transformed
 @pytest.mark.parametrize(("left", "right"), VALUES, ids=str)
-def test_values_that_python_finds_equal_are_computed_with_as_what_they_are(left, right, transform):
+def test_values_equal_in_python_keep_their_types(left, right, transform):
     for value in (left, right):
         expected = transform(lambda x, value=value: x * x * _number_of(value))
         np.testing.assert_array_equal(transform(lambda x, value=value: BY_DESCRIPTION(x, value)), expected)
 
 
 @no_key
-def test_a_function_that_is_defined_again_computes_what_it_is_now(page):
+def test_a_redefined_function_computes_its_new_definition(page):
     source = "def function(x):\n    return x * {}"
     for factor in (2, 3):
         page(source.format(factor))
@@ -231,7 +222,7 @@ SCALES = Scales("scales")
 )
 def test_a_value_that_changed_is_computed_with_as_it_is_now(option, change, transform):
     option = option if change is None else copy.copy(option)
-    call = lambda x: SCALES(x, option)  # noqa: E731 - a function of its own for each `jit`
+    call = lambda x: SCALES(x, option)  # noqa: E731 - a new function for each `jit`
     np.testing.assert_array_equal(transform(call), 2 * X)
     if change is not None:
         change(option)
@@ -304,7 +295,7 @@ DEFAULTS = Defaults("defaults")
         ((1.0,), {"mode": "fast", "shift": 0, "bias": None}),
     ],
 )
-def test_a_default_that_is_said_has_the_key_of_one_that_is_left_out(args, kwargs):
+def test_an_explicit_default_has_the_key_of_an_omitted_one(args, kwargs):
     assert key_of(DEFAULTS, X, *args, **kwargs) == key_of(DEFAULTS, X)
     with recording() as seen:
         DEFAULTS(X, *args, **kwargs)
@@ -324,11 +315,11 @@ def test_a_default_that_is_said_has_the_key_of_one_that_is_left_out(args, kwargs
         ((), {"bias": 0}),
     ],
 )
-def test_what_only_equals_a_default_has_a_key_of_its_own(args, kwargs):
+def test_a_value_of_another_type_equal_to_a_default_has_a_separate_key(args, kwargs):
     assert key_of(DEFAULTS, X, *args, **kwargs) != key_of(DEFAULTS, X)
 
 
-def test_a_tunable_argument_that_is_said_is_fixed_also_at_its_default():
+def test_an_explicit_tunable_argument_is_fixed_even_at_its_default():
     @tune(space={"rows": [1, 2], "columns": [1, 2]})
     def total(x, *, rows=1, columns=1, scale=1.0):
         return x * scale
@@ -361,7 +352,7 @@ def test_an_enumeration_of_strings_has_not_the_keys_of_strings():
     assert key_of(BY_DESCRIPTION, X, Text.ONE) != key_of(BY_DESCRIPTION, X, "one")
 
 
-def test_what_computes_the_same_has_one_key():
+def test_equal_computations_have_one_key():
     assert key_of(APPLIES, X, jitted_square) == key_of(APPLIES, X, square_of_the_module)
     assert key_of(BY_DESCRIPTION, X, np.str_("one")) == key_of(BY_DESCRIPTION, X, "one")
 
@@ -392,13 +383,13 @@ class Scaling(Kernel[int, Any]):
 
 
 @transformed
-def test_kernels_that_are_dataclasses_are_kernels_of_their_own(transform):
+def test_dataclass_kernels_with_other_fields_are_separate_kernels(transform):
     for scale in (2.0, 3.0):
         kernel = Scaling(scale)
         np.testing.assert_allclose(transform(kernel), transform(lambda x, s=scale: x * x * s))
 
 
-def test_kernels_that_are_dataclasses_have_keys_of_their_own():
+def test_dataclass_kernels_with_other_fields_have_separate_keys():
     keys = {Invocation(kernel=Scaling(scale), args=(X,)).key for scale in (1.0, 1, 2.0)}
     assert len(keys) == 3
     assert Invocation(kernel=Scaling(2.0), args=(X,)).key in keys
@@ -407,7 +398,7 @@ def test_kernels_that_are_dataclasses_have_keys_of_their_own():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Linear:
-    """A layer as many libraries have it: arrays, and fields that are static."""
+    """A layer as in many libraries: arrays, and static fields."""
 
     weight: Any
     activation: Any = dataclasses.field(metadata={"static": True}, default=square)
@@ -437,7 +428,7 @@ class Node:
 @pytest.mark.parametrize("transform", [TRANSFORMATIONS["eager"], TRANSFORMATIONS["grad"]], ids=["eager", "grad"])
 @pytest.mark.parametrize("pair", VALUES[:4], ids=str)
 @pytest.mark.parametrize("make", [lambda v: Linear(jnp.full(3, 2.0), power=v), lambda v: Node(jnp.full(3, 2.0), v)])
-def test_static_fields_of_nodes_are_told_apart_though_jax_finds_them_equal(make, pair, transform):
+def test_static_fields_of_nodes_are_distinguished_though_equal_in_jax(make, pair, transform):
     for value in pair:
         layer = make(value)
         np.testing.assert_array_equal(transform(lambda x, layer=layer: APPLIES(x, layer)), transform(layer))
@@ -454,7 +445,7 @@ def test_a_layer_with_static_fields_has_a_key_and_a_gradient():
 
 
 @no_key
-def test_a_node_that_is_made_anew_is_the_same_call():
+def test_a_recreated_node_is_the_same_call():
     traced = []
 
     class Counts(Applies):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process of `test_ranks.py` does: `python rank_program.py PORT INDEX COUNT FOLDER`.
+"""One process of `test_ranks.py`: `python rank_program.py PORT INDEX COUNT FOLDER`.
 
-It prints each question that it was asked with what it found, as a line of JSON.
+It prints each question with its answer, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Times(Kernel[int, jax.Array]):
 
 
 class Split(Times):
-    """The same, of which each device computes a part."""
+    """The same; each device computes a shard."""
 
     def sharding_rule(self, inv):
         return ShardingRule("n -> n", split="n")
@@ -66,7 +66,7 @@ class Rank:
         self.meet("all alive")
 
     def kernel(self, name, own=None):
-        """Return an operation for which this process has a configuration of its own."""
+        """Return an operation; this process may have its own configuration for it."""
         kernel = Times(name)
         self.key = Invocation(kernel=kernel, args=(self.x,)).key
         if own is not None:
@@ -77,7 +77,7 @@ class Rank:
         return jax.jit(lambda x: jnp.sum(self.executor(kernel, x)))
 
     def local_program(self, kernel):
-        """A program whose mesh is known, and in which a call is each device's."""
+        """A program with a known mesh, and a call on each device."""
 
         def local(x):
             return jax.lax.psum(jnp.sum(self.executor(kernel, x)), "a")
@@ -86,7 +86,7 @@ class Rank:
         return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec()))
 
     def run(self, kernel, make=None):
-        """Return the configuration that all processes ran with, from what their devices added up."""
+        """Return the configuration of all processes, from the sum over their devices."""
         return float((make or self.program)(kernel)(self.x)) / self.weight
 
     def lower(self, kernel):
@@ -123,7 +123,7 @@ def differing_caches_of_a_call_that_is_split(rank):
 
 
 def orders_of_lowering(rank):
-    """Lower some calls each in an order of its own, then run them in one order."""
+    """Lower some calls in a different order in each process, then run them in one order."""
     kernels = [rank.kernel(f"ordered_{n}", 100 * n + rank.index) for n in range(6)]
     programs = [rank.program(kernel) for kernel in kernels]
     lowered = {}
@@ -133,7 +133,7 @@ def orders_of_lowering(rank):
 
 
 def lowered_by_one_alone(rank):
-    """Lower a call in the last process alone; nobody waits, and what it decided holds for the others."""
+    """Lower a call in the last process only; it does not wait, and its decision holds for the others."""
     kernel = rank.kernel("alone", 20 + rank.index)
     if rank.index == rank.count - 1:
         rank.lower(kernel)
@@ -159,7 +159,7 @@ def overlay_in_all(rank):
 
 
 def overlay_in_one(rank):
-    """Enter an overlay in process 1 alone, which is the last to lower: it raises, and nobody hangs."""
+    """Enter an overlay in process 1 only, the last to lower: it raises, and no process hangs."""
     kernel = rank.kernel("odd_one")
     if rank.index != 1:
         rank.lower(kernel)
@@ -224,10 +224,10 @@ def main():
     rank = Rank(index, count, sys.argv[4])
     for question in QUESTIONS:
         print(json.dumps([question.__name__, question(rank)]), flush=True)
-    if index == 0:  # the service is here, and JAX ends who is without it
+    if index == 0:  # this process runs the service, and JAX ends processes that lose it
         for other in range(1, count):
             rank.outlive(other)
-    os._exit(0)  # without JAX's farewell, which would wait for the process that is gone
+    os._exit(0)  # skip JAX's shutdown, which would wait for a killed process
 
 
 if __name__ == "__main__":

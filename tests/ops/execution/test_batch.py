@@ -37,7 +37,7 @@ def test_a_batch_is_one_call(kernel):
     assert [(inv.batch_sizes, inv.batch_axes) for inv in seen] == [((2,), ((0, None),))]
 
 
-def test_a_batch_gives_what_vmap_gives(kernel):
+def test_a_batch_agrees_with_vmap(kernel):
     got = vmap_with_config(kernel, in_axes=(1, None), out_axes=1)(A, B)
     np.testing.assert_array_equal(got, jax.vmap(jnp.matmul, in_axes=(1, None), out_axes=1)(A, B))
 
@@ -96,13 +96,13 @@ def test_an_axis_name_reaches_collectives_among_devices(kernel):
     np.testing.assert_array_equal(got[0], (parts @ B).sum(0))
 
 
-def test_devices_share_a_configuration_that_is_given(kernel):
+def test_devices_share_a_given_configuration(kernel):
     parts = np.stack([A[0]] * 4)
     got = pmap_with_config(kernel, in_axes=(0, None), cfg=3, devices=jax.devices()[:4])(parts, B)
     np.testing.assert_array_equal(got, 3 * (parts @ B))
 
 
-def test_what_runs_on_a_device_is_the_local_call(kernel):
+def test_a_device_runs_the_local_call(kernel):
     with ops.recording() as seen:
         pmap_with_config(kernel, in_axes=(0, None))(np.stack([A[0]] * 8), B)
     assert [inv.args[0].shape for inv in seen] == [(3, 4)]

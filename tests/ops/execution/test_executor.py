@@ -26,7 +26,7 @@ from ejkernel.ops.registry import recording
 X = np.arange(8, dtype=np.float32)
 
 
-# --- kernels that are called directly ---
+# --- direct calls of kernels ---
 
 
 def test_a_kernel_runs_through_the_default_executor():
@@ -65,7 +65,7 @@ def test_the_environment_decides_whether_the_default_executor_tunes(monkeypatch,
     assert ops.default_executor().chooser.policy.autotune is autotune
 
 
-def test_the_default_executor_can_be_replaced_and_made_anew():
+def test_the_default_executor_can_be_replaced_and_recreated():
     mine = Executor(ConfigSelectorChain())
     ops.set_default_executor(mine)
     replaced = ops.default_executor()
@@ -73,7 +73,7 @@ def test_the_default_executor_can_be_replaced_and_made_anew():
     assert (replaced is mine, ops.default_executor() is mine) == (True, False)
 
 
-def test_an_executor_runs_kernels_alone(executor):
+def test_an_executor_runs_only_kernels(executor):
     with pytest.raises(KernelError, match=r"kernel must be an instance of Kernel, got <class .*Times"):
         executor(Times, X)
 
@@ -82,7 +82,7 @@ def test_an_executor_runs_kernels_alone(executor):
 
 
 class Everything(Kernel[int, Any]):
-    """Gives back what it was given, in a tree."""
+    """Returns its arguments in a tree."""
 
     def run(self, tree, scale=1, *, cfg, activation=None):
         out = jax.tree.map(lambda leaf: leaf * scale, tree)
@@ -103,7 +103,7 @@ def test_containers_of_arrays_go_in_and_come_out(executor, tree):
     np.testing.assert_array_equal(jax.tree.leaves(got), [2 * leaf for leaf in jax.tree.leaves(tree)])
 
 
-def test_containers_of_one_shape_may_differ_in_their_static_parts(executor):
+def test_containers_of_one_shape_may_differ_in_static_fields(executor):
     kernel = Everything()
     got = [executor(kernel, {"x": X, "n": count})["n"] for count in (1, 2, 1.5)]
     assert [float(value) for value in got] == [1.0, 2.0, 1.5]
@@ -136,14 +136,14 @@ class Sign(Kernel[int, jax.Array]):
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_zeros_of_either_sign_are_told_apart_whatever_came_before(executor, cfg):
+def test_signed_zeros_are_distinguished_in_any_order(executor, cfg):
     kernel = Sign()
     options = (2.0, 0.0, -0.0, -2.0, 0.0)
     assert [float(executor(kernel, X[0], option=option, cfg=cfg)) for option in options] == [1, 1, -1, -1, 1]
 
 
 @pytest.mark.parametrize("cfg", [None, 1])
-def test_a_call_that_was_made_before_is_not_traced_again(executor, cfg):
+def test_a_repeated_call_is_not_traced_again(executor, cfg):
     kernel = Sign()
     for option in (2.0, 0.0, -0.0) * 2:
         executor(kernel, X, option=option, cfg=cfg)
@@ -208,7 +208,7 @@ def test_run_on_an_instance_is_used(executor):
     assert executor(kernel, X)[0] == 100
 
 
-def test_a_configuration_that_is_a_dictionary_is_fine(executor):
+def test_a_configuration_may_be_a_dictionary(executor):
     class Dictionary(Kernel[dict, jax.Array]):
         def run(self, x, *, cfg):
             return cfg["scale"] * x
@@ -237,7 +237,7 @@ def test_a_configuration_must_be_hashable_or_data(executor):
         executor(Times(), X, cfg=Neither())
 
 
-def test_a_configuration_that_is_hashable_need_not_be_data(executor):
+def test_a_hashable_configuration_need_not_be_data(executor):
     class Opaque:
         pass
 
@@ -335,7 +335,7 @@ def sharded(mesh):
     return {"method": "shard_map", "mesh": mesh, "in_specs": (SPEC,), "out_specs": SPEC}
 
 
-def test_each_device_runs_its_part(executor, sharded):
+def test_each_device_runs_its_shard(executor, sharded):
     got = executor(Times(), X, **sharded)
     np.testing.assert_array_equal(got, X)
     assert len(got.sharding.device_set) == 8
@@ -388,11 +388,11 @@ def test_a_sharded_call_takes_arrays_by_position(executor, sharded):
         executor(Everything(), tree=X, **sharded)
 
 
-# --- configurations that were saved, and do not run any more ---
+# --- saved configurations that no longer run ---
 
 
 class Rows(Kernel[int, jax.Array]):
-    """Sums by rows, of which there must be a divisor of the length."""
+    """Sums in `cfg` rows, which must divide the length."""
 
     def run(self, x, *, cfg):
         return x.reshape(cfg, -1).sum(0).sum()
@@ -413,6 +413,6 @@ def test_a_saved_configuration_that_does_not_run_is_a_warning_and_the_heuristic_
         assert float(jax.jit(lambda x: executor(kernel, x))(X)) == X.sum()
 
 
-def test_a_configuration_that_was_given_and_does_not_run_is_an_error(executor):
+def test_a_given_configuration_that_does_not_run_is_an_error(executor):
     with pytest.raises(TypeError, match="reshape"):
         executor(Rows("rows"), X, cfg=3)

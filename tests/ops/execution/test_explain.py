@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explanations: which key a call has, what every tier said, and which label it carries."""
+"""Explanations: the key of a call, the answer of every tier, and the label."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.ops.sample_kernels import Times
+from tests.ops.sample_kernels import Applies, Times
 
 from ejkernel import ops
 from ejkernel.modules import flash_attention
@@ -19,14 +18,6 @@ from ejkernel.ops.config.shared.exchange import SharedPlace
 from ejkernel.ops.errors import CacheWarning
 
 X = np.arange(8, dtype=np.float32)
-
-
-class Everything(Kernel[int, Any]):
-    def run(self, x, activation=None, *, cfg):
-        return activation(x)
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def test_an_explanation_reads_like_this(executor):
@@ -50,7 +41,7 @@ def test_an_explanation_reads_like_this(executor):
     ]
 
 
-def test_an_explanation_ends_where_there_is_an_answer(executor):
+def test_an_explanation_ends_at_the_answer(executor):
     explanation = executor.explain(Times(), X, cfg=3)
     assert ([tier.tier for tier in explanation.tiers], explanation.config, explanation.source) == (
         ["override"],
@@ -64,7 +55,7 @@ def test_explaining_remembers_nothing(executor, chain):
     assert len(chain.cache) == 0
 
 
-def test_an_explanation_says_that_there_is_no_answer(executor):
+def test_an_explanation_shows_a_missing_answer(executor):
     class Bare(Kernel[int, jax.Array]):
         def run(self, x, *, cfg):
             return x
@@ -74,8 +65,8 @@ def test_an_explanation_says_that_there_is_no_answer(executor):
     assert str(explanation).splitlines()[-2:] == ["  label      - the call cannot run", "  => no configuration"]
 
 
-def test_an_explanation_says_why_there_is_no_key(executor):
-    explanation = executor.explain(Everything(), X, activation=lambda x: x)
+def test_an_explanation_gives_the_reason_for_a_missing_key(executor):
+    explanation = executor.explain(Applies(), X, function=lambda x: x)
     assert (explanation.key, explanation.label, explanation.label_note) == (None, None, "the call has no key")
     assert "has no name that is the same in every process" in str(explanation).splitlines()[0]
 
@@ -114,7 +105,7 @@ def test_a_function_without_calls_has_no_explanations():
     assert str(default_executor().explain(jnp.sin, jnp.ones(3))) == "no kernel is called"
 
 
-def test_what_is_no_function_is_a_clear_error():
+def test_only_functions_can_be_explained():
     with pytest.raises(ArgumentError, match="target must be a kernel or a function, got 3"):
         default_executor().explain(3)
 
@@ -123,7 +114,7 @@ def test_what_is_no_function_is_a_clear_error():
     ("measured", "says"), [({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"), (None, "saved 20")]
 )
 @pytest.mark.parametrize("place", ["own", "other", "bucket", "memory"])
-def test_an_explanation_says_where_an_answer_is_saved_and_what_was_measured(tmp_path, measured, says, place):
+def test_an_explanation_shows_the_file_and_the_measurements_of_an_answer(tmp_path, measured, says, place):
     own, other, bucket = tmp_path / "own", tmp_path / "other", f"file://{tmp_path}/bucket"
     key = ops.Invocation(kernel=Times(), args=(X,)).key
     cache = PersistentCache(own, layers={"other": [other], "bucket": [bucket]}.get(place, []), shipped=False)

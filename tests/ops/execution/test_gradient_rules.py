@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient rules: what they are given, what they may return, and which configuration they run with."""
+"""Gradient rules: their arguments, valid results, and their configurations."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _random(*shape):
 x, w, X = _random(4, 5), _random(5, 3), _random(6, 4, 5)
 
 
-# What a rule is given, and what it may return
+# --- arguments and results of a rule ---
 
 
 class Recorder(Plain):
-    """Notes what its rule is given, and returns `answer`."""
+    """Records the arguments of its rule, and returns `answer`."""
 
     def __init__(self, output, answer=None):
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_rule_gets_positional_arguments_configuration_and_keywords():
     ],
     ids=["too few", "too many", "not a tuple", "a dict for an array", "a list for an array", "transposed"],
 )
-def test_a_wrong_answer_of_a_rule_says_what_was_wrong(answer, message):
+def test_a_wrong_answer_of_a_rule_is_an_error_with_the_reason(answer, message):
     f, _ = logged(Recorder(jnp.matmul, answer))
     with pytest.raises(GradientError, match=f"(?s)Recorder: .*{message}"):
         jax.grad(squared(f), (0, 1))(x, w)
@@ -124,7 +124,7 @@ def test_a_keyword_only_array_has_no_gradient_in_a_rule():
         jax.grad(lambda s: f(x, factor=s).sum())(np.float32(2))
 
 
-def test_a_keyword_only_array_that_is_not_differentiated_is_no_error():
+def test_an_undifferentiated_keyword_only_array_is_allowed():
     f, _ = logged(ScaledWithRule())
     np.testing.assert_allclose(jax.grad(lambda x: f(x, factor=np.float32(2)).sum())(x), np.full_like(x, 2))
 
@@ -140,7 +140,7 @@ def test_half_of_the_residual_form_is_an_error(hooks, missing):
         jax.grad(squared(f))(x, w)
 
 
-def test_residuals_that_are_missing_are_an_error():
+def test_missing_residuals_are_an_error():
     class OutAlone(WithResiduals):
         def fwd_with_residuals(self, x, w, *, cfg):
             return tanh_matmul(x, w)
@@ -193,7 +193,7 @@ def test_a_rule_may_call_another_kernel(transform):
 
 @pytest.fixture
 def shown():
-    """A kernel whose gradient is 100 more than its configuration, its chain, and the keys of both directions."""
+    """A kernel with 100 plus its configuration as gradient, its chain, and the keys of both directions."""
     f, chooser = logged(ShowsConfig())
     jax.grad(f)(x)
     forward, backward = [inv.key for inv in chooser.asked]
@@ -206,7 +206,7 @@ def test_a_backward_call_runs_with_the_forwards_configuration(shown):
     np.testing.assert_array_equal(jax.grad(functools.partial(Executor(chain), kernel))(x), np.full_like(x, 107))
 
 
-def test_a_backward_call_prefers_a_configuration_of_its_own(shown):
+def test_a_backward_call_prefers_its_own_configuration(shown):
     kernel, chain, forward, backward = shown
     chain.cache.put(forward, 7)
     chain.cache.put(backward, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`autotune(inputs=...)`: what a kernel is measured with, and what is said where that is not what was given."""
+"""`autotune(inputs=...)`: the inputs for measuring, and the messages if they differ from the given ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tuned(kernel, *args, **options):
     return config, [str(warning.message) for warning in caught if issubclass(warning.category, TuningWarning)]
 
 
-def test_whole_numbers_that_are_not_used_are_said_so_and_so_is_what_came_of_it():
+def test_unused_integer_inputs_are_reported_with_the_consequence():
     _, said = tuned(made("silent", needs_whole_sizes), X, SIZES)
     assert "not on the arrays given; sizes (int32) will be zeros and ones. Pass inputs=True" in said[0]
     assert "silent: result 0 is NaN or infinite everywhere" in said[1]
@@ -63,7 +63,7 @@ def test_a_key_of_random_numbers_is_an_input_like_any_other():
     assert tuned(made("noisy", noisy), jax.random.key(0), X)[1] == []
 
 
-def test_floats_alone_are_made_without_a_word():
+def test_only_floats_are_generated_without_a_message():
     assert tuned(made("floats", lambda x, *, rows=1: x.reshape(rows, -1).sum()), X)[1] == []
 
 
@@ -72,7 +72,7 @@ def test_inputs_are_as_the_call_s_arrays_are():
         tuned(made("shapes", needs_whole_sizes), X, SIZES, inputs=(X[:4], SIZES))
 
 
-def test_candidates_that_are_all_nan_come_with_what_to_do():
+def test_all_nan_candidates_are_reported_with_the_fix():
     def plain(x):
         return x.sum()
 
@@ -90,6 +90,6 @@ def test_candidates_that_are_all_nan_come_with_what_to_do():
     ],
     ids=["number", "types", "function"],
 )
-def test_what_cannot_be_inputs_is_refused(target, args, inputs, message):
+def test_invalid_inputs_are_refused(target, args, inputs, message):
     with pytest.raises(ArgumentError, match=message):
         autotune(target, *args, inputs=inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning apart from running: of lowered programs, of what was recorded, of functions - and what the next run finds."""
+"""Tuning apart from running: lowered programs, recorded calls and functions; and the configurations of the next run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cube(Square):
 
 
 class FakeTuner:
-    """Finds 7 for everything, and notes what it was asked to tune; `fails` names operations it finds nothing for."""
+    """Finds 7 for every call, and records the calls; for operations in `fails` it raises."""
 
     def __init__(self, fails=()):
         self.fails, self.asked = fails, []
@@ -100,7 +100,7 @@ def test_forward_and_backward_of_a_program_are_tuned(chain, executor, kernel):
     assert [(entry.op_id_v, entry.cfg) for entry in result.entries] == [("Square@v0", 7), ("Square.bwd@v0", 7)]
 
 
-def test_forwards_are_tuned_before_what_is_derived_of_them(chain, executor, kernel):
+def test_forwards_are_tuned_before_their_backward_calls(chain, executor, kernel):
     with recording():
         lowered = jax.jit(jax.value_and_grad(loss_of(executor, kernel, Cube()))).lower(X)
     ops.autotune_lowered(chain, lowered)
@@ -126,7 +126,7 @@ def test_labels_under_another_prefix_are_found(chain, kernel):
     assert len(ops.autotune_lowered(chain, lowered)) == 1
 
 
-def test_calls_that_were_not_recorded_are_a_warning_that_says_how_to_record(chain, executor, kernel):
+def test_unrecorded_calls_are_a_warning_that_explains_recording(chain, executor, kernel):
     lowered = jax.jit(loss_of(executor, kernel)).lower(X)
     (label,) = ops.find_labels_in_lowered(lowered)
     text = (
@@ -137,7 +137,7 @@ def test_calls_that_were_not_recorded_are_a_warning_that_says_how_to_record(chai
         assert len(ops.autotune_lowered(chain, lowered)) == 0
 
 
-def test_calls_that_were_recorded_for_another_platform_are_a_warning_that_names_it(chain, executor, kernel):
+def test_calls_recorded_for_another_platform_are_a_warning_with_its_name(chain, executor, kernel):
     with recording():
         lowered = jax.jit(loss_of(executor, kernel)).trace(X).lower(lowering_platforms=("tpu",))
     text = r"1 of 1 labelled calls were not recorded for cpu:.*, only for tpu:unknown, so they are not tuned"
@@ -145,7 +145,7 @@ def test_calls_that_were_recorded_for_another_platform_are_a_warning_that_names_
         assert len(ops.autotune_lowered(chain, lowered)) == 0
 
 
-def test_what_was_recorded_is_tuned_even_if_the_rest_was_not(chain, executor, kernel):
+def test_recorded_calls_are_tuned_even_if_others_were_not_recorded(chain, executor, kernel):
     lowered = jax.jit(loss_of(executor, kernel, Cube())).lower(X)
     record_invocation(kernel, Invocation(kernel=kernel, args=(X,)))
     with pytest.warns(OfflineWarning, match="1 of 2 labelled calls were not recorded"):
@@ -177,13 +177,13 @@ def test_a_decorated_function_is_no_call_to_tune(chain):
     assert len(ops.autotune_lowered(chain, lowered)) == 0
 
 
-def test_a_label_in_a_text_names_only_what_was_recorded_here(chain):
+def test_a_label_in_a_text_names_only_calls_recorded_here(chain):
     text = '"ejkernel_ops#os.system@v0:0123456789abcdef" = 1'
     with pytest.warns(OfflineWarning, match="1 of 1"):
         assert len(ops.autotune_lowered(chain, text)) == 0
 
 
-def test_what_is_found_is_remembered_and_written(chain, executor, kernel):
+def test_results_are_kept_in_memory_and_written(chain, executor, kernel):
     with recording():
         lowered = jax.jit(loss_of(executor, kernel)).lower(X)
     ops.autotune_lowered(chain, lowered)
@@ -193,7 +193,7 @@ def test_what_is_found_is_remembered_and_written(chain, executor, kernel):
     assert stored.measured == {"candidates": 1, "space": space_digest(kernel, Invocation(kernel=kernel, args=(X,)))}
 
 
-def test_what_is_found_is_not_written_if_it_is_not_to_persist(chain, executor, kernel):
+def test_results_are_not_written_without_persistence(chain, executor, kernel):
     chain.persist_autotune = False
     with recording():
         lowered = jax.jit(loss_of(executor, kernel)).lower(X)
@@ -210,7 +210,7 @@ def test_a_call_that_cannot_be_tuned_is_a_warning_and_has_no_entry(chain, execut
     assert [entry.op_id_v for entry in result.entries] == ["Cube@v0"]
 
 
-def test_the_result_applies_to_functions_that_are_already_compiled(executor, chain):
+def test_the_result_applies_to_compiled_functions(executor, chain):
     class Telling(Square):
         """A result tells its configuration."""
 
@@ -227,10 +227,10 @@ def test_the_result_applies_to_functions_that_are_already_compiled(executor, cha
     assert (before, inside, function(X)) == (X.sum(), 7 * X.sum(), X.sum())
 
 
-# --- what was recorded ---
+# --- recorded calls ---
 
 
-def test_everything_that_was_recorded_here_is_tuned(chain, executor, kernel):
+def test_all_recorded_calls_are_tuned(chain, executor, kernel):
     with recording():
         executor(kernel, X)
         executor(Cube(), X)
@@ -274,7 +274,7 @@ def test_a_function_without_calls_is_a_warning():
         assert ops.autotune(jnp.sin, jnp.ones(3)).entries == ()
 
 
-def test_a_chooser_that_is_no_chain_cannot_be_tuned():
+def test_only_a_chain_can_be_tuned():
     class Always:
         def choose(self, inv, kernel):
             return 1
@@ -294,7 +294,7 @@ def test_a_functions_calls_are_discovered_without_running_it(kernel):
     assert [inv.op_id for inv in found] == ["Square", "Square.bwd"]
 
 
-def test_a_jitted_function_is_discovered_as_it_is(kernel):
+def test_a_jitted_function_is_discovered_directly(kernel):
     function = jax.jit(lambda x, power: kernel(x) ** power, static_argnums=1)
     assert [inv.op_id for inv in discover(function, X, 2)] == ["Square"]
 
@@ -317,7 +317,7 @@ def test_autotune_tunes_every_kernel_of_a_function(chain, executor, kernel):
     assert len(chain.persistent.keys()) == 4
 
 
-def test_candidates_are_for_a_kernel_alone():
+def test_candidates_are_only_for_kernels():
     with pytest.raises(
         ArgumentError, match="configs= needs a Kernel as target; the kernels in a function have their own"
     ):
@@ -330,7 +330,7 @@ def test_autotune_needs_a_positive_number_of_samples(kernel, options):
         ops.autotune(kernel, X, **options)
 
 
-def test_autotune_of_a_kernel_measures_what_it_is_told_to(kernel, monkeypatch):
+def test_autotune_of_a_kernel_measures_the_given_candidates(kernel, monkeypatch):
     seen = {}
 
     class Watched(Autotuner):
@@ -354,7 +354,7 @@ def test_autotune_of_a_kernel_prepares_its_arguments(chain, executor):
     assert chain.persistent.keys() == [Invocation(kernel=kernel, args=(X.reshape(-1),)).key]
 
 
-def test_autotune_of_a_kernel_remembers_what_it_found(chain, executor, kernel):
+def test_autotune_of_a_kernel_keeps_its_result(chain, executor, kernel):
     ops.set_default_executor(executor)
     best = ops.autotune(kernel, X, num_iters=1)
     key = Invocation(kernel=kernel, args=(X,)).key
@@ -364,7 +364,7 @@ def test_autotune_of_a_kernel_remembers_what_it_found(chain, executor, kernel):
 # --- reports ---
 
 
-def test_progress_is_told_call_by_call_and_a_failed_search_is_a_warning(chain, kernel):
+def test_progress_is_reported_by_call_and_a_failed_search_is_a_warning(chain, kernel):
     chain.tuner, steps = FakeTuner(fails=("Cube",)), []
     calls = [Invocation(kernel=kernel, args=(X,)), Invocation(kernel=Cube(), args=(X,))]
     with pytest.warns(TuningWarning, match="Cube"):
@@ -423,7 +423,7 @@ print(json.dumps([value, ops.default_executor().explain(kernel, x).source, *inv.
 
 
 @pytest.mark.slow
-def test_the_next_process_starts_with_what_was_tuned_and_tunes_nothing(tmp_path):
+def test_the_next_process_starts_tuned_and_tunes_nothing(tmp_path):
     inv = Invocation(op_id="Telling", args=(np.ones((2, 3), np.float32),))
     PersistentCache(tmp_path).put(inv.key, 7)
     env = {**os.environ, "EJKERNEL_CACHE_DIR": str(tmp_path), "EJKERNEL_AUTOTUNE": "1"}

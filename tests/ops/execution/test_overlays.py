@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlays, results and policies against code that is already compiled: in force inside, gone outside, cheap again."""
+"""Overlays, results and policies over compiled code: in force inside, gone outside, and cheap when repeated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIR = np.ones(2, np.float32)
 
 
 class CountingChain(ConfigSelectorChain):
-    """Counts what it resolves."""
+    """Counts its resolutions."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -78,7 +78,7 @@ def looped(f):
     return lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (0, x))[1]
 
 
-# Programs of a scalar whose result is the configuration; 100 more for the gradients.
+# Programs of a scalar that return the configuration, plus 100 for gradients.
 PROGRAMS = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -150,7 +150,7 @@ def test_returning_to_a_block_or_out_of_it_resolves_nothing_again(program, kerne
 
 
 @pytest.mark.parametrize("program", ["eager", "jit", "jit(scan)", "vmap(jit)", "jit(vmap)", "jit(grad)", "eager grad"])
-def test_threads_have_overlays_of_their_own(program, kernel, f):
+def test_threads_have_separate_overlays(program, kernel, f):
     function = PROGRAMS[program](f)
     together = threading.Barrier(4, timeout=60)
 
@@ -180,7 +180,7 @@ def test_a_compiled_executable_keeps_the_configuration_that_it_was_lowered_with(
         assert shown(compiled) == 0
 
 
-def test_what_is_lowered_inside_and_compiled_outside_keeps_the_inside(kernel, f):
+def test_a_program_lowered_inside_and_compiled_outside_keeps_the_overlay(kernel, f):
     with as_overlay(kernel, 7):
         lowered = jax.jit(f).lower(ONE)
     assert shown(lowered.compile()) == 7
@@ -192,7 +192,7 @@ def test_a_pullback_belongs_to_the_overlay_of_its_forward(kernel, f):
     assert (int(value), int(pull(ONE)[0])) == (7, 107)
 
 
-# What an overlay is made of
+# --- content of an overlay ---
 
 
 def test_an_explicit_configuration_wins_over_an_overlay(kernel, f):
@@ -200,7 +200,7 @@ def test_an_explicit_configuration_wins_over_an_overlay(kernel, f):
         assert int(f(ONE, cfg=5)) == 5
 
 
-def test_an_inner_overlay_hides_only_what_it_holds(kernel, f):
+def test_an_inner_overlay_hides_only_its_own_calls(kernel, f):
     other = ShowsConfig("other")
     g = functools.partial(f.func, other)
     with as_overlay(kernel, 7), as_overlay(other, 8):
@@ -373,7 +373,7 @@ def test_clearing_memory_reaches_eager_calls(kernel, chain, f):
     assert (before, shown(f)) == (3, 0)
 
 
-def test_a_plan_that_was_made_while_memory_changed_is_not_kept(kernel, chain):
+def test_a_plan_made_during_a_change_of_memory_is_not_kept(kernel, chain):
     class ChangesMemory(ShowsConfig):
         def run(self, x, *, cfg):
             if cfg == 1:  # lowering, and resolved already
@@ -419,7 +419,7 @@ def test_two_kernels_of_one_name_in_one_program_run_apart():
     assert float(jax.jit(lambda x: executor(ten, executor(one, executor(one, x))))(jnp.zeros(()))) == 12
 
 
-def test_two_executors_do_not_share_what_they_compiled(kernel):
+def test_two_executors_do_not_share_compiled_programs(kernel):
     chains = [ConfigSelectorChain(), ConfigSelectorChain()]
     chains[1].cache.put(keys_of(kernel)[0], 4)
     assert [shown(functools.partial(Executor(chain), kernel)) for chain in chains] == [0, 4]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are found in a program's text, and tuned from it."""
+"""Calls found in a program's text, and tuned from it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.ops.sample_kernels import WithResiduals
+from tests.ops.sample_kernels import Applies, WithResiduals
 
 from ejkernel import ops
-from ejkernel.ops import ConfigSelectorChain, Kernel, OfflineWarning, autotune_lowered, label, recording
+from ejkernel.ops import ConfigSelectorChain, OfflineWarning, autotune_lowered, label, recording
 from ejkernel.ops.execution.discovery import calls_in_text
 
 X, W = jnp.ones((4, 4)), jnp.ones((4, 4))
 KERNEL = WithResiduals("in_texts")
 
 
-class WithFunction(Kernel[int, jax.Array]):
-    def run(self, x, activation, *, cfg):
-        return activation(x)
-
-    def heuristic_cfg(self, inv):
-        return 0
-
-
-WITH_FUNCTION = WithFunction("with_function")
+WITH_FUNCTION = Applies("with_function")
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ def test_a_text_is_tuned_without_a_recording(stamped):
 
 
 def test_a_call_is_tuned_with_its_own_precision(stamped):
-    """Not with what is in force where the tuning is started."""
+    """It does not use the settings of the tuning process."""
     seen = []
 
     class Watched(WithResiduals):
@@ -79,7 +71,7 @@ def test_labels_without_descriptions_are_counted_apart(monkeypatch):
     assert (len(program.calls), len(program.bare), program.labels) == (0, 2, 2)
 
 
-def test_what_cannot_be_rebuilt_is_one_warning_a_reason(stamped):
+def test_calls_that_cannot_be_rebuilt_are_one_warning_per_reason(stamped):
     text = jax.jit(lambda x: WITH_FUNCTION(x, functools.partial(jax.nn.gelu, approximate=False))).lower(X).as_text()
     texts = [text.replace("with_function@v0", name) for name in ("absent@v0", "absent.two@v0", "with_function@v9")]
     program = calls_in_text("\n".join([text, *texts]))
@@ -90,7 +82,7 @@ def test_what_cannot_be_rebuilt_is_one_warning_a_reason(stamped):
     assert len(caught) == 3
 
 
-def test_a_function_that_nobody_registered_is_refused(stamped):
+def test_an_unregistered_function_is_refused(stamped):
     text = jax.jit(lambda x: WITH_FUNCTION(x, jnp.tanh)).lower(X).as_text().replace("jax.numpy.tanh", "os.path.join")
     (reason,) = calls_in_text(text).why_refused()
     assert "'os.path.join' may not be named here" in reason

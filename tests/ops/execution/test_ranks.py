@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run one program: two and four of them, on this machine's loopback, and what each of them found."""
+"""Processes that run one program: two and four of them, on this machine's loopback, and their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def free_port():
 
 
 def launched(count, folder):
-    """Return what each process of one launch found, question by question."""
+    """Return the answers of each process of one launch, by question."""
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -44,7 +44,7 @@ def launched(count, folder):
             process.kill()
     statuses = [process.returncode for process in processes]
     assert statuses == [*[0] * (count - 1), -signal.SIGKILL], "\n".join(errors for _, errors in outputs)
-    # what Gloo says stands between the lines
+    # Gloo prints between the lines
     return [dict(map(json.loads, (line for line in said.splitlines() if line.startswith('["')))) for said, _ in outputs]
 
 
@@ -57,7 +57,7 @@ def answers(ranks, question):
     return [found[question] for found in ranks]
 
 
-def test_all_run_the_configuration_of_one_of_them_whatever_their_caches_hold(ranks):
+def test_all_processes_run_one_configuration_despite_different_caches(ranks):
     for where in ("", "_under_shard_map", "_of_a_call_that_is_split"):
         question = f"differing_caches{where}"
         first, *others = answers(ranks, question)
@@ -65,13 +65,13 @@ def test_all_run_the_configuration_of_one_of_them_whatever_their_caches_hold(ran
         assert others == [first] * len(others)
 
 
-def test_the_order_in_which_calls_are_lowered_does_not_matter(ranks):
+def test_the_order_of_lowering_does_not_matter(ranks):
     first, *others = answers(ranks, "orders_of_lowering")
     assert [int(config) // 100 for config in first] == [0, 1, 2, 3, 4, 5]
     assert others == [first] * len(others)
 
 
-def test_what_one_process_lowers_alone_holds_for_the_others(ranks):
+def test_a_decision_of_one_process_holds_for_the_others(ranks):
     assert answers(ranks, "lowered_by_one_alone") == [20 + len(ranks) - 1] * len(ranks)
 
 
@@ -83,7 +83,7 @@ def test_an_overlay_that_all_enter_is_in_force_in_all(ranks):
     assert answers(ranks, "overlay_in_all") == [[True, 3, 4]] * len(ranks)
 
 
-def test_an_overlay_that_one_enters_is_an_error_there(ranks):
+def test_an_overlay_in_one_process_is_an_error_there(ranks):
     others = answers(ranks, "overlay_in_one")
     error = others.pop(1)
     assert others == ["lowered"] * len(others)
@@ -91,7 +91,7 @@ def test_an_overlay_that_one_enters_is_an_error_there(ranks):
     assert "1 (from no overlay), but process 1 would use 5 (from overlay " in error
 
 
-def test_what_is_decided_outlives_a_change_of_the_caches(ranks):
+def test_a_decision_outlives_a_change_of_the_caches(ranks):
     assert answers(ranks, "retuned") == [[50, 50]] * len(ranks)
 
 
@@ -101,7 +101,7 @@ def test_digests_of_processes_that_ran_the_same_are_equal(ranks):
     assert others == [first] * len(others)
 
 
-def test_nobody_waits_for_a_process_that_is_gone(ranks):
+def test_processes_do_not_wait_for_a_dead_one(ranks):
     first, *others = [found["after_a_death"] for found in ranks[:-1]]
     assert len(first) == 3
     assert others == [first] * len(others)

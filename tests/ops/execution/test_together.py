@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
-from ejkernel.ops import AutotunePolicy, autotune, default_executor, policy_override, tune
+from ejkernel.ops import autotune, default_executor, policy_override, tune
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.errors import ArgumentError
 
@@ -37,7 +37,7 @@ def times(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "rows"), [(None, 2), ([1, 1], 2), ([1, 3], 4)])
-def test_calls_share_the_configuration_that_is_the_best_over_all(kernel, times, weights, rows):
+def test_calls_share_the_configuration_with_the_best_mean(kernel, times, weights, rows):
     assert autotune(kernel, calls=[(SHORT,), (LONG,)], weights=weights) == {"rows": rows}
     for x in (SHORT, LONG):
         answer = default_executor().explain(kernel, x)
@@ -64,7 +64,7 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
 
     monkeypatch.setattr(timing, "Runner", Seen)
     ones, twos = np.ones(16, np.float32), np.full(48, 2.0, np.float32)
-    with policy_override(AutotunePolicy(cold_cache=False)):
+    with policy_override(cold_cache=False):
         autotune(kernel, calls=[(ones,), (twos,)], inputs=True, num_iters=1, num_warmup=0)
     assert {values[0] for values in seen} == {1.0, 2.0}
 
@@ -91,7 +91,7 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
         ((), {"calls": [(SHORT,)], "inputs": (1,)}, "inputs must be True or left out if calls are given"),
     ],
 )
-def test_what_does_not_go_together_is_an_error_that_names_it(kernel, args, options, message):
+def test_arguments_that_conflict_are_an_error_with_their_names(kernel, args, options, message):
     with pytest.raises(ArgumentError, match=message):
         autotune(kernel, *args, **options)
 

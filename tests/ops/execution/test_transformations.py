@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels under JAX's transformations: results as of the plain function, and only what runs is resolved."""
+"""Kernels under JAX's transformations: results equal the plain function's, and only executed calls are resolved."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ def outcome_of(program, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_transformed_kernel_gives_what_the_plain_function_gives(program, kernel):
+def test_a_transformed_kernel_agrees_with_the_plain_function(program, kernel):
     expected, (actual, _) = expected_of(program), outcome_of(program, kernel)
     assert_trees_close(actual, expected)
 
 
-# What each program resolves, in any order: the suffix of the operation, and the batch sizes from the outermost in.
+# The resolved calls of each program, in any order: suffix of the operation, and batch sizes from the outermost in.
 RESOLVED = {
     "f": [("", ())],
     "vmap": [("", (6,))],
@@ -201,7 +201,7 @@ RESOLVED = {
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", RESOLVED)
-def test_only_what_runs_is_resolved_once_and_with_every_batch_size(program, kernel):
+def test_only_executed_calls_are_resolved_once_with_every_batch_size(program, kernel):
     _, calls = outcome_of(program, kernel)
     assert calls == [(kernel.name + suffix, sizes) for suffix, sizes in RESOLVED[program]]
 
@@ -251,13 +251,13 @@ def test_looking_at_a_program_resolves_nothing(look):
 
 
 @pytest.mark.parametrize("kernel", KERNELS[:2], ids=lambda kernel: kernel.name)
-def test_a_primal_whose_value_is_not_used_is_not_resolved(kernel):
+def test_a_primal_with_an_unused_value_is_not_resolved(kernel):
     f, chooser = logged(kernel)
     jax.jit(jax.grad(lambda x, w: f(x, w).sum())).lower(x, w)
     assert [(f"{kernel.name}.bwd", ())] == chooser.calls
 
 
-def test_a_call_whose_result_is_dropped_is_not_resolved():
+def test_a_call_with_an_unused_result_is_not_resolved():
     f, chooser = logged(KERNELS[0])
     jax.jit(lambda x, w: (f(x, w), x)[1]).lower(x, w)
     assert chooser.calls == []
@@ -270,7 +270,7 @@ def test_an_eager_call_is_resolved_once_however_often_it_runs():
     assert chooser.calls == [("plain", ())]
 
 
-def test_traced_and_hand_made_invocations_of_a_batched_call_have_one_key():
+def test_traced_and_manual_invocations_of_a_batched_call_have_one_key():
     f, chooser = logged(KERNELS[0])
     jax.vmap(f, ROWS)(X, w)
     by_hand = Invocation(kernel=KERNELS[0], args=(x, w), batch_axes=(0, None), batch_sizes=(6,))
@@ -297,7 +297,7 @@ class PerPlatform(Kernel[int, jax.Array]):
     ],
     ids="+".join,
 )
-def test_the_platform_is_the_one_that_the_program_is_lowered_for(platforms, resolved, operations):
+def test_the_platform_is_the_program_s(platforms, resolved, operations):
     f, chooser = logged(PerPlatform())
     text = jax.jit(f).trace(x).lower(lowering_platforms=platforms).as_text()
     assert resolved == sorted(inv.platform for inv in chooser.asked)
@@ -374,7 +374,7 @@ def test_a_key_does_not_depend_on_how_an_axis_is_counted():
     assert len({inv.key for inv in chooser.asked}) == 1
 
 
-def test_a_device_has_a_key_of_its_own():
+def test_a_device_has_a_separate_key():
     f, chooser = logged(PerPlatform())
     jax.jit(f).trace(x).lower(lowering_platforms=("cpu", "cuda"))
     here, there = sorted((inv.key for inv in chooser.asked), key=lambda key: key.device)

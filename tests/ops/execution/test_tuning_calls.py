@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches under every transformation: what is open around them, what is tuned, and on which inputs."""
+"""Searches under every transformation: the surrounding trace, the tuned calls, and their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from tests.ops.sample_kernels import told_apart
+from tests.ops.sample_kernels import Searched, told_apart
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -28,23 +28,6 @@ pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 4
-
-
-class Double(Kernel[int, jax.Array]):
-    """`x + x` with the heuristic 1."""
-
-    def __init__(self, space=(1, 2, 3)):
-        super().__init__("Double")
-        self.space = space
-
-    def run(self, x, *, cfg):
-        return told_apart(x + x, cfg)
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-    def config_space(self, inv):
-        return list(self.space)
 
 
 def tune(kernel, *args):
@@ -63,7 +46,7 @@ def fates(tuned):
 
 
 def test_real_times_are_positive():
-    tuned = tune(Double())
+    tuned = tune(Searched())
     assert all(outcome.measurement.median > 0 and outcome.compile_seconds > 0 for outcome in tuned.outcomes)
 
 
@@ -100,9 +83,9 @@ def under(context, call):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_call_is_tuned_whatever_is_open_around_it(situation):
+def test_a_call_is_tuned_inside_any_trace(situation):
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner(rounds=1))
-    executor, kernel = Executor(chain), Double(space=(1, 2))
+    executor, kernel = Executor(chain), Searched(space=(1, 2))
     jax.block_until_ready(SITUATIONS[situation](lambda x: executor(kernel, x)))
     sources = {chain.cache.remembered(key).source for key in keys_in(chain)}
     assert sources == {"autotune"}
@@ -110,7 +93,7 @@ def test_a_call_is_tuned_whatever_is_open_around_it(situation):
 
 def test_several_threads_tune_different_calls_at_once():
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner(rounds=1))
-    executor, kernel, start = Executor(chain), Double(space=(1, 2)), threading.Barrier(4, timeout=30)
+    executor, kernel, start = Executor(chain), Searched(space=(1, 2)), threading.Barrier(4, timeout=30)
 
     def work(size):
         start.wait()
@@ -124,11 +107,11 @@ def test_several_threads_tune_different_calls_at_once():
     assert len(chain.cache) == 4
 
 
-def test_a_candidate_may_call_a_kernel_that_is_tuned_in_turn():
+def test_a_candidate_may_call_a_kernel_that_needs_tuning_too():
     chain = ConfigSelectorChain(autotune=True, tuner=Autotuner(rounds=1))
-    executor, inner = Executor(chain), Double(space=(1, 2))
+    executor, inner = Executor(chain), Searched(space=(1, 2))
 
-    class Outer(Double):
+    class Outer(Searched):
         def __init__(self):
             super().__init__(space=(1, 2))
             self._name = "Outer"
@@ -144,8 +127,8 @@ def test_a_candidate_may_call_a_kernel_that_is_tuned_in_turn():
 
 
 def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_it():
-    """One thread tunes a call whose candidate makes a second call, which another thread is about to tune."""
-    kernel = Double()
+    """One thread tunes a call with a candidate that makes a second call; another thread tunes the second call."""
+    kernel = Searched()
     first, second = (Invocation(kernel=kernel, args=(np.ones(size, np.float32),)) for size in (1, 2))
     first_is_measured, second_has_its_lock = threading.Event(), threading.Event()
 
@@ -177,7 +160,7 @@ def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_i
 def test_precision_and_64_bit_mode_hold_for_the_candidates():
     seen = []
 
-    class Witness(Double):
+    class Witness(Searched):
         def run(self, x, *, cfg):
             seen.append((str(jax.config.jax_default_matmul_precision), jax.config.jax_enable_x64, x.dtype))
             return told_apart(x + x, cfg)
@@ -189,15 +172,15 @@ def test_precision_and_64_bit_mode_hold_for_the_candidates():
 
 def test_candidates_are_not_recorded_or_stamped():
     with recording() as seen:
-        tune(Double())
+        tune(Searched())
     assert seen == []
 
 
-# --- what is tuned: batched and derived calls, and their inputs ---
+# --- tuned calls: batched and backward calls, and their inputs ---
 
 
 class Square(Kernel[int, jax.Array]):
-    """`x * x` whose `vjp` fails unless the residuals belong to the arguments."""
+    """`x * x`; its `vjp` fails unless the residuals belong to the arguments."""
 
     def __init__(self):
         super().__init__()
@@ -304,7 +287,7 @@ def test_hooks_see_the_direction_and_the_arguments_of_the_forward():
 def test_a_kernel_makes_its_own_example_inputs():
     seen = []
 
-    class Sized(Double):
+    class Sized(Searched):
         def run(self, x, *, cfg):
             return jax.pure_callback(lambda x: seen.append(np.asarray(x).tolist()) or x, x, x)
 
@@ -318,7 +301,7 @@ def test_a_kernel_makes_its_own_example_inputs():
 def test_own_example_inputs_are_made_for_each_element_of_a_batch():
     made = []
 
-    class Sized(Double):
+    class Sized(Searched):
         def example_inputs(self, inv, rng):
             made.append(inv.args[0].shape)
             return (np.full(inv.args[0].shape, float(len(made)), np.float32),), {}
@@ -330,7 +313,7 @@ def test_own_example_inputs_are_made_for_each_element_of_a_batch():
 
 
 def test_own_example_inputs_must_fit_the_signature():
-    class Misfit(Double):
+    class Misfit(Searched):
         def example_inputs(self, inv, rng):
             return (np.ones(3, np.float32),), {}
 
@@ -342,7 +325,7 @@ def test_own_example_inputs_must_fit_the_signature():
     "dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64", "float8_e4m3fn", "key"]
 )
 def test_inputs_of_every_dtype_are_made(dtype):
-    class Same(Double):
+    class Same(Searched):
         def run(self, x, *, cfg):
             return told_apart(jnp.flip(x), cfg)
 
@@ -350,10 +333,10 @@ def test_inputs_of_every_dtype_are_made(dtype):
     assert tune(Same(space=(1, 2)), like).outcomes[1].status == "measured"
 
 
-def test_inputs_depend_on_the_seed_alone():
+def test_inputs_depend_only_on_the_seed():
     seen = []
 
-    class Witness(Double):
+    class Witness(Searched):
         def run(self, x, *, cfg):
             return jax.pure_callback(lambda x: seen.append(np.asarray(x).tobytes()) or x, x, x)
 
@@ -375,8 +358,8 @@ def test_static_arguments_reach_the_candidates():
     assert {status for status, _ in fates(Autotuner(rounds=1).tune(inv, kernel)).values()} == {"measured"}
 
 
-def test_a_bad_example_is_told_from_a_bad_candidate():
-    class Broken(Double):
+def test_bad_examples_and_bad_candidates_are_distinguished():
+    class Broken(Searched):
         def example_inputs(self, inv, rng):
             raise KernelError("cannot be made")
 
@@ -387,7 +370,7 @@ def test_a_bad_example_is_told_from_a_bad_candidate():
 def test_the_arrays_of_a_caller_are_not_kept(collect):
     array = np.ones(16, np.float32)
     alive = weakref.ref(array)
-    tuned = tune(Double(), array)
+    tuned = tune(Searched(), array)
     del array
     collect()
     assert (alive(), len(tuned.outcomes)) == (None, 3)

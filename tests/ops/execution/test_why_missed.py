@@ -45,12 +45,12 @@ def why(store, *args, kernel=SCALE, **kwargs):
     return why_no_entry(store, inv, inv.key)
 
 
-def test_an_operation_that_was_never_tuned_has_no_entry(store):
+def test_an_untuned_operation_has_no_entry(store):
     put(store, X, kernel=Scale("scaled"))
     assert why(store, X) == "no entry"
 
 
-def test_the_nearest_call_and_what_differs_are_told(store):
+def test_the_nearest_call_and_its_differences_are_shown(store):
     put(store, jnp.ones((4, 4096)))
     put(store, jnp.ones((4, 16)))
     put(store, jnp.ones((9, 9)))
@@ -67,7 +67,7 @@ def test_the_nearest_call_and_what_differs_are_told(store):
         ((X.astype(jnp.int8), 2.0), {"mode": "b"}, "args[0] i8[4,8] instead of f32[4,8], args[1] 2.0 instead of"),
     ],
 )
-def test_differences_are_told_by_argument(store, args, kwargs, told):
+def test_differences_are_listed_by_argument(store, args, kwargs, told):
     put(store, *args, **kwargs)
     assert told in why(store, X)
 
@@ -82,7 +82,7 @@ def test_many_differences_are_counted(store):
     assert why(store, X, options=[1] * 9).endswith(", and 6 more")
 
 
-def test_transformations_and_precision_are_told(store):
+def test_transformations_and_precision_are_shown(store):
     put(store, X)
     inv = Invocation(kernel=SCALE, args=(X,), batch_axes=((0,),), batch_sizes=(3,), precision="highest")
     text = why_no_entry(store, inv, inv.key)
@@ -90,20 +90,20 @@ def test_transformations_and_precision_are_told(store):
     assert 'precision not given instead of "highest"' in text
 
 
-def test_another_device_is_told(store):
+def test_another_device_is_reported(store):
     put(store, X, device="gpu:nvidia_h100")
     assert why(store, X) == "no entry; this call was tuned on gpu:nvidia_h100"
     assert why(store, X[:2]) == "no entry; other calls of the operation were tuned on gpu:nvidia_h100"
 
 
-def test_another_version_is_told(store):
+def test_another_version_is_reported(store):
     put(store, X)
     newer = Scale2("scale")
     assert why(store, X, kernel=newer) == "no entry; this call was tuned as version 0"
     assert why(store, X[:2], kernel=newer) == "no entry; other calls of the operation were tuned as version 0"
 
 
-def test_an_entry_that_cannot_be_used_is_told(store):
+def test_an_unusable_entry_is_reported(store):
     put(store, X)
     next(store.path.rglob("*.json")).write_text("{")
     assert "there is an entry that cannot be used: " in why(store, X)

@@ -25,7 +25,7 @@ def test_fields_are_given_by_name_and_default_to_none(cls):
 @both
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("value", [0, -1, 64.0, True, "64"])
-def test_a_value_that_is_no_positive_integer_is_an_error_with_its_name(cls, name, value):
+def test_a_value_must_be_a_positive_integer(cls, name, value):
     with pytest.raises(ConfigError) as caught:
         cls(**{name: value})
     assert f"{name} must be a positive integer or None, got {value!r}." == str(caught.value)

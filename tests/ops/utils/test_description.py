@@ -229,7 +229,7 @@ def test_unregistered_attributes_of_a_module_are_not_found():
     assert callable(given)
 
 
-def test_what_wraps_files_among_jaxs_functions_is_known_by_its_parameters():
+def test_jaxs_functions_that_wrap_files_are_known_by_their_parameters():
     """A new function of that kind in a newer JAX must be refused too."""
     found = set()
     for module in (jnp, jax.nn, jax.lax, jax.scipy.special):
@@ -264,7 +264,7 @@ def test_a_modules_getattr_does_not_run(monkeypatch):
         undescribe({"name": f"{__name__}.absent"}, HERE)
 
 
-def test_a_type_that_was_not_registered_is_refused():
+def test_an_unregistered_type_is_refused():
     with pytest.raises(DescriptionError, match=r"test_description.Options' may not be named here"):
         again(Options(), Names())
 
@@ -309,7 +309,7 @@ def test_bad_data_are_refused_with_a_reason(data, reason):
 
 @pytest.mark.parametrize("cls", [Batch, Box, collections.OrderedDict, collections.defaultdict], ids=name_of)
 @pytest.mark.parametrize("children", [[], [1], [1, 2, 3], [None] * 1000], ids=len)
-def test_a_node_of_any_parts_is_a_value_or_a_refusal(cls, children):
+def test_a_node_of_any_content_is_a_value_or_refused(cls, children):
     """Jaxlib itself reads beyond the end of too few."""
     for aux in (None, [], 3, "s", ["a", "b"], ["eval"], {"list": [1]}, {"map": [["mode", 1]]}, "s" * 1000):
         with contextlib.suppress(DescriptionError):

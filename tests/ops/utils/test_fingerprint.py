@@ -64,7 +64,7 @@ def test_a_device_has_a_name_for_dispatch(monkeypatch, kind, platform):
     assert (device_kind(), get_device_platform()) == (platform_kind(kind), platform)
 
 
-def test_the_default_device_is_the_one_in_force():
+def test_the_default_device_is_used():
     with jax.default_device(jax.devices()[5]):
         assert default_device() == jax.devices()[5]
 
@@ -74,11 +74,11 @@ def test_the_default_device_may_be_given_by_platform():
         assert default_device() == jax.local_devices(backend="cpu")[0]
 
 
-def test_a_platform_that_is_here_has_its_devices_name():
+def test_a_present_platform_has_its_devices_name():
     assert platform_fingerprint("cpu") == device_fingerprint(jax.devices("cpu")[0])
 
 
-def test_a_platform_that_is_not_here_is_unknown():
+def test_an_absent_platform_is_unknown():
     assert platform_fingerprint("tpu") == "tpu:unknown"
 
 
@@ -99,7 +99,7 @@ def test_mosaic_gpu_is_for_hopper_and_later(monkeypatch, capability, expected):
     assert has_mosaic_gpu() is expected
 
 
-def test_nothing_is_known_against_a_gpu_that_is_elsewhere():
+def test_an_absent_gpu_is_not_ruled_out():
     assert has_mosaic_gpu() is True
 
 

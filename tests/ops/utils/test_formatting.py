@@ -30,7 +30,7 @@ def test_batch_sizes_are_shown_outermost_first():
 
 
 @pytest.mark.parametrize("call", [None, "text", {}, {"args": 3, "kwargs": [1], "steps": 1}, {"args": [{"array": 1}]}])
-def test_values_that_are_no_calls_give_an_empty_text(call):
+def test_values_without_a_description_give_an_empty_text(call):
     assert arguments(call) == ""
 
 
@@ -49,7 +49,7 @@ def test_a_configuration_shows_only_its_set_fields():
     assert compact(7) == "7"
 
 
-def test_however_much_there_is_a_line_has_its_end():
+def test_a_line_of_any_length_is_terminated():
     many = {f"name{n}": n for n in range(10_000)}
     for text in (compact(many), arguments({"kwargs": many}), arguments({"args": [{"array": ["f", [*many.values()]]}]})):
         assert len(text) == 1000
@@ -153,5 +153,5 @@ def test_a_configuration_reads_the_same_from_memory_and_from_a_file():
     assert compact(config) == compact(saved) == "block=64 warps=4 bwd(a=2 z=1)"
 
 
-def test_values_that_are_not_plain_data_are_shown_by_repr():
+def test_other_values_are_shown_by_repr():
     assert compact({1}) == "{1}" or compact(object).startswith("<class")

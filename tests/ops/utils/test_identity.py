@@ -149,7 +149,7 @@ def test_containers_are_distinguished_by_their_values(left, right):
 
 
 @given(data)
-def test_a_value_that_is_made_again_is_the_same(value):
+def test_a_recreated_value_is_the_same(value):
     again = Frozen(value)
     assert identity(Frozen(value)) == identity(again)
     assert hash(identity(Frozen(value))) == hash(identity(again))
@@ -220,7 +220,7 @@ def test_values_that_may_compute_differently_are_distinguished(left, right):
         lambda: np.int8,
     ],
 )
-def test_values_that_are_made_anew_each_time_are_the_same(make):
+def test_recreated_values_are_the_same(make):
     first, second = make(), make()
     if type(first).__name__ == "PjitFunction":  # a new object each time
         second = first
@@ -272,7 +272,7 @@ def test_the_content_of_a_mapping_proxy_may_change():
     assert token_of(held) != before
 
 
-def test_a_remembered_result_is_no_part_of_a_value():
+def test_a_cached_result_does_not_belong_to_the_value():
     value = Frozen(1)
     before = identity(value)
     assert value.twice == 2
@@ -368,7 +368,7 @@ def test_node_data_is_distinguished_by_type_and_bits_although_jax_uses_equality(
     assert identity_of_node(static[0], static[0]) != identity_of_node(static[1], static[1])
 
 
-def test_data_of_a_node_is_the_same_when_it_is_made_anew():
+def test_recreated_data_of_a_node_is_the_same():
     node = object()
     assert identity_of_node(node, Plain((1, "a"))) == identity_of_node(node, Plain((1, "a")))
     assert identity_of_node(node, Static(1)) == identity_of_node(node, Static(1))

@@ -44,7 +44,7 @@ def test_a_subclass_need_not_call_init():
     assert silent in living(Thing)
 
 
-def test_a_copy_is_an_instance_of_its_own():
+def test_a_copy_is_a_separate_instance():
     thing = Thing("original")
     twin = copy.copy(thing)
     assert twin in living(Thing)

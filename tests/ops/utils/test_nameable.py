@@ -218,7 +218,7 @@ def tuned(x, *, how: Alone = Alone.ONE, activation=other, rows=1):
     return activation(x)
 
 
-def test_a_function_that_is_a_kernel_declares_by_its_own_signature():
+def test_a_tuned_function_declares_by_its_own_signature():
     names = names_of(tuned)
     assert names.find(f"{HERE}.Alone") is Alone
     assert names.find(f"{HERE}.other") is other
@@ -274,7 +274,7 @@ def test_annotations_of_hooks_name_the_type_of_a_kernel_that_names_none():
         assert decode_config({"rows": 2}, f"{HERE}.{cls.__name__}") == cls(2)
 
 
-def test_what_its_heuristic_returns_is_the_type_of_a_kernel_that_names_none(tmp_path):
+def test_the_heuristic_determines_an_undeclared_configuration_type(tmp_path):
     """So its entries are found in a process that never stored one."""
     kernel = Untyped("untyped")
     inv = Invocation(kernel=kernel, args=(jnp.ones(4),))

@@ -78,7 +78,7 @@ def test_errors_warnings_outcomes_and_events_are_harmless(text):
     assert all(is_harmless(str(item)) for item in texts)
 
 
-def test_an_error_keeps_what_it_was_given():
+def test_an_error_keeps_its_fields():
     error = pickle.loads(pickle.dumps(CandidateError("a\x1bb\nc")))
     assert error.args == ("a\x1bb\nc",)
     assert str(error) == "a\\x1bb\n  c"

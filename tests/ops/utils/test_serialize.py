@@ -532,7 +532,7 @@ def test_a_union_of_configurations_says_why_each_does_not_fit():
     assert "Right: expected int, got str 'x'" in message
 
 
-def test_two_configurations_that_fit_alike_are_not_guessed_between():
+def test_two_equally_fitting_configurations_are_not_chosen_between():
     assert "fits both Left and Right" in refused('{"a": 1}', Left | Right)
 
 
@@ -564,15 +564,15 @@ def test_a_value_that_a_class_rejects_is_an_error_with_path_and_cause(error):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1,]", "nul", "{'a': 1}", "[" * 100_000, '{"a": 1, "a": 2}', "\ufeff1"])
-def test_text_that_is_not_json_is_an_error(text):
+def test_invalid_json_is_an_error(text):
     assert refused(text, Any).startswith("$: not valid JSON (")
 
 
-def test_data_that_is_nested_too_deep_is_an_error():
+def test_too_deeply_nested_data_is_an_error():
     assert "nested deeper than" in refused("[" * 80 + "]" * 80, Any)
 
 
-def test_a_text_that_is_no_str_is_an_error():
+def test_a_text_must_be_a_str():
     with pytest.raises(SerializationError, match="text must be a str of JSON, got bytes"):
         from_json(b"1", int)
 

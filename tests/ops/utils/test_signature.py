@@ -79,7 +79,7 @@ def key_of(*args, **kwargs):
         (functools.lru_cache(activation), f"{__name__}.activation"),
     ],
 )
-def test_a_function_is_named_where_everybody_finds_it(function, name):
+def test_a_function_has_an_importable_name(function, name):
     assert name_of(function) == name
 
 
@@ -161,7 +161,7 @@ def test_a_value_without_a_stable_name_has_no_key_and_the_error_suggests_others(
         key_of(X, value)
 
 
-def test_a_function_that_was_replaced_has_no_key(monkeypatch):
+def test_a_replaced_function_has_no_key(monkeypatch):
     old = activation
     monkeypatch.setattr(sys.modules[__name__], "activation", lambda x: x)
     with pytest.raises(UnstableKeyError, match="activation"):

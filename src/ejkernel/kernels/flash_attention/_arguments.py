@@ -61,12 +61,12 @@ def check_main(query: Any, key: Any, value: Any) -> None:
 
 
 def full_shape(query: Any, key: Any) -> tuple[int, int, int, int]:
-    """Return `[batch, heads, queries, keys]`."""
+    """Return the shape of the scores: `(batch, heads, queries, keys)`."""
     return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
 
 def canonical_bias(bias: Any, full: tuple[int, ...]) -> Any:
-    """Return `bias` with four axes, `[batch, heads, queries, keys]`."""
+    """Check `bias`, and return it with four axes, `[batch, heads, queries, keys]`; `None` stays `None`."""
     if bias is None:
         return None
     if not is_array(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -80,7 +80,7 @@ def canonical_bias(bias: Any, full: tuple[int, ...]) -> Any:
 
 
 def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
-    """Return `mask` with four axes; a mask with two axes is `[batch, keys]`."""
+    """Check `mask`, and return it with four axes; a mask with two axes means `[batch, keys]`."""
     if mask is None:
         return None
     if not is_array(mask) or mask.dtype != bool:
@@ -100,7 +100,7 @@ def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
 
 
 def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] | None:
-    """Return segment ids as a pair: those of the queries and those of the keys."""
+    """Check segment ids, and return them as a pair, of the queries and of the keys."""
     if segments is None:
         return None
     pair = segments if isinstance(segments, tuple | list) else (segments, segments)

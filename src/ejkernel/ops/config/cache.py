@@ -15,6 +15,7 @@ from ejkernel.ops.config.tiers import Tier, tier_named
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.weak_caches import MOST_RECORDS
 
@@ -53,7 +54,7 @@ def key_of(parts: tuple[Any, ...]) -> Any:
     raise TypeError(f"get takes (key) or (device, op, call), got {len(parts)} arguments; a key is one value.")
 
 
-class ConfigCache:
+class ConfigCache(Shown):
     """Configurations in the memory of this process, under any hashable key. Thread-safe."""
 
     def __init__(self) -> None:

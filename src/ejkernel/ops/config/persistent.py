@@ -46,12 +46,13 @@ from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.utils.services import Shown
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
 
-class PersistentCache:
+class PersistentCache(Shown):
     """A folder of configurations above read-only layers: folders of the same layout, or URLs.
 
     A lookup returns the entry of the first layer that has the key. Lookups in a URL read its local copy only;

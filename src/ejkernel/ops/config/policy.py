@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.error_text import value_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,9 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
         **changes: Fields of `AutotunePolicy`.
 
     Raises:
-        ConfigError: A field does not exist or has a bad value.
+        ConfigError: A field does not exist or has a bad value, or `selector` is no chain, e.g. a policy.
     """
+    _check_selector(selector)
     known = [field.name for field in dataclasses.fields(AutotunePolicy)]
     for name in changes:
         if name not in known:
@@ -118,6 +120,21 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
     change = PolicyChange(selector, tuple(sorted(changes.items())))
     with entered(dataclasses.replace(scope, policies=(*scope.policies, change))):
         yield
+
+
+def _check_selector(selector: object) -> None:
+    """Raise `ConfigError` if `selector` is no chain: the override would apply to no call."""
+    if selector is None or hasattr(selector, "choose"):
+        return
+    got, fix = value_text(selector), "pass fields of the policy by name, e.g. policy_override(autotune=True)"
+    if isinstance(selector, AutotunePolicy):
+        default = AutotunePolicy()
+        values = {field.name: getattr(selector, field.name) for field in dataclasses.fields(selector)}
+        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name)]
+        got, fix = "an AutotunePolicy", f"pass its fields by name: policy_override({', '.join(changed)})"
+    elif hasattr(selector, "chooser"):
+        fix = "pass the executor's chain: policy_override(executor.chooser, ...)"
+    raise ConfigError(f"selector must be a ConfigSelectorChain, got {got}; {fix}.")
 
 
 @contextlib.contextmanager

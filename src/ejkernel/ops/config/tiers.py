@@ -8,6 +8,7 @@ from typing import Any, Final, Generic
 
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.services import Shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def tier_named(name: str) -> Tier:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Resolution(Generic[Cfg]):
+class Resolution(Shown, Generic[Cfg]):
     """A configuration, the name of its tier, and the key of the call (`None` if it has no key)."""
 
     config: Cfg

@@ -134,9 +134,16 @@ def resolved(
     agree: bool,
     stamp_prefix: str,
 ) -> ResolvedCall:
-    """Return the call on arrays of types `avals` with the configuration that `resolve` finds for it.
+    """Return a call together with its configuration, ready to be lowered or run.
 
-    With `agree`, the processes of a distributed program agree on the configuration.
+    Args:
+        call: The call.
+        platform: The platform of the program, e.g. `gpu`.
+        avals: Types of the arguments.
+        expected: Types of the results at tracing; `None` for an eager call.
+        resolve: Finds the configuration.
+        agree: Whether the processes of a distributed program agree on the configuration.
+        stamp_prefix: Start of the label that marks the call in programs.
     """
     override = None if call.override is None else call.override.config
     inv = invocation_of(call.node, avals, platform=platform, override=override)

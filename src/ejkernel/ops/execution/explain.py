@@ -23,6 +23,7 @@ from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
+from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Shown):
     """How a call's configuration was chosen; `str(explanation)` is readable text.
 
     Attributes:
@@ -89,7 +90,7 @@ def _answer_text(consulted: Consulted) -> str:
     return f"{consulted.resolution.config}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
-class Explanations(tuple[Explanation, ...]):
+class Explanations(tuple[Explanation, ...], Shown):
     """One explanation for each kernel call in a function; `str(explanations)` is readable text."""
 
     def __str__(self) -> str:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.services import Shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _LaunchParams:
+class _LaunchParams(Shown):
     """Fields and checks that both directions share."""
 
     q_blocksize: int | None = None

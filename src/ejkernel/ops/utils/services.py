@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services of higher layers for lower layers. The higher layers register them here when they are imported.
 
-Two services cannot be passed as arguments:
+`Shown` imports a higher layer on first use. Two services cannot be passed as arguments:
 
 - the default executor, which `kernel(a, b)` uses;
 - the autotune tier, which every selector chain has, and which depends on the whole tuner.
@@ -9,6 +9,7 @@ Two services cannot be passed as arguments:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,3 +49,14 @@ def default_executor() -> Any:
 def autotune_tier() -> Any:
     """Return a new autotune tier for a selector chain."""
     return made.autotune_tier()
+
+
+class Shown:
+    """An object that notebooks show as HTML if Jinja2 is installed, and as text otherwise."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        # By name: the module knows the classes of all layers, and only notebooks need it.
+        html: str | None = importlib.import_module("ejkernel.ops.notebook").html_of(self)
+        return html

@@ -29,7 +29,7 @@ def entry(number=0, rows=64, *, speedup=1.5, days=0, note="", measured=True, **p
 
 
 def tuned_together(*numbers, rows=64, speedup=1.5, **made) -> list[StoredEntry]:
-    """Return the entries of calls that were given one configuration; `speedup` is that of their mean."""
+    """Return the entries of calls that share one configuration; `speedup` belongs to their mean."""
     cases = [{"call": f"{number:016x}", "draw": "", "weight": 1.0, "winner_us": 10.0} for number in numbers]
     mean = {"winner_us": 10.0, "heuristic_us": 10.0 * speedup}
     found = [entry(number, rows, **{"speedup": speedup} | made) for number in numbers]

@@ -53,7 +53,7 @@ def test_the_choice_does_not_depend_on_the_order(entries):
 
 @settings(max_examples=30)
 @given(st.lists(SMALL, min_size=2, max_size=5), st.integers(1, 4))
-def test_choosing_among_the_best_of_parts_is_choosing_among_all(entries, cut):
+def test_choosing_among_the_best_of_each_share_equals_choosing_among_all(entries, cut):
     parts = [*best_of_classes(entries[:cut]), *best_of_classes(entries[cut:])]
     assert by_preference(parts) == by_preference(entries)
 

@@ -25,7 +25,7 @@ def copy(tmp_path):
     return LocalCopy(tmp_path / "copy")
 
 
-def test_a_folder_that_is_not_there_is_empty(copy):
+def test_a_missing_folder_is_empty(copy):
     assert (copy.find(entry().key), list(copy.entries()), copy.packs()) == ([], [], [])
     copy.merge()
     assert not copy.folder.exists()
@@ -87,7 +87,7 @@ def test_a_folder_that_has_not_changed_for_long_is_not_listed_again(copy, monkey
     assert copy.find(entry(0).key)
 
 
-def test_a_pack_that_is_merged_after_it_was_listed_is_read_where_it_is_now(copy, monkeypatch):
+def test_a_pack_merged_after_listing_is_read_at_its_new_place(copy, monkeypatch):
     for number in range(MOST_PACKS + 1):
         added(copy, entry(number))
     copy.packs()
@@ -114,7 +114,7 @@ def test_a_merge_that_loses_its_sources_changes_nothing(copy, monkeypatch):
     assert len(list(LocalCopy(copy.folder).entries())) == MOST_PACKS + 1
 
 
-def test_a_pack_that_is_damaged_is_not_merged(copy):
+def test_a_damaged_pack_is_not_merged(copy):
     names = [added(copy, entry(number)) for number in range(MOST_PACKS + 1)]
     file = copy.folder / names[0]
     file.write_bytes(file.read_bytes().replace(b'"rows":64', b'"rows":65'))
@@ -137,7 +137,7 @@ def test_an_unusable_pack_is_one_warning_and_the_others_answer(copy):
     assert good in {name for one in fresh.packs() for name in one.names}
 
 
-def test_one_operation_s_entries_are_listed_alone(copy):
+def test_entries_of_one_operation_are_listed_separately(copy):
     other = dataclasses.replace(entry(2), key=entry(2).key._replace(op="mätmul@v1"))
     added(copy, entry(1), other)
     assert list(copy.entries("mätmul")) == [other]

@@ -21,7 +21,7 @@ def actions(found):
     return {step.theirs.config["rows"]: step.action for step in found.steps}
 
 
-def test_a_place_that_was_emptied_is_given_all_again(tmp_path, store, shared):
+def test_an_emptied_place_receives_everything_again(tmp_path, store, shared):
     ours = folder(tmp_path / "a", entry(1), entry(2))
     shared.put(plan([ours], shared).entries)
     store.objects.clear()
@@ -51,7 +51,7 @@ def test_a_folder_keeps_the_better_of_two(tmp_path):
     assert plan([theirs], ours).entries == ()
 
 
-def test_of_several_sources_the_best_comes(tmp_path):
+def test_the_best_of_several_sources_is_taken(tmp_path):
     sources = [folder(tmp_path / str(n), entry(1, n, speedup=1.0 + n % 3)) for n in range(1, 5)]
     target = FolderPlace(tmp_path / "target")
     found = plan(sources, target)
@@ -152,7 +152,7 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 7]
 
 
-def test_a_place_that_is_neither_a_folder_nor_a_url_is_an_error(tmp_path):
+def test_a_place_must_be_a_folder_or_a_url(tmp_path):
     with pytest.raises(ConfigError, match=r"the folder .*nowhere does not exist; pass a folder or a URL"):
         place_of(str(tmp_path / "nowhere"), tmp_path)
 

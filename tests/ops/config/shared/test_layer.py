@@ -91,7 +91,7 @@ def test_packs_are_fetched_once_and_the_store_is_not_asked_again_soon(layer, sto
     assert layer.find(entry(3).key) == [entry(3)]
 
 
-def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, clock):
+def test_an_unavailable_store_is_one_warning_and_the_copy_answers(layer, store, clock):
     layer.refresh_if_due()
     store.down = "no network"
     clock.now += AGAIN
@@ -119,7 +119,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
     assert layer.find(entry(1).key) == [entry(1)]
 
 
-def test_a_pack_that_is_wrong_is_left_out_with_a_warning(layer, store):
+def test_a_wrong_pack_is_left_out_with_a_warning(layer, store):
     name, raw = pack(entry(3))
     store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
     with pytest.warns(CacheWarning, match="3 packs cannot be used, e.g."):
@@ -127,14 +127,14 @@ def test_a_pack_that_is_wrong_is_left_out_with_a_warning(layer, store):
     assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
 
 
-def test_a_pack_that_is_too_large_is_not_fetched(layer, store, monkeypatch):
+def test_a_too_large_pack_is_not_fetched(layer, store, monkeypatch):
     monkeypatch.setattr(layers, "LARGEST", 10)
     with pytest.warns(CacheWarning, match="more than the maximum of 10"):
         layer.refresh_if_due()
     assert store.asked == ["list"]
 
 
-def test_a_pack_that_is_too_large_keeps_no_other_from_being_fetched(layer, store, monkeypatch):
+def test_a_too_large_pack_does_not_block_others(layer, store, monkeypatch):
     _, raw = pack(entry(3))
     store.objects |= {"a" * 32 + ".pack": raw * 10}
     monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
@@ -182,7 +182,7 @@ def test_many_packs_are_one_file_here_and_are_not_fetched_again(layer, store):
     assert (len(layer.copy.packs()), layer.refresh(), store.asked) == (1, 0, ["list"])
 
 
-def test_without_a_folder_there_is_a_warning_and_no_answer(store):
+def test_without_a_folder_a_shared_cache_warns_and_misses(store):
     layer = SharedLayer("fake://team", None, connect=store)
     assert (layer.find(entry(1).key), list(layer.entries())) == ([], [])
     with pytest.warns(CacheWarning, match="set EJKERNEL_CACHE_DIR"):
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
         SharedLayer("fake://team", tmp_path, connect=store).refresh_if_due()
 
 
-def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, clock):
+def test_a_missing_place_is_one_warning_with_its_name(layer, store, clock):
     store.objects, store.is_there = {}, False
     with pytest.warns(CacheWarning, match=r"shared cache fake://team .*it does not exist, .*check the URL"):
         layer.refresh_if_due()
@@ -203,7 +203,7 @@ def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, cl
     layer.refresh_if_due()
 
 
-def test_a_place_that_is_there_and_is_empty_is_no_warning(layer, store):
+def test_an_empty_place_is_not_a_warning(layer, store):
     store.objects = {}
     layer.refresh_if_due()
 

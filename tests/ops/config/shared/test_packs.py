@@ -52,7 +52,7 @@ def test_entries_of_one_key_alone_are_all_found(tmp_path, count):
     assert sorted(read_line(line).config["rows"] for line in found) == list(range(count))
 
 
-def test_digests_that_are_not_spread_evenly_are_found_too(tmp_path, monkeypatch):
+def test_unevenly_distributed_digests_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(packs, "token_of", lambda key: "00" + key.call[-6:].rjust(30, "0"))
     kept = [entry(number, note="x" * 900) for number in range(0, 300, 3)]
     found = in_file(tmp_path, *kept, entry(0xFFFFFF))
@@ -68,7 +68,7 @@ def test_all_entries_of_one_key_are_found(tmp_path):
 
 
 @given(NUMBERS)
-def test_the_same_entries_make_the_same_pack_in_whatever_order(numbers):
+def test_entries_in_any_order_make_the_same_pack(numbers):
     entries = [entry(number) for number in numbers]
     assert pack(*entries) == pack(*reversed(entries), *entries)
 
@@ -86,7 +86,7 @@ NAME, RAW = pack(*(entry(number) for number in range(3)))
 
 
 @given(st.integers(0, len(RAW) - 1), st.integers(1, 255))
-def test_a_byte_that_was_changed_is_noticed(position, change):
+def test_a_changed_byte_is_detected(position, change):
     damaged = bytearray(RAW)
     damaged[position] ^= change
     with pytest.raises(UnusableError, match="digest"):

@@ -34,7 +34,7 @@ def test_a_set_is_copied_as_a_whole(tmp_path):
     assert rows(target) == {1: 7, 2: 7}
 
 
-def test_a_set_of_which_one_call_has_something_better_stays_away_and_is_shown(tmp_path):
+def test_a_set_with_a_better_local_entry_is_not_pulled_and_is_shown(tmp_path):
     target = folder(tmp_path / "a", entry(1, 1, speedup=1.9))
     found = bring(target, folder(tmp_path / "b", *tuned_together(1, 2, rows=7)))
     assert rows(target) == {1: 1}
@@ -59,7 +59,7 @@ def test_a_better_search_for_the_same_set_replaces_the_whole_set_or_nothing(tmp_
     assert rows(target) == {1: 8, 2: 8}
 
 
-def test_calls_that_a_worse_search_alone_has_do_not_come(tmp_path):
+def test_calls_only_in_a_worse_search_are_not_pulled(tmp_path):
     target = folder(tmp_path / "a", tuned_together(1, 2, rows=7, speedup=1.4)[0])
     bring(target, folder(tmp_path / "b", *tuned_together(1, 2, rows=8, speedup=1.2)))
     assert rows(target) == {1: 7}
@@ -87,7 +87,7 @@ def test_of_two_sets_that_share_a_call_one_is_copied_and_the_other_reported(tmp_
     ]
 
 
-def test_an_incomplete_set_is_skipped_except_for_entries_tuned_alone(tmp_path, shared):
+def test_an_incomplete_set_is_skipped_except_for_entries_tuned_separately(tmp_path, shared):
     shared.put([tuned_together(1, 2, 3, rows=7)[0], entry(1, 5)])
     shared.put(tuned_together(1, 2, 3, rows=7)[1:2])
     target = folder(tmp_path / "a")
@@ -102,7 +102,7 @@ def test_a_shared_cache_keeps_both_and_answers_with_the_set(tmp_path, shared):
     bring(shared, folder(tmp_path / "c", *tuned_together(1, 2, 3, rows=8, speedup=1.4)))
     upkeep.merge(shared)
     assert rows(shared) == {1: 7, 2: 7, 3: 7}
-    assert sorted(len(found) for found in shared.variants()) == [1, 2, 2]  # the worse search of the set went
+    assert sorted(len(found) for found in shared.variants()) == [1, 2, 2]  # without the worse search of the set
     # into a folder with something better the set does not come, but what was tuned alone does
     assert bring(folder(tmp_path / "d", entry(3, 1, speedup=2.0)), shared).conflicts
     assert rows(FolderPlace(tmp_path / "d")) == {1: 1, 2: 1, 3: 1}

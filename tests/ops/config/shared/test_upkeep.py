@@ -77,7 +77,7 @@ def test_without_an_undamaged_copy_a_damaged_object_stays(store, place):
 
 @each_damage
 @pytest.mark.parametrize("count", [2, MOST_PACKS + 2], ids=["as it was fetched", "merged in the copy"])
-def test_a_copy_that_was_damaged_is_fetched_again(store, place, damage, count, recwarn):
+def test_a_damaged_copy_is_fetched_again(store, place, damage, count, recwarn):
     for number in range(count):
         place("author").put([entry(number, number)])
     file = place().copy.packs()[0].path
@@ -93,7 +93,7 @@ def test_a_copy_that_was_damaged_is_fetched_again(store, place, damage, count, r
 @given(st.floats(0, 1), st.sampled_from([1 << bit for bit in range(8)]))
 @hypothesis_settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
-def test_whichever_byte_of_a_copy_was_flipped_it_answers_again(tmp_path_factory, position, bit):
+def test_a_copy_with_any_flipped_byte_is_repaired(tmp_path_factory, position, bit):
     store, folder = FakeStore(pack(entry(1, 1), entry(2, 2))), tmp_path_factory.mktemp("copy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "Store", store)
@@ -161,7 +161,7 @@ def test_pruning_keeps_concurrent_pushes(store, place):
     assert rows(place("third")) == [2, 3]
 
 
-def test_two_that_prune_and_merge_at_once_lose_nothing_that_is_wanted(store, place):
+def test_concurrent_prune_and_merge_lose_no_wanted_entry(store, place):
     for number in range(4):
         place("author").put([entry(number, number), entry(number + 10, 99, jax="0.0.1")])
     slow, quick = place("slow"), place("quick")
@@ -238,7 +238,7 @@ def test_a_damaged_object_repaired_by_another_machine_stays(store, place):
     assert rows(place("third")) == [1]
 
 
-def test_prune_reduces_a_store_that_is_too_large_for_programs(store, tmp_path, monkeypatch):
+def test_prune_reduces_a_store_too_large_for_programs(store, tmp_path, monkeypatch):
     store.objects.update(pack(entry(number, number)) for number in range(5))
     monkeypatch.setattr(layers, "MOST", 4)
     monkeypatch.setattr(layers, "_MOST", 10)

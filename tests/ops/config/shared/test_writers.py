@@ -54,7 +54,7 @@ def check(url, folder, written):
     assert best.config == {"rows": max(map(max, written))}
 
 
-def test_writers_that_merge_and_one_that_is_killed_lose_nothing(tmp_path):
+def test_merging_writers_and_a_killed_one_lose_nothing(tmp_path):
     pytest.importorskip("fsspec", reason="fsspec is an extra, and is not installed")
     url = f"file://{tmp_path}/team"
     writers = [started(url, tmp_path / str(n), 1000 * n, 40) for n in (1, 2)]

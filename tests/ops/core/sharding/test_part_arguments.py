@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that say which arguments a part of their call has: what a part computes may depend on where it lies."""
+"""Kernels that choose the arguments of a shard: its result may depend on its position."""
 
 import functools
 
@@ -19,7 +19,7 @@ from ejkernel.ops.execution.discovery import discover
 
 
 class Numbered(Kernel[int, jax.Array]):
-    """The squares of rows, each times its number and another one; rows are counted from `first` on."""
+    """The square of each row, times its number and a scale; row numbers begin at `first`."""
 
     def __init__(self, **hooks):
         super().__init__(name="numbered")
@@ -42,14 +42,14 @@ class Numbered(Kernel[int, jax.Array]):
 
 
 class WithRule(Numbered):
-    """The same, with a gradient of its own."""
+    """The same, with a gradient rule."""
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         return gradients(*primals, *cotangents, kwargs.get("first", 0))
 
 
 class WithResiduals(Numbered):
-    """The same, whose gradient uses what the forward left."""
+    """The same, with a gradient from residuals."""
 
     def sharding_rule(self, inv):
         rule = super().sharding_rule(inv)
@@ -113,7 +113,7 @@ def gradient(function):
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.slow
-def test_every_part_is_computed_as_what_it_is_of_the_whole_forward_and_backward(mode, kind, spec):
+def test_every_shard_agrees_with_the_whole_forward_and_backward(mode, kind, spec):
     mesh = mesh_of(mode)
     with jax.set_mesh(mesh):
         found = jax.jit(gradient(kind()))(*placed(mesh, (X, spec), (SCALE, P(*spec[1:]))))
@@ -133,7 +133,7 @@ STACKED = {"vmap": ((3,), ()), "vmap of the last axis, and of both": ((3,), (3,)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, kind):
+def test_shards_agree_with_the_whole_under_every_transformation(name, kind):
     lead = STACKED.get(name, ((), ()))
     x, scale = (jnp.broadcast_to(array, (*more, *array.shape)) for array, more in zip((X, SCALE), lead, strict=True))
     spec = P(*[None] * len(lead[0]), ("a", "b"))
@@ -143,7 +143,7 @@ def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, k
     close(found, TRANSFORMED[name](plain)(x, scale))
 
 
-def test_part_has_the_key_of_the_call_that_one_would_write_inside_shard_map():
+def test_a_shard_has_the_key_of_the_call_inside_shard_map():
     kernel, mesh = Numbered(), mesh_of()
 
     def by_hand(x, scale):
@@ -158,7 +158,7 @@ def test_part_has_the_key_of_the_call_that_one_would_write_inside_shard_map():
     assert [x.shape for x in part.array_types] == [(2, 4, 4), (4,), ()]
 
 
-def test_part_that_lies_in_one_of_a_manual_axis_counts_from_there():
+def test_a_shard_inside_a_manual_axis_counts_from_its_start():
     kernel, mesh = Numbered(), mesh_of()
 
     def by_hand(x, scale):
@@ -169,14 +169,14 @@ def test_part_that_lies_in_one_of_a_manual_axis_counts_from_there():
         close(jax.jit(inside)(*placed(mesh, (X, P(("a", "b"))), (SCALE, P()))), plain(X, SCALE))
 
 
-def test_part_of_another_axis_alone_is_a_call_as_any_other():
+def test_a_shard_along_another_axis_is_an_ordinary_call():
     kernel, mesh = Numbered(), mesh_of()
     (part,) = discover(kernel, *placed(mesh, (X, P(None, "a")), (SCALE, P("a"))))
     (call,) = discover(kernel, X[:, :2], SCALE[:2])
     assert part.key == call.key
 
 
-def test_what_is_known_of_a_part_may_be_static():
+def test_static_arguments_of_a_shard_are_supported():
     seen = []
 
     def part_arguments(part, x, scale, **options):
@@ -204,13 +204,13 @@ def test_what_is_known_of_a_part_may_be_static():
         (lambda part, x, scale: ((x, scale), 1 / 0), "part_arguments raised ZeroDivisionError"),
     ],
 )
-def test_hook_that_is_wrong_is_an_error_of_the_kernel_that_says_how(hook, says):
+def test_a_wrong_hook_is_a_kernel_error_with_the_reason(hook, says):
     with pytest.raises(TypeError, match=f"numbered: {says}"):
         jax.jit(Numbered(part_arguments=hook))(*placed(mesh_of(), (X, P("a")), (SCALE, P())))
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batched):
+def test_a_program_stored_by_jax_differs_if_the_shards_of_its_calls_do(batched):
     def part_arguments(factor, part, x, scale):
         return (x, scale), {"first": factor * part.start("m")}
 
@@ -228,7 +228,7 @@ def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batche
 
 
 @pytest.mark.slow
-def test_check_of_a_kernel_tells_that_its_parts_lack_an_argument():
+def test_check_of_a_kernel_finds_shards_that_lack_an_argument():
     without = ["dtypes", "platforms", "vmap", "pickle", "export", "gradient", "tangents", "key"]
     assert check_kernel(Numbered(), X, SCALE, without=without).ok
     forgotten = Numbered(part_arguments=lambda part, x, scale: ((x, scale), {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding rules: what they say, how calls are divided by them, and what is wrong with those that are wrong."""
+"""Sharding rules: their syntax, the shards of a call, and errors in rules."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def divided(rule, operands, results, specs, mesh, move=True):
     return split(factors, shapes, [P(*spec) for spec in specs], move=move)
 
 
-def test_ellipsis_stands_for_the_axes_that_are_left_and_for_the_same_everywhere():
+def test_ellipsis_means_the_same_remaining_axes_everywhere():
     rule = ShardingRule("... d, d -> ... d", split="...")
     factors = factors_of(rule, "op", arrays((2, 3, 4), (4,)), residuals=False)
     assert factors.operands == (("...0", "...1", "d"), ("d",))
@@ -54,7 +54,7 @@ def test_residuals_follow_the_results_and_a_rule_without_them_says_nothing_of_a_
         (lambda: factors_of(MATMUL, "op", arrays((2, 3), (2, 2)), residuals=False), "'k' .* has lengths 3 and 2"),
     ],
 )
-def test_rule_that_is_wrong_is_an_error_that_says_why(make, says):
+def test_a_wrong_rule_is_an_error_with_the_reason(make, says):
     with pytest.raises(KernelError, match=says):
         make()
 
@@ -66,7 +66,7 @@ def test_result_without_a_split_axis_is_a_sum_over_the_devices_that_split_it():
     assert found.sums(found.factors.results[0]) == ("x",)
 
 
-def test_first_array_decides_and_what_does_not_divide_stays_whole():
+def test_the_first_array_decides_and_indivisible_axes_stay_whole():
     found = divided(MATMUL, ((8, 8), (8, 6)), ((8, 6),), [("x", None), (None, "y")], {"x": 2, "y": 4}, move=False)
     assert found.operand_specs == (P("x", None), P(None, None))
     found = divided(MATMUL, ((8, 8), (8, 8)), ((8, 8),), [("x", None), (None, "x")], {"x": 2}, move=False)
@@ -83,7 +83,7 @@ CHEAP = ShardingRule("m k, g k n -> m n", split="m k g n", cheapest=True)
         (8, 4, ((None, None), ("x", None, None)), "groups"),
     ],
 )
-def test_what_is_cheapest_is_moved_where_arrays_ask_for_the_same_devices(rows, groups, given, wanted):
+def test_the_cheapest_array_is_moved_if_several_ask_for_the_same_devices(rows, groups, given, wanted):
     specs = [("x", None), ("x", None, None)]
     found = divided(CHEAP, ((rows, 8), (groups, 8, 8)), ((rows, 8),), specs, {"x": 4})
     assert found.operand_specs == tuple(P(*spec) for spec in given), wanted
@@ -115,7 +115,7 @@ def test_no_more_is_moved_than_if_the_first_array_decided(data):
     [
         (8, {"x": 4}, "x", False),
         (4, {"x": 4}, "x", False),
-        (2, {"x": 4}, None, True),  # each device uses one of the two
+        (2, {"x": 4}, None, True),  # each device uses one of two groups
         (2, {"x": 2, "y": 2}, "x", False),  # split as far as it goes
         (1, {"x": 4}, None, False),  # there is nothing to choose
     ],
@@ -127,12 +127,12 @@ def test_axis_follows_another_as_far_as_it_is_long_enough(groups, mesh, key, who
     assert bool(found.whole) is whole
 
 
-def test_heads_stay_together_where_a_device_would_have_parts_of_two_groups():
+def test_heads_stay_together_if_a_device_would_have_shards_of_two_groups():
     found = divided(HEADS, ((1, 4, 12, 2), (1, 4, 6, 2)), ((1, 4, 12, 2),), [(None, None, "x", None)], {"x": 4})
     assert set(found.operand_specs) == {P(None, None, None, None)}
 
 
-def test_devices_that_share_what_cannot_be_split_divide_something_else_if_they_may():
+def test_devices_with_an_indivisible_axis_divide_another_if_allowed():
     shapes = ((8, 4, 4, 2), (8, 4, 4, 2)), ((8, 4, 4, 2),)
     spec = [(None, "x", None, None)]
     assert divided(HEADS, *shapes, spec, {"x": 4}).operand_specs[0] == P("x", None, None, None)
@@ -151,7 +151,7 @@ def splits(draw):
 
 
 @given(splits())
-def test_every_part_is_a_whole_number_and_no_axis_of_the_mesh_is_used_twice_in_an_array(case):
+def test_shards_are_whole_and_an_array_uses_each_mesh_axis_once(case):
     shapes, specs, mesh, move = case
     found = divided(HEADS, tuple(shapes[:2]), tuple(shapes[2:]), specs, mesh, move=move)
     for shape, spec in zip(shapes, (*found.operand_specs, *found.result_specs), strict=True):

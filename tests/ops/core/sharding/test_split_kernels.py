@@ -31,7 +31,7 @@ from ejkernel.ops.execution.discovery import discover
 
 
 class Product(Kernel[int, jax.Array]):
-    """A product of matrices, in so many pieces; the shapes that were run are noted."""
+    """A product of matrices in `cfg` pieces; records the shapes it runs with."""
 
     rule: ShardingRule | None = ShardingRule("m k, k n -> m n", split="m n k")
 
@@ -88,7 +88,7 @@ def gradient(kernel):
         (P("a"), P(None, "b"), ((4, 16), (16, 2))),
     ],
 )
-def test_every_device_computes_its_part_forward_and_backward(left, right, part, kind):
+def test_every_device_computes_its_shard_forward_and_backward(left, right, part, kind):
     kernel, mesh = Product(), mesh_of(kind)
     with jax.set_mesh(mesh):
         found = jax.jit(kernel)(*placed((X, left), (Y, right), mesh=mesh))
@@ -111,7 +111,7 @@ def test_kernel_without_a_rule_sees_the_whole_arrays():
 
 
 def unruled():
-    """Return a product without `sharding_rule` whose gradient rule sums over what may be sharded."""
+    """Return a product without `sharding_rule`; its gradient rule sums over a dimension that may be sharded."""
 
     class Unruled(Kernel[int, jax.Array]):
         def heuristic_cfg(self, inv):
@@ -179,7 +179,7 @@ def test_configuration_that_a_caller_insists_on_runs_on_every_device():
     assert ((4, 16), (16, 8), 2) in kernel.seen
 
 
-def test_tuned_part_is_what_each_device_runs_then():
+def test_each_device_runs_the_tuned_configuration_of_its_shard():
     kernel = Product()
     arrays = placed((X, P("a")), (Y, P()))
     result = autotune(kernel, jax.ShapeDtypeStruct((4, 16), X.dtype), jax.ShapeDtypeStruct((16, 8), X.dtype))
@@ -189,7 +189,7 @@ def test_tuned_part_is_what_each_device_runs_then():
     assert {seen[2] for seen in kernel.seen if seen[0] == (4, 16)} == {result}
 
 
-def test_function_is_tuned_for_the_parts_of_its_calls():
+def test_a_function_is_tuned_for_the_shards_of_its_calls():
     kernel = Product()
     result = autotune(gradient(kernel), *placed((X, P("a")), (Y, P())))
     assert {entry.op_id_v for entry in result.entries} == {"product@v0", "product.bwd@v0"}
@@ -197,7 +197,7 @@ def test_function_is_tuned_for_the_parts_of_its_calls():
     assert ((4, 16), (16, 8)) in [seen[:2] for seen in kernel.seen]
 
 
-def test_lowered_program_is_tuned_for_its_parts_and_a_text_says_that_it_has_none():
+def test_a_lowered_program_is_tuned_for_its_shards_and_a_text_has_none():
     kernel = Product()
     lowered = jax.jit(kernel).lower(*placed((X, P("a")), (Y, P())))
     chain = default_executor().chooser
@@ -206,7 +206,7 @@ def test_lowered_program_is_tuned_for_its_parts_and_a_text_says_that_it_has_none
         assert autotune_lowered(chain, lowered.as_text()).entries == ()
 
 
-def test_explanation_is_that_of_the_part():
+def test_the_explanation_describes_the_shard():
     kernel = Product()
     explained = default_executor().explain(jax.jit(kernel), *placed((X, P("a")), (Y, P())))
     part = default_executor().explain(kernel, X[:4], Y)
@@ -215,7 +215,7 @@ def test_explanation_is_that_of_the_part():
     assert "each device computes the whole call" in str(default_executor().explain(Product(rule=None), X, Y))
 
 
-def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_compiled():
+def test_an_overlay_at_lowering_holds_at_compilation():
     kernel = Product()
     arrays = placed((X, P("a")), (Y, P()))
     key = default_executor().explain(kernel, X[:4], Y).key
@@ -227,7 +227,7 @@ def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_
     assert ((4, 16), (16, 8), 2) in kernel.seen
 
 
-def test_error_of_a_part_reaches_whoever_compiles():
+def test_an_error_of_a_shard_reaches_the_caller_of_compile():
     class Small(Product):
         def run(self, x, y, *, cfg):
             if x.shape[0] < 8:
@@ -246,7 +246,7 @@ def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
 
 
-def test_exported_program_keeps_the_whole_call_and_says_so_once():
+def test_an_exported_program_keeps_the_whole_call_and_warns_once():
     kernel, mesh = Product(), mesh_of()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a"))) for x in (X, Y)]
     with pytest.warns(ShardingWarning, match="product: .* exported"):
@@ -273,14 +273,14 @@ def test_check_of_a_kernel_holds_its_rule_against_the_whole_call():
     assert rows(Product(rule=None))["split"].status == "skipped"
 
 
-def test_program_that_gspmd_partitions_keeps_the_whole_call_and_says_so():
+def test_a_program_partitioned_by_gspmd_keeps_the_whole_call_with_a_warning():
     kernel, arrays = Product(_name="product_g"), placed((X, P("a")), (Y, P()))
     with _config.use_shardy_partitioner(False), pytest.warns(ShardingWarning, match="product_g: .* GSPMD"):
         found = jax.jit(kernel)(*arrays)
     close(found, X @ Y)
 
 
-def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
+def test_a_mesh_with_absent_devices_keeps_the_whole_call_with_a_warning():
     kernel = Product(_name="product_m")
     mesh = jax.sharding.AbstractMesh((64,), ("a",), axis_types=(AxisType.Auto,))
     shapes = [jax.ShapeDtypeStruct((64, 64), X.dtype, sharding=NamedSharding(mesh, P("a"))) for _ in range(2)]
@@ -289,10 +289,10 @@ def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
     assert {seen[0] for seen in kernel.seen} == {(64, 64)}
 
 
-def test_a_mesh_of_another_platforms_devices_is_of_as_many_as_that_one_has(monkeypatch):
+def test_a_mesh_of_another_platform_counts_that_platforms_devices(monkeypatch):
     of = jax.devices
     arrays = placed((X, P("a")), (Y, P()))
-    # As on a machine with one GPU, whose program is for several devices of the CPU.
+    # As on a machine with one GPU, and a program for several devices of the CPU.
     monkeypatch.setattr(jax, "devices", lambda backend=None: of(backend) if backend else of()[:1])
     kernel = Product(_name="product_c")
     close(jax.jit(kernel)(*arrays), X @ Y)
@@ -310,7 +310,7 @@ def test_function_under_tune_may_have_a_rule(rule):
     assert [inv.array_types[0].shape for inv in discover(tuned_product, *arrays)] == [(4, 16)]
 
 
-def test_rule_of_a_function_that_is_none_is_an_error():
+def test_an_invalid_rule_of_a_function_is_an_error():
     with pytest.raises(TypeError, match=r"sharding_rule must be .*, or a function that returns one, got 'm'"):
 
         @tune(space={"pieces": [1, 2]}, sharding_rule="m")
@@ -319,7 +319,7 @@ def test_rule_of_a_function_that_is_none_is_an_error():
 
 
 class OneArray(Product):
-    """A function of one array, with a rule of its own."""
+    """A function of one array, with its own rule."""
 
     def __init__(self, rule, function, name="one_array"):
         super().__init__(rule=ShardingRule(*rule), function=function, _name=name)
@@ -328,7 +328,7 @@ class OneArray(Product):
         return self.function(x)
 
 
-def test_number_may_be_the_sum_of_what_all_devices_have():
+def test_a_number_may_be_a_sum_over_all_devices():
     total = OneArray(("m n ->", "m n"), jnp.sum)
     close(jax.jit(total)(*placed((X, P("a", "b")))), X.sum())
     assert [inv.array_types[0].shape for inv in discover(total, *placed((X, P("a", "b"))))] == [(4, 4)]
@@ -345,7 +345,7 @@ def test_booleans_that_would_be_added_up_are_an_error_of_the_rule(kind):
 
 
 @pytest.mark.slow
-def test_keys_of_random_keep_the_whole_call_and_say_so():
+def test_random_keys_keep_the_whole_call_with_a_warning():
     kernel = OneArray(("m ->  m _", "m"), jax.vmap(lambda key: jax.random.normal(key, (3,))), name="drawn")
     keys = jax.random.split(jax.random.key(0), 8)
     (arrays,) = placed((keys, P("a")))
@@ -367,7 +367,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_parts_in_loops_and_functions_are_found_as_they_are_compiled(loop):
+def test_shards_in_loops_and_functions_are_found_as_compiled(loop):
     kernel = OneArray(("m n -> m n", "m"), jnp.sin)
 
     def program(x):
@@ -405,7 +405,7 @@ def test_16_bit_gradients_are_added_up_beside_automatic_axes():
     np.testing.assert_allclose(found.astype(jnp.float32), function(x, weight).astype(jnp.float32), atol=0.1)
 
 
-def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_path):
+def test_the_text_of_a_program_with_split_calls_shows_the_shards_to_tune(tmp_path):
     text = tmp_path / "step.mlir"
     text.write_text(jax.jit(Product()).lower(*placed((X, P("a")), (Y, P()))).as_text())
     with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir are partitioned over devices"):

@@ -101,7 +101,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:60] for _, message in CALLS])
-def test_a_call_that_does_not_fit_says_which_argument_to_use(call, message):
+def test_an_unsupported_call_is_an_error_with_the_argument_to_use(call, message):
     with pytest.raises(TypeError) as raised:
         call()
     assert message in str(raised.value)
@@ -109,7 +109,7 @@ def test_a_call_that_does_not_fit_says_which_argument_to_use(call, message):
     assert isinstance(raised.value, EjkernelError)
 
 
-def test_a_type_error_inside_the_function_stays_as_it_is():
+def test_a_type_error_inside_the_function_is_unchanged():
     @names_checked({})
     def fails(x):
         raise TypeError("its own")
@@ -161,7 +161,7 @@ def test_the_nearest_name_is_close_or_none(name, names, wanted):
         (lambda: Target.named("nvidia_h20"), "did you mean 'nvidia_h200'?"),
     ],
 )
-def test_a_misspelt_value_is_told_with_the_nearest_one(call, message):
+def test_a_misspelt_value_is_an_error_with_the_nearest_one(call, message):
     with pytest.raises(EjkernelError) as raised:
         call()
     assert message in str(raised.value)
@@ -176,6 +176,6 @@ def test_a_misspelt_value_is_told_with_the_nearest_one(call, message):
         (["show", "--jsno"], "--json"),
     ],
 )
-def test_a_misspelt_command_is_told_with_the_nearest_one(capsys, arguments, message):
+def test_a_misspelt_command_is_an_error_with_the_nearest_one(capsys, arguments, message):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err

@@ -39,6 +39,7 @@ from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class _Log:
     path: Path | None
 
 
-class MeasurementStore:
+class MeasurementStore(Shown):
     """The searches of a persistent cache: one file per search, beside the entry of its call.
 
     Its records are starting points for a search, never results. A new search measures the best configurations of a

@@ -17,6 +17,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table
+from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
 _REASON = 100  # characters of a reason in a table
@@ -122,7 +123,7 @@ class Challenge:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(Shown):
     """The results of a search, from this process or from a file.
 
     Attributes:

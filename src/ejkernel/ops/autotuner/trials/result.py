@@ -19,6 +19,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, text_table
+from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
 
@@ -26,7 +27,7 @@ _SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Shown):
     """One configuration.
 
     Attributes:
@@ -61,7 +62,7 @@ _entered = _Entered()
 
 
 @dataclasses.dataclass(frozen=True)
-class AutotuningResult:
+class AutotuningResult(Shown):
     """Configurations tuned on one device.
 
     `with result:` applies them in this thread, also to functions that `jit` has already compiled. Leaving the block

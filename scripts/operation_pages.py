@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the support tables of `docs/operations/`, by asking every implementation about the calls below.
+
+    python scripts/operation_pages.py [--check]
+
+A page has a table between two comments for each function that it documents. A cell says whether an implementation runs
+a call: "yes", "forward" (another implementation computes the gradient), or "-". `--check` only compares;
+`tests/test_operation_pages.py` does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import modules
+from ejkernel.ops import Invocation
+from ejkernel.ops.execution.discovery import discover
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "operations"
+BEGIN, END = "<!-- support: written by scripts/operation_pages.py -->", "<!-- end of support -->"
+
+DEVICES = {
+    "NVIDIA H100, H200": "gpu:nvidia_h200",
+    "NVIDIA A100": "gpu:nvidia_a100_sxm4_80gb",
+    "NVIDIA B200": "gpu:nvidia_b200",
+    "TPU v5e, v6e": "tpu:tpu_v6_lite",
+    "CPU": "cpu:any",
+}
+DTYPES = ("bfloat16", "float16", "float32")
+
+Built = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Page(NamedTuple):
+    """The calls that a page's table asks about.
+
+    Attributes:
+        function: The public function.
+        plain: Its plain call, by dtype.
+        features: More calls, by name; each adds one feature to the plain call.
+        special: Options of the builders for implementations that do not run the plain call on any device.
+    """
+
+    function: Callable[..., Any]
+    plain: Callable[..., Built]
+    features: Mapping[str, Callable[..., Built]]
+    special: Mapping[str, Any] = {}
+
+
+def _array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _arrays(dtype: str, arrays: Mapping[str, tuple[Any, ...]] | None) -> dict[str, Any]:
+    """Return optional arrays by name, given their dtypes (empty: that of the call) and shapes."""
+    return {name: _array(kind or dtype, *shape) for name, (kind, *shape) in (arrays or {}).items()}
+
+
+def _attention(
+    dtype: str,
+    *,
+    dim: int = 128,
+    value_dim: int | None = None,
+    groups: int = 4,
+    arrays: Any = None,
+    packed: bool = False,
+    **options: Any,
+) -> Built:
+    """Return a call of `[2, 1024, 8, dim]`; `packed` adds segment ids."""
+    query, key = _array(dtype, 2, 1024, 8, dim), _array(dtype, 2, 1024, groups, dim)
+    more = _arrays(dtype, {**({"segment_ids": ("int32", 2, 1024)} if packed else {}), **(arrays or {})})
+    return (query, key, _array(dtype, 2, 1024, groups, value_dim or dim)), options | more
+
+
+def _with_dropout(dtype: str, **given: Any) -> Built:
+    args, options = _attention(dtype, dropout_rate=0.1, **given)
+    return args, options | {"dropout_key": jax.eval_shape(lambda: jax.random.key(0))}
+
+
+def _grouped(dtype: str, *, arrays: Any = None, **options: Any) -> Built:
+    args = _array(dtype, 4096, 1024), _array(dtype, 8, 1024, 1024), _array("int32", 8)
+    return args, options | _arrays(dtype, arrays)
+
+
+def _wgrad(dtype: str, **options: Any) -> Built:
+    return (_array(dtype, 4096, 1024), _array(dtype, 4096, 1024), _array("int32", 8)), options
+
+
+def _loss(dtype: str, *, arrays: Any = None, **options: Any) -> Built:
+    weight = (32768, 1024) if options.get("transpose_weight") else (1024, 32768)
+    args = _array(dtype, 4096, 1024), _array(dtype, *weight), _array("int32", 4096)
+    return args, options | _arrays(dtype, arrays)
+
+
+def _rows(dtype: str, vectors: int, *, dim: int = 4096, weight: str = "", residual: bool = False) -> Built:
+    rows = _array(dtype, 8192, dim)
+    return (rows, *[_array(weight or dtype, dim)] * vectors), {"residual": rows} if residual else {}
+
+
+def _norm_features(vectors: int) -> dict[str, Callable[[str], Built]]:
+    rows = functools.partial(_rows, vectors=vectors)
+    return {
+        "`residual`": functools.partial(rows, residual=True),
+        "float32 weights with bfloat16 rows": functools.partial(rows, weight="float32"),
+        "rows of 128": functools.partial(rows, dim=128),
+        "rows of 16,384": functools.partial(rows, dim=16384),
+        "rows of 1,001": functools.partial(rows, dim=1001),
+    }
+
+
+def _variants(build: Callable[..., Built], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: functools.partial(build, **given) for name, given in options.items()}
+
+
+_LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "`bias`": {"arrays": {"bias": ("", 32768)}},
+    "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+    '`precision="highest"`': {"precision": "highest"},
+}
+
+CALLS: dict[str, Page] = {
+    "flash_attention": Page(
+        modules.flash_attention,
+        _attention,
+        {
+            **_variants(
+                _attention,
+                {
+                    "`causal`": {"causal": True},
+                    "as many key heads as query heads": {"groups": 8},
+                    "`head_dim` of 64": {"dim": 64},
+                    "`head_dim` of 256": {"dim": 256},
+                    "`head_dim` of 192, values of 128": {"dim": 192, "value_dim": 128},
+                    "`head_dim` of 80": {"dim": 80},
+                    "`bias`, with its gradient": {"arrays": {"bias": ("", 1, 8, 1024, 1024)}},
+                    "`attention_mask`": {"arrays": {"attention_mask": ("bool", 2, 1, 1024, 1024)}},
+                    "`segment_ids`": {"arrays": {"segment_ids": ("int32", 2, 1024)}},
+                    "`query_lengths`, `key_lengths`": {
+                        "arrays": {"query_lengths": ("int32", 2), "key_lengths": ("int32", 2)}
+                    },
+                    "`sinks`": {"arrays": {"sinks": ("float32", 8)}},
+                    "`sliding_window`, causal": {"causal": True, "sliding_window": 256},
+                    "`sliding_window`, both sides": {"sliding_window": (256, 256)},
+                    "`logits_soft_cap`": {"logits_soft_cap": 50.0},
+                    "`return_lse`, with its gradient": {"return_lse": True},
+                    "`deterministic`": {"deterministic": True},
+                    '`precision="highest"`': {"precision": "highest"},
+                },
+            ),
+            "`dropout_rate`": _with_dropout,
+        },
+        {"packed": True},
+    ),
+    "grouped_matmul": Page(
+        modules.grouped_matmul,
+        _grouped,
+        _variants(
+            _grouped,
+            {
+                "`transpose_rhs`": {"transpose_rhs": True},
+                "`activation`": {"activation": "silu"},
+                "`activation` and `gate`": {"activation": "silu", "arrays": {"gate": ("", 8, 1024, 1024)}},
+                "`row_scale`": {"arrays": {"row_scale": ("float32", 4096)}},
+                "`preferred_element_type=float32`": {"preferred_element_type": jnp.float32},
+                "`first_group`": {"first_group": 1},
+                '`precision="highest"`': {"precision": "highest"},
+            },
+        ),
+    ),
+    "grouped_matmul_wgrad": Page(
+        modules.grouped_matmul_wgrad,
+        _wgrad,
+        _variants(
+            _wgrad,
+            {
+                "`preferred_element_type=float32`": {"preferred_element_type": jnp.float32},
+                '`precision="highest"`': {"precision": "highest"},
+            },
+        ),
+    ),
+    "linear_cross_entropy": Page(
+        modules.linear_cross_entropy,
+        _loss,
+        _variants(
+            _loss,
+            {
+                **_LOSS_OPTIONS,
+                "`transpose_weight`": {"transpose_weight": True},
+                "`token_weights`": {"arrays": {"token_weights": ("float32", 4096)}},
+                '`reduction="none"`': {"reduction": "none"},
+                "`label_smoothing`": {"label_smoothing": 0.1},
+                "`z_loss`": {"z_loss": 1e-4},
+                "`return_lse`, `return_accuracy`": {"return_lse": True, "return_accuracy": True},
+            },
+        ),
+    ),
+    "token_log_probs": Page(
+        modules.token_log_probs,
+        _loss,
+        _variants(
+            _loss,
+            {
+                **_LOSS_OPTIONS,
+                "`temperature`": {"temperature": 0.8},
+                "`return_entropy`": {"return_entropy": True},
+            },
+        ),
+    ),
+    "rms_norm": Page(modules.rms_norm, functools.partial(_rows, vectors=1), _norm_features(1)),
+    "layer_norm": Page(modules.layer_norm, functools.partial(_rows, vectors=2), _norm_features(2)),
+}
+
+
+class Table:
+    """The support table of one page."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._calls: dict[Any, list[Invocation[Any, Any]]] = {}
+        kernel: Any = self._called("", "bfloat16", special=False)[0].kernel
+        self.names = list(kernel.implementations)
+        self._homes = {name: self._home(name) for name in self.names}
+
+    def __str__(self) -> str:
+        """Return it as Markdown."""
+        lines = [f"| | {' | '.join(f'`{name}`' for name in self.names)} |", f"|---|{'---|' * len(self.names)}"]
+        lines += [self._line(name, [self._on(one, device) for one in self.names]) for name, device in DEVICES.items()]
+        lines += [self._line(dtype, [self._cell("", name, dtype) for name in self.names]) for dtype in DTYPES]
+        lines += [self._line(name, [self._cell(name, one) for one in self.names]) for name in self._page.features]
+        return "\n".join(lines)
+
+    @staticmethod
+    def _line(label: str, cells: Sequence[str]) -> str:
+        return f"| {label} | {' | '.join(cells)} |"
+
+    def _home(self, name: str) -> tuple[str, str, bool]:
+        """Return the device and dtype for which an implementation is asked, and whether with the special options."""
+        specials = (False, True) if self._page.special else (False,)
+        places = [(device, dtype, special) for special in specials for device in DEVICES.values() for dtype in DTYPES]
+        return max(places, key=lambda place: _RANK[self._support("", name, *place)])
+
+    def _on(self, name: str, device: str) -> str:
+        special = self._homes[name][2]
+        return max((self._support("", name, device, dtype, special) for dtype in DTYPES), key=_RANK.__getitem__)
+
+    def _cell(self, label: str, name: str, dtype: str = "") -> str:
+        device, usual, special = self._homes[name]
+        return self._support(label, name, device, dtype or usual, special)
+
+    def _support(self, label: str, name: str, device: str, dtype: str, special: bool) -> str:
+        """Return whether an implementation runs a call on a device: `yes`, `forward` or `-`."""
+        runs = [_runs(inv, name, device) for inv in self._called(label, dtype, special=special)]
+        return "yes" if all(runs) else "forward" if runs[0] else "-"
+
+    def _called(self, label: str, dtype: str, *, special: bool) -> list[Invocation[Any, Any]]:
+        """Return the calls of the public function and of its gradient; the plain ones without a label."""
+        key = label, dtype, special
+        if key not in self._calls:
+            build = self._page.features[label] if label else self._page.plain
+            given = self._page.special if special else {}
+            self._calls[key] = _calls_of(self._page.function, *build(dtype, **given))
+        return self._calls[key]
+
+
+_RANK = {"-": 0, "forward": 1, "yes": 2}
+
+
+def _calls_of(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> list[Invocation[Any, Any]]:
+    """Return the calls of `function` and of its gradient for all arrays of numbers."""
+    arrays: dict[Any, Any] = dict(enumerate(args))
+    arrays |= {name: value for name, value in options.items() if isinstance(value, jax.ShapeDtypeStruct)}
+    static = {name: value for name, value in options.items() if name not in arrays}
+    floats = [name for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)]
+
+    def total(*wanted: jax.Array) -> jax.Array:
+        given = others | dict(zip(floats, wanted, strict=True))
+        positional = [given.pop(number) for number in range(len(args))]
+        found = function(*positional, **given, **static)
+        return functools.reduce(jnp.add, (jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(found)))
+
+    def gradient(others_given: Sequence[jax.Array], *wanted: jax.Array) -> Any:
+        others.update(zip(names, others_given, strict=True))
+        return jax.grad(total, tuple(range(len(wanted))))(*wanted)
+
+    others: dict[Any, Any] = {}
+    names = [name for name in arrays if name not in floats]
+    return discover(gradient, [arrays[name] for name in names], *(arrays[name] for name in floats))
+
+
+def _runs(inv: Invocation[Any, Any], name: str, device: str) -> bool:
+    kernel: Any = inv.kernel
+    platform = device.partition(":")[0]
+    if name not in kernel.implementations or kernel.implementations.elsewhere(name, platform):
+        return False
+    call = dataclasses.replace(kernel.call_of(inv), platform=platform, device_fingerprint=device)
+    return kernel.implementations.unsupported(name, call) is None
+
+
+def written(text: str, name: str) -> str:
+    """Return the text of a page with its tables up to date; `name` is that of the file, without its ending."""
+    blocks = iter(functions_of(text))
+
+    def block(_: re.Match[str]) -> str:
+        return f"{BEGIN}\n\n{Table(CALLS[next(blocks)])}\n\n{END}"
+
+    made, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", block, text, flags=re.DOTALL)
+    if count != len(functions_of(text)):
+        raise SystemExit(f"{name}.md must have one support table for each function that it documents.")
+    return made
+
+
+def functions_of(text: str) -> list[str]:
+    """Return the public functions that a page documents, in order."""
+    return re.findall(r"^::: ejkernel\.modules\.\w+\.(\w+)$", text, re.MULTILINE)
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs")
+    check = parser.parse_args().check
+    differs = []
+    for path in sorted(PAGES.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        made = written(text, path.stem)
+        if made != text:
+            differs.append(path.name)
+            if not check:
+                path.write_text(made, encoding="utf-8")
+    print(f"{'different' if check else 'written'}: {', '.join(differs) or 'none'}")
+    return 1 if check and differs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

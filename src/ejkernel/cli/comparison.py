@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparison of two sets of searches: of two caches, two runs or two devices."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ejkernel.cli.report_data import CallReport
+from ejkernel.ops.autotuner.trials.view import Axis
+from ejkernel.ops.utils.formatting import counted, durations, ratio
+
+FASTER: Final = "faster"
+SLOWER: Final = "slower"
+UNDECIDED: Final = "undecided"
+NO_TIME: Final = "no time"
+ONLY_BEFORE: Final = "only before"
+ONLY_AFTER: Final = "only after"
+_ORDER: Final = (SLOWER, FASTER, UNDECIDED, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """A call on one side of a comparison.
+
+    Attributes:
+        device: The device.
+        config: The configuration.
+        time_us: Its time; `None` if unknown.
+        low_us, high_us: The 95 % interval of the time; `None` without enough samples.
+        search: Progress of the search.
+        measured: When it was measured.
+        versions: Names and versions of the software it was measured with.
+        source: Where the configuration comes from.
+    """
+
+    device: str
+    config: str
+    time_us: float | None
+    low_us: float | None
+    high_us: float | None
+    search: str
+    measured: str
+    versions: dict[str, str]
+    source: str
+
+    @classmethod
+    def of(cls, call: CallReport) -> Side:
+        """Return the side of a call."""
+        low, high = call.after_range or (None, None)
+        return cls(
+            device=call.device,
+            config=call.config,
+            time_us=call.after_us,
+            low_us=low,
+            high_us=high,
+            search=call.search,
+            measured=call.time,
+            versions=call.versions,
+            source=call.source,
+        )
+
+    @property
+    def in_words(self) -> str:
+        """The time with its interval."""
+        if self.time_us is None:
+            return "not measured"
+        if self.low_us is None or self.high_us is None:
+            return f"{durations([self.time_us / 1e6])[0]}, without enough samples for an interval"
+        time, low, high = durations(each / 1e6 for each in (self.time_us, self.low_us, self.high_us))
+        return f"{time} ({low} to {high})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """The time before over the time after.
+
+    Attributes:
+        median: The ratio of the medians.
+        low, high: Its range: the ratios of opposite ends of the two intervals; `None` if one is missing.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+
+    @property
+    def in_words(self) -> str:
+        """The ratio as text."""
+        return ratio(self.median)
+
+    @property
+    def verdict(self) -> str:
+        """`faster` or `slower` if the intervals do not overlap, else `undecided`."""
+        if self.low is None or self.high is None:
+            return UNDECIDED
+        return FASTER if self.low > 1 else SLOWER if self.high < 1 else UNDECIDED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedCall:
+    """A call with both sides.
+
+    Attributes:
+        op, call: Its operation and key.
+        arguments: The arguments as text.
+        before, after: The sides; `None` if the call is not in it.
+        ratio: The ratio of the times; `None` unless both are known.
+    """
+
+    op: str
+    call: str
+    arguments: str
+    before: Side | None
+    after: Side | None
+    ratio: Ratio | None
+
+    @property
+    def verdict(self) -> str:
+        """The result in a word or two."""
+        if self.before is None or self.after is None:
+            return ONLY_AFTER if self.before is None else ONLY_BEFORE
+        return NO_TIME if self.ratio is None else self.ratio.verdict
+
+    @property
+    def same_configuration(self) -> bool:
+        """Whether both sides have the same configuration."""
+        return self.before is not None and self.after is not None and self.before.config == self.after.config
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return dataclasses.asdict(self) | {"verdict": self.verdict, "same_configuration": self.same_configuration}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two sets of calls.
+
+    Attributes:
+        before, after: The names of the two sides.
+        calls: The calls of both; slower ones first, then faster ones.
+    """
+
+    before: str
+    after: str
+    calls: tuple[ComparedCall, ...]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The results that occur, in the order of the calls."""
+        return list(dict.fromkeys(call.verdict for call in self.calls))
+
+    @property
+    def mean(self) -> float | None:
+        """The geometric mean of all ratios; `None` without any."""
+        found = [call.ratio.median for call in self.calls if call.ratio is not None]
+        return math.exp(sum(map(math.log, found)) / len(found)) if found else None
+
+    @property
+    def in_words(self) -> str:
+        """The number of calls by result, and the mean ratio."""
+        counts = collections.Counter(call.verdict for call in self.calls)
+        parts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in self.verdicts)
+        mean = "" if self.mean is None else f"; geometric mean of the ratios: {ratio(self.mean)}"
+        return f"{counted(len(self.calls), 'call')}: {parts}{mean}"
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis of the ranges, which contains 1; `None` without a range."""
+        ends = [end for call in self.calls if call.ratio for end in (call.ratio.low, call.ratio.high) if end]
+        return Axis(min(*ends, 1 / 1.05), max(*ends, 1.05)) if ends else None
+
+    def devices(self, side: int) -> list[str]:
+        """Return the devices before (0) or after (1)."""
+        sides = [(call.before, call.after)[side] for call in self.calls]
+        return sorted({found.device for found in sides if found is not None})
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        calls = [call.data() for call in self.calls]
+        return {"before": self.before, "after": self.after, "geometric_mean": self.mean, "calls": calls}
+
+
+def compare(before: Sequence[CallReport], after: Sequence[CallReport], old: str, new: str) -> Comparison:
+    """Return the comparison of two sets of calls.
+
+    Calls are paired by operation and key. The devices must be equal too, unless each side has only one device.
+
+    Args:
+        before, after: The calls.
+        old, new: Their names, e.g. the folders of two caches.
+    """
+    across = len({call.device for call in before}) <= 1 and len({call.device for call in after}) <= 1
+
+    def key(call: CallReport) -> tuple[str, str, str]:
+        return call.op, call.call, "" if across else call.device
+
+    left, right = ({key(call): call for call in calls} for calls in (before, after))
+    found = _pairs(left, right)
+    return Comparison(old, new, tuple(sorted(found, key=_rank)))
+
+
+def _pairs(
+    left: dict[tuple[str, str, str], CallReport], right: dict[tuple[str, str, str], CallReport]
+) -> Iterator[ComparedCall]:
+    for key in left | right:
+        mine, theirs = left.get(key), right.get(key)
+        shown = theirs or mine
+        assert shown is not None  # the key comes from one of the two
+        yield ComparedCall(
+            op=shown.op,
+            call=shown.call,
+            arguments=shown.arguments,
+            before=None if mine is None else Side.of(mine),
+            after=None if theirs is None else Side.of(theirs),
+            ratio=None if mine is None or theirs is None else _ratio(mine, theirs),
+        )
+
+
+def _rank(call: ComparedCall) -> tuple[int, float, str, str]:
+    far = 0.0 if call.ratio is None else -abs(math.log(call.ratio.median))
+    return _ORDER.index(call.verdict), far, call.op, call.arguments
+
+
+def _ratio(before: CallReport, after: CallReport) -> Ratio | None:
+    # Files may hold any number.
+    old, new = before.after_us, after.after_us
+    if old is None or new is None or not (0 < old < math.inf and 0 < new < math.inf):
+        return None
+    median = old / new
+    if before.after_range is None or after.after_range is None:
+        return Ratio(median, None, None)
+    (old_low, old_high), (new_low, new_high) = before.after_range, after.after_range
+    return Ratio(median, old_low / new_high, old_high / new_low)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress of searches: a bar on a terminal, one line per call on a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.formatting import counted, duration
+
+_WIDE: Final = 110  # columns of a terminal that has room for a bar beside the text
+_ENOUGH: Final = 0.25  # of a call, before the time left is estimated
+
+
+class SearchBar:
+    """Shows the current call, its candidates, the best time so far and the time left.
+
+    Args:
+        progress: The bar.
+        console: The console.
+        count: Number of calls.
+        doing: The action in words, e.g. "tuning".
+        budget: Seconds for each call.
+        clock: Source of seconds.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        console: Console,
+        count: int,
+        doing: str,
+        *,
+        budget: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress, self._console, self._doing = progress, console, doing
+        self._count, self._budget, self._clock = count, budget, clock
+        self._task: TaskID = progress.add_task(doing, total=max(count, 1), note="")
+        self._started = clock()
+        self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
+        self._best: dict[ConfigKey, float] = {}  # seconds
+        self._current: tuple[Invocation[Any, Any], int, int] | None = None
+
+    def hear(self, event: Event) -> None:
+        """Show the time of a measured candidate if it is the best of its call so far."""
+        if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
+            return
+        if event.outcome.seconds < self._best.get(event.key, math.inf):
+            self._best[event.key] = event.outcome.seconds
+            if self._current is not None and self._current[0].key == event.key:
+                self._show(*self._current)
+
+    def step(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
+        """Show that a call has `done` finished candidates of `total`."""
+        is_new = inv.key not in self._shares
+        self._shares[inv.key] = done / max(total, 1)
+        self._current = (inv, done, total)
+        self._show(*self._current)
+        if is_new and not self._console.is_terminal:
+            where = f"({self._number(inv)} of {self._count})"
+            text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._left()}"
+            self._console.print(text, highlight=False)
+
+    def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
+        best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
+        call = f"call {self._number(inv)} of {self._count}, {inv.op_id}"
+        note = f"{call}: candidate {done} of {total}{best}{self._left()}"
+        self._progress.update(self._task, completed=sum(self._shares.values()), note=note)
+
+    def _number(self, inv: Invocation[Any, Any]) -> int:
+        return list(self._shares).index(inv.key) + 1
+
+    def _left(self) -> str:
+        return _time_left(self._clock() - self._started, sum(self._shares.values()), self._count, self._budget)
+
+
+@contextlib.contextmanager
+def bars(console: Console, count: int, doing: str, *, budget: float | None = None) -> Iterator[SearchBar]:
+    """Show the progress of `count` calls for the `with` block; see `SearchBar`."""
+    columns: list[ProgressColumn] = [TextColumn("{task.fields[note]}", markup=False)]
+    if console.width >= _WIDE:  # otherwise the text needs the whole line
+        columns = [TextColumn("{task.description}"), BarColumn(), *columns]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield SearchBar(progress, console, count, doing, budget=budget)
+
+
+def _time_left(elapsed: float, finished: float, count: int, budget: float | None) -> str:
+    """Return the seconds left in words; empty before anything is known about them.
+
+    Args:
+        elapsed: Seconds since the start.
+        finished: Number of finished calls, with fractions for running ones.
+        count: Number of all calls.
+        budget: Seconds for each call.
+    """
+    # The first candidates include the start of JAX and the device, so their progress says little.
+    estimate = elapsed / finished * (count - finished) if finished >= _ENOUGH else math.inf
+    most = math.inf if budget is None else budget * (count - finished)
+    if math.isinf(min(estimate, most)):
+        return ""
+    if estimate <= most or budget is None:
+        return f", about {estimate:.0f} s left"
+    return f", at most {most:.0f} s left ({budget:g} s per call)"

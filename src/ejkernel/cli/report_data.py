@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of `ejkernel report`: the calls of a cache, each with the search behind its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ejkernel.cli.peaks import Peak, Peaks, main_dtype
+from ejkernel.cli.rounds import FEWEST, interval
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
+from ejkernel.ops.autotuner.trials.outcome import remarks
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief
+from ejkernel.ops.autotuner.trials.view import SearchView, view_of
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.types import ConfigKey, Cost
+from ejkernel.ops.errors import DescriptionError
+from ejkernel.ops.utils.error_text import error_text, printable, printable_lines
+from ejkernel.ops.utils.formatting import arguments, compact, counted
+
+logger = logging.getLogger(__name__)
+
+_VERSIONS: Final = ("ejkernel", "jax", "jaxlib", "driver", "python")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """The work of a call per second.
+
+    Attributes:
+        name: `with the heuristic` or `tuned`.
+        tflops: 10¹² floating-point operations per second.
+        gbytes: 10⁹ bytes per second.
+        intensity: Floating-point operations per byte.
+        of_peak: Fraction of what the device can do at this intensity; `None` if its peak is not known.
+        limit: The limit of the call on this device: `compute` or `memory`; empty if the peak is not known.
+    """
+
+    name: str
+    tflops: float
+    gbytes: float
+    intensity: float
+    of_peak: float | None = None
+    limit: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """The fraction of the peak as text."""
+        return f"{self.of_peak:.0%} of the roofline, limited by {self.limit}" if self.of_peak is not None else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallReport(SearchView):
+    """One call with its saved configuration and the search behind it.
+
+    Attributes:
+        op, device, call: The key.
+        arguments: The arguments as text.
+        config: The saved configuration; that of the search's winner if none is saved.
+        result: The speed-up or, in a word, why there is none.
+        speedup: `before_us / after_us`.
+        after_range: The 95 % interval of `after_us`; `None` without enough samples.
+        search: Progress of the search; `-` without one.
+        time: When the call was measured.
+        versions: Names and versions of the software it was measured with.
+        source: Where the configuration comes from.
+        notes: Why the heuristic stays, and further remarks on the search.
+        throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
+        peak: The peak of the device, if it is known and the kernel defines a cost.
+    """
+
+    op: str
+    device: str
+    call: str
+    arguments: str
+    config: str
+    result: str
+    speedup: float | None = None
+    after_range: tuple[float, float] | None = None
+    search: str = "-"
+    time: str = "-"
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    notes: tuple[str, ...] = ()
+    throughput: tuple[Throughput, ...] = ()
+    peak: Peak | None = None
+
+    @property
+    def kind(self) -> str:
+        """The group of the call in the page's filter."""
+        if self.search.startswith((SearchState.PARTIAL, SearchState.FAILED)):
+            return "open"
+        return "faster" if self.speedup is not None and self.speedup > 1 else "kept"
+
+
+def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int | None = None) -> list[CallReport]:
+    """Return the calls with an entry or a search, sorted by operation, device and arguments.
+
+    Args:
+        store: The cache.
+        peaks: The peaks of devices; by default those that are known without measuring.
+        newest: Show this search of each call instead of the one behind its entry: 0 the newest, 1 the one before.
+            Calls without such a search are left out.
+    """
+    searches: dict[Any, list[StoredSearch]] = {}
+    for search in MeasurementStore(store).searches():
+        searches.setdefault(search.key, []).append(search)
+    peaks = peaks or Peaks()
+    if newest is not None:
+        chosen = (those[newest : newest + 1] for those in searches.values())
+        found = [_with_search(those, None, peaks) for those in chosen if those]
+    else:
+        entries = {entry.key: entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey)}
+        found = [
+            _with_search(searches[key], entries.get(key), peaks) if key in searches else _without_search(entries[key])
+            for key in searches | entries
+        ]
+    return sorted(found, key=lambda call: (call.op, call.device, call.arguments, call.call))
+
+
+def _behind(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> StoredSearch:
+    """Return the newest search that found the entry's configuration, else the newest."""
+    same = (s for s in searches if entry is not None and s.winner.config == entry.config)
+    return next(same, searches[0])
+
+
+def _without_search(entry: StoredEntry) -> CallReport:
+    progress = SearchProgress.stored_in(entry.measured)
+    times = [_stored_time(entry, name) for name in ("heuristic", "winner")]
+    return CallReport(
+        **_identity(entry.key, entry.call, entry.provenance),
+        config=compact(entry.config),
+        result=stored_in_brief(entry.measured, entry.speedup),
+        before_us=times[0],
+        after_us=times[1],
+        speedup=entry.speedup,
+        search="-" if progress is None else progress.in_words,
+        source=f"{_place(entry)}; the file of its search is not here",
+    )
+
+
+def _stored_time(entry: StoredEntry, name: str) -> float | None:
+    times = (entry.measured or {}).get(name)
+    found = times.get("median_us") if isinstance(times, dict) else None
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def _place(entry: StoredEntry) -> str:
+    return "saved in a shared cache or in memory" if entry.path is None else f"saved in {printable(entry.path)}"
+
+
+def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
+    return {
+        "op": printable(key.op),
+        "device": printable(key.device),
+        "call": printable(key.call),
+        "arguments": arguments(call),
+        "time": printable(provenance.get("time", "-"))[:16].replace("T", " "),
+        "versions": {name: printable(provenance[name]) for name in _VERSIONS if provenance.get(name)},
+    }
+
+
+def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None, peaks: Peaks) -> CallReport:
+    search = _behind(searches, entry)
+    winner = search.winner
+    source = f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
+    config = "-" if winner.measurement is None else compact(winner.config)
+    # The page shows the comparison with the heuristic in full.
+    notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]
+    if entry is not None:
+        source, config = _place(entry), compact(entry.config)
+        if entry.config != winner.config:
+            notes.append(f"this is the newest search; it chose {compact(winner.config)} instead")
+    if len(searches) > 1:
+        others = counted(len(searches) - 1, "other search", "other searches")
+        notes.append(f"the cache has {others} of this call, not shown here")
+    throughput, peak = _throughput(search, peaks)
+    return CallReport(
+        **_identity(search.key, search.call, search.provenance),
+        **view_of(search),
+        config=config,
+        result=search.in_a_word,
+        speedup=search.speedup,
+        after_range=_interval(search),
+        search=search.progress.in_words,
+        source=source,
+        notes=tuple(map(printable_lines, filter(None, notes))),
+        throughput=throughput,
+        peak=peak,
+    )
+
+
+def _interval(search: StoredSearch) -> tuple[float, float] | None:
+    """Return the 95 % interval of the winner's time in microseconds; `None` without enough samples."""
+    measured, time = search.winner.measurement, search.after
+    if measured is None or time is None or len(measured.samples) < FEWEST:
+        return None
+    low, high = interval(sorted(measured.samples))
+    # With several cases the samples are means over all of them.
+    factor = time / measured.median * 1e6
+    return low * factor, high * factor
+
+
+def _throughput(search: StoredSearch, peaks: Peaks) -> tuple[tuple[Throughput, ...], Peak | None]:
+    """Return the throughput with the heuristic and tuned, and the peak of the device; nothing without a cost."""
+    cost, dtype = _cost(search)
+    if cost is None or cost.bytes <= 0:
+        return (), None
+    intensity, peak = cost.flops / cost.bytes, peaks.of(search.key.device, dtype)
+    found = []
+    for name, seconds in (("with the heuristic", search.before), ("tuned", search.after)):
+        if seconds is None:
+            continue
+        tflops, gbytes = cost.flops / seconds * 1e-12, cost.bytes / seconds * 1e-9
+        reached = Throughput(name=name, tflops=tflops, gbytes=gbytes, intensity=intensity)
+        if peak is not None:
+            of_peak = fraction_of(peak, cost, seconds)
+            reached = dataclasses.replace(reached, of_peak=of_peak, limit=peak.limit(intensity))
+        found.append(reached)
+    return tuple(found), peak
+
+
+def fraction_of(peak: Peak, cost: Cost, seconds: float) -> float:
+    """Return the fraction of a device's peak that a call reaches, by the roofline model."""
+    return max(cost.flops / (peak.tflops * 1e12), cost.bytes / (peak.gbytes * 1e9)) / seconds
+
+
+def _cost(search: StoredSearch) -> tuple[Cost | None, str]:
+    """Return the cost of a call and the dtype of its largest array."""
+    try:
+        inv = rebuild(search.call, key=search.key.call, op=search.key.op)
+    except DescriptionError as error:  # e.g. the kernel's module is not imported
+        logger.info("no throughput of %s: %s", printable(search.key), error)
+        return None, ""
+    try:
+        return inv.node.spec.kernel.cost(inv), main_dtype(inv)
+    except Exception as error:  # noqa: BLE001 - an error in the user's method
+        logger.warning("no throughput of %s: cost raised %s", printable(search.key), error_text(error))
+        return None, ""

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search as the report and notebooks show it: its programs on one axis, failures by reason, and progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, program_name, ranked
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import compact, durations
+from ejkernel.ops.utils.pages import microseconds
+
+_REASONS: Final = 8  # failure groups of a search with their full reason; the others share one group
+_NUMBER: Final = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One program of a search: a row of its table and a mark of its chart.
+
+    Attributes:
+        name: Its configuration, and others that compile to the same program.
+        mark: `winner`, `heuristic`, `heuristic kept` or empty.
+        status: The status; files of later versions may contain others.
+        group: The number of its failure group, from 1; 0 without a failure.
+        time_us: The median.
+        low_us, high_us: The quartiles; of fewer than four samples the least and the greatest.
+        samples: Number of samples.
+        compile_s: Seconds to compile.
+    """
+
+    name: str
+    mark: str
+    status: str
+    group: int = 0
+    time_us: float | None = None
+    low_us: float = 0.0
+    high_us: float = 0.0
+    samples: int = 0
+    compile_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Unmeasured candidates of a search with the same status and reason.
+
+    Attributes:
+        status: Their status.
+        reason: The reason of the first candidate; the others differ at most in numbers.
+        configs: Their configurations.
+    """
+
+    status: str
+    reason: str
+    configs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A logarithmic axis; places are percentages from 4 to 96.
+
+    Attributes:
+        low, high: The values at its ends, both positive.
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Axis:
+        """Return the axis of a search, which spans the quartiles of all rows; any axis if nothing was measured."""
+        ends = [end for row in rows if row.time_us is not None for end in (row.low_us, row.time_us, row.high_us)]
+        return cls(min(ends, default=1.0), max(ends, default=1.0))
+
+    def at(self, value: float) -> float:
+        """Return the place of a value."""
+        if self.high <= self.low:
+            return 50.0
+        return round(4 + 92 * math.log(value / self.low) / math.log(self.high / self.low), 1)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and labels of the two ends and the middle, which are times in microseconds."""
+        middle = math.sqrt(self.low * self.high)
+        times = [self.low] if self.high <= self.low else [self.low, middle, self.high]
+        return [(self.at(time), microseconds(time)) for time in times]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchView:
+    """A search.
+
+    Attributes:
+        before_us, after_us: Time with the heuristic and with the winner.
+        rows: The programs, the fastest first.
+        failures: The unmeasured candidates by reason.
+        best: Number of measurements and the best time so far, at each improvement.
+        measured: Number of measured programs.
+        standing: The comparison of the best candidate with the heuristic.
+    """
+
+    before_us: float | None = None
+    after_us: float | None = None
+    rows: tuple[Row, ...] = ()
+    failures: tuple[Failures, ...] = ()
+    best: tuple[tuple[int, float], ...] = ()
+    measured: int = 0
+    standing: dict[str, Any] | None = None
+
+    @property
+    def axis(self) -> Axis:
+        """The axis of all times."""
+        return Axis.of(self.rows)
+
+    @property
+    def best_path(self) -> str:
+        """The steps of the best time so far as an SVG path in a box of 600 by 100; lower is faster."""
+        axis = Axis(self.best[-1][1], self.best[0][1])
+        path = ""
+        for count, time in self.best:
+            x = 600 * (count - 1) / max(self.measured - 1, 1)
+            y = 100 - axis.at(time)
+            path += f"H{x:.0f}V{y:.0f}" if path else f"M{x:.0f} {y:.0f}"
+        return path + "H600"
+
+    def rows_and_times(self) -> Iterator[tuple[Row, str]]:
+        """Return the rows, each with its time; all times are in one unit."""
+        times = durations(None if row.time_us is None else row.time_us / 1e6 for row in self.rows)
+        return zip(self.rows, times, strict=True)
+
+
+def view_of(search: Findings) -> dict[str, Any]:
+    """Return the values of a search's `SearchView`."""
+    groups = _grouped(search.outcomes)
+    return {
+        "before_us": in_microseconds(search.before),
+        "after_us": in_microseconds(search.after),
+        "rows": tuple(_row(program, search, groups) for program in ranked(search.outcomes)),
+        "failures": tuple(groups.values()),
+        "best": tuple(_best_so_far(search.outcomes)),
+        "measured": sum(outcome.measurement is not None for outcome in search.outcomes),
+        "standing": _standing(search),
+    }
+
+
+def in_microseconds(seconds: float | None) -> float | None:
+    """Return a time in microseconds."""
+    return None if seconds is None else round(seconds * 1e6, 4)
+
+
+def _standing(search: Findings) -> dict[str, Any] | None:
+    found = search.challenge
+    if found is None:
+        return None
+    return found.data() | {"rival": compact(found.challenger), "in_words": found.came_out.in_words}
+
+
+def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[Any, Failures]) -> Row:
+    first, twins = program
+    row = Row(name=program_name(program), mark="", status=printable(first.status))
+    if first.measurement is None:
+        return dataclasses.replace(row, group=_number(first, groups))
+    own = (first, *twins)
+    mark = "heuristic" if any(outcome is search.heuristic for outcome in own) else ""
+    if any(outcome is search.winner for outcome in own):
+        mark = "heuristic kept" if mark else "winner"
+    samples = first.measurement.samples
+    few = len(samples) < 4
+    low, high = (min(samples), max(samples)) if few else np.quantile(samples, (0.25, 0.75), method="weibull")
+    return dataclasses.replace(
+        row,
+        mark=mark,
+        time_us=in_microseconds(first.measurement.median),
+        low_us=float(low) * 1e6,
+        high_us=float(high) * 1e6,
+        samples=len(samples),
+        compile_s=first.compile_seconds,
+    )
+
+
+def _group_of(outcome: Outcome) -> tuple[str, str]:
+    return str(outcome.status), _NUMBER.sub("#", outcome.reason)
+
+
+def _number(outcome: Outcome, groups: dict[Any, Failures]) -> int:
+    keys = list(groups)
+    key = _group_of(outcome)
+    return keys.index(key) + 1 if key in keys else len(keys) if outcome.status != Status.SAME else 0
+
+
+def _grouped(outcomes: Sequence[Outcome]) -> dict[Any, Failures]:
+    """Return the unmeasured candidates by status and reason, ignoring numbers; the most frequent first."""
+    found: dict[Any, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.measurement is None and outcome.status != Status.SAME:
+            found.setdefault(_group_of(outcome), []).append(outcome)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    groups = {key: _failures(str(members[0].status), members[0].reason, members) for key, members in ordered[:_REASONS]}
+    rest = [outcome for _, members in ordered[_REASONS:] for outcome in members]
+    if rest:
+        groups["rest"] = _failures("various", f"{len(ordered) - _REASONS} other reasons", rest)
+    return groups
+
+
+def _failures(status: str, reason: str, outcomes: Sequence[Outcome]) -> Failures:
+    configs = tuple(compact(outcome.config) for outcome in outcomes)
+    return Failures(status=printable(status), reason=reason or "no reason recorded", configs=configs)
+
+
+def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
+    """Yield the number of measurements and the best time in microseconds, at each improvement."""
+    best = math.inf
+    measured = (outcome.seconds for outcome in outcomes if outcome.seconds is not None)
+    for count, seconds in enumerate(measured, 1):
+        if seconds < best:
+            best = seconds
+            yield count, best * 1e6

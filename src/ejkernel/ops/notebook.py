@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results, explanations, searches, caches and configurations as HTML in notebooks, from the templates of the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
+from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
+from ejkernel.ops.autotuner.trials.view import SearchView, view_of
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.tiers import Consulted, Resolution
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.execution.explain import Explanation, Explanations
+from ejkernel.ops.implementation import OperationConfig
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.error_text import printable, printable_lines
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations
+from ejkernel.ops.utils.pages import is_available, render
+from ejkernel.ops.utils.storage.serialize import to_data
+
+_MOST: Final = 100  # rows of a table
+
+Facts = tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Section:
+    """One part of the HTML of an object.
+
+    Attributes:
+        title: The first line.
+        facts: Names with their values.
+        header, rows: A table.
+        searches: Searches with their names.
+        is_open: Whether the searches are unfolded.
+    """
+
+    title: str
+    facts: Facts = ()
+    header: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    searches: tuple[tuple[str, SearchView], ...] = ()
+    is_open: bool = False
+
+
+def html_of(value: object) -> str | None:
+    """Return a value as HTML; `None` without Jinja2, so that the notebook shows its text."""
+    return render("notebook.html", sections=_sections(value)) if is_available() else None
+
+
+@functools.singledispatch
+def _sections(value: object) -> Sequence[_Section]:
+    raise NotImplementedError(type(value))
+
+
+def _rows(rows: Iterable[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
+    """Return the first rows of a table, with printable text."""
+    found = list(itertools.islice(rows, _MOST))
+    return tuple(tuple(printable(cell) for cell in row) for row in found)
+
+
+def _counted_rows(count: int, noun: str, plural: str = "") -> str:
+    shown = f", the first {_MOST} are shown" if count > _MOST else ""
+    return f"{counted(count, noun, plural)}{shown}"
+
+
+@_sections.register
+def _(search: Findings) -> list[_Section]:
+    before, after = durations((search.before, search.after))
+    call = search.inv.description if isinstance(search, AutotuneData) else None
+    call = search.call if isinstance(search, StoredSearch) else call
+    winner = search.winner
+    facts = [
+        ("Result", search.in_words),
+        ("Configuration", "-" if winner.measurement is None else compact(winner.config)),
+        ("Time", f"{before} with the heuristic, {after} tuned"),
+        (
+            "Search",
+            f"{search.progress.in_words}, {counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s",
+        ),
+        ("Key", f"{search.key.call} on {search.key.device}"),
+        *(("Note", remark) for remark in remarks(dataclasses.replace(search, challenge=None))),
+    ]
+    title = printable(f"{search.key.op}  {arguments(call)}")
+    printed = tuple((name, printable_lines(text)) for name, text in facts)
+    views = (("Candidates and progress", SearchView(**view_of(search))),)
+    return [_Section(title=title, facts=printed, searches=views, is_open=True)]
+
+
+@_sections.register
+def _(result: AutotuningResult) -> list[_Section]:
+    tuned = {(search.key.op, search.key.call): search for search in result.searches}
+    searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in result.entries]
+    rows = [
+        (
+            entry.op_id_v,
+            "-" if search is None else arguments(search.inv.description),
+            *times,
+            "-" if search is None else search.in_a_word,
+            compact(entry.cfg),
+        )
+        for entry, search, times in zip(result.entries, searches, before_and_after(searches), strict=True)
+    ]
+    views = tuple(
+        (printable(f"Search of {row[0]} {row[1]}"), SearchView(**view_of(search)))
+        for row, search in zip(rows, searches, strict=True)
+        if search is not None
+    )
+    header = ("Operation", "Arguments", "Heuristic", "Tuned", "Speed-up", "Configuration")
+    title = f"{_counted_rows(len(rows), 'configuration')} for {printable(result.device)}"
+    return [_Section(title=title, header=header, rows=_rows(rows), searches=views[:_MOST])]
+
+
+@_sections.register
+def _(entry: Entry) -> list[_Section]:
+    facts = (("Call", printable(entry.call_key)), *_fields(entry.cfg))
+    return [_Section(title=printable(entry.op_id_v), facts=facts)]
+
+
+@_sections.register
+def _(why: Explanation) -> list[_Section]:
+    key = f"{why.key.call} on {why.key.device}" if why.key is not None else f"none: {why.key_note}"
+    split = f"split {', '.join(why.split)}" if why.split else why.split_note
+    facts = [
+        ("Configuration", "none" if why.resolution is None else f"{compact(why.config)}, from {why.source}"),
+        ("Key", key),
+        *([] if why.search is None else [("Search", why.search.in_words)]),
+        *([("Devices", split)] if split else []),
+        ("Label", why.label or f"none: {why.label_note}"),
+    ]
+    rows = [(tier.tier, _answer(tier), tier.note) for tier in why.tiers]
+    rows += [(name, "does not run", reason) for name, reason in why.refusals.items()]
+    return [
+        _Section(
+            title=printable(why.op_id_v),
+            facts=tuple((name, printable(text)) for name, text in facts),
+            header=("Tier", "Answer", "Note"),
+            rows=_rows(rows),
+        )
+    ]
+
+
+def _answer(tier: Consulted) -> str:
+    return "-" if tier.resolution is None else compact(tier.resolution.config)
+
+
+@_sections.register
+def _(whys: Explanations) -> list[_Section]:
+    return [section for why in whys for section in _sections(why)] or [_Section(title="no kernel is called")]
+
+
+@_sections.register
+def _(cache: ConfigCache) -> list[_Section]:
+    items = cache.items()
+    rows = ((*_key(key), compact(config)) for key, config in items)
+    header = ("Device", "Operation", "Call", "Configuration")
+    title = f"{_counted_rows(len(items), 'configuration')} in memory"
+    return [_Section(title=title, header=header, rows=_rows(rows))]
+
+
+def _key(key: object) -> tuple[str, str, str]:
+    return key if isinstance(key, ConfigKey) else ("", "", str(key))
+
+
+@_sections.register
+def _(cache: PersistentCache) -> list[_Section]:
+    found = [entry for _, entry in cache.entries()]
+    rows = (
+        (
+            *_key(entry.key),
+            arguments(entry.call),
+            compact(entry.config),
+            stored_in_brief(entry.measured, entry.speedup),
+            _progress(entry.measured),
+            entry.time,
+        )
+        for entry in found
+    )
+    header = ("Device", "Operation", "Call", "Arguments", "Configuration", "Speed-up", "Search", "Measured")
+    title = f"{_counted_rows(len(found), 'entry', 'entries')} in {printable(cache.path or 'memory')}"
+    return [_Section(title=title, header=header, rows=_rows(rows))]
+
+
+def _progress(measured: Mapping[str, Any] | None) -> str:
+    progress = SearchProgress.stored_in(measured)
+    return "-" if progress is None else progress.in_words
+
+
+@_sections.register
+def _(store: MeasurementStore) -> list[_Section]:
+    searches = list(store.searches())
+    rows = ((*s.key, arguments(s.call), s.in_a_word, s.progress.in_words) for s in searches)
+    header = ("Device", "Operation", "Call", "Arguments", "Speed-up", "Search")
+    title = f"{_counted_rows(len(searches), 'search', 'searches')} in {printable(store.cache.path or 'memory')}"
+    return [_Section(title=title, header=header, rows=_rows(rows))]
+
+
+@_sections.register
+def _(found: Resolution) -> list[_Section]:  # type: ignore[type-arg]
+    key = "none" if found.key is None else f"{found.key.call} on {found.key.device}"
+    return [_Section(title=printable(f"from {found.source}"), facts=(*_fields(found.config), ("Key", printable(key))))]
+
+
+@_sections.register(OperationConfig)
+@_sections.register(FwdParams)
+@_sections.register(BwdParams)
+def _(config: object) -> list[_Section]:
+    return [_Section(title=type(config).__name__, facts=_fields(config))]
+
+
+def _fields(config: object) -> Facts:
+    """Return the fields of a configuration that are not `None`; a nested one is text."""
+    data = to_data(config)
+    if not isinstance(data, dict):
+        return (("Configuration", compact(config)),)
+    return tuple((printable(name), compact(value)) for name, value in data.items() if value is not None)

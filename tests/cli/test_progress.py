@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress of searches, as it is shown on terminals of several widths."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import pytest
+from rich.console import Console
+
+from ejkernel.cli.progress import bars
+from ejkernel.modules import RmsNorm, RmsNormConfig
+from ejkernel.ops import CandidateFinished, Invocation
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.status import Status
+
+CALLS = [
+    Invocation(kernel=RmsNorm(), args=(jax.ShapeDtypeStruct((rows, 16), "float32"), None), kwargs={})
+    for rows in (8, 16)
+]
+
+
+def measured(inv, seconds):
+    times = Measurement(samples=(seconds,) * 4, method="clock")
+    outcome = Outcome(config=RmsNormConfig(implementation="xla"), status=Status.MEASURED, measurement=times)
+    return CandidateFinished(inv.key, outcome)
+
+
+@pytest.fixture(params=[80, 200])
+def screen(request):
+    text = io.StringIO()
+    return Console(file=text, force_terminal=True, width=request.param, color_system=None), text
+
+
+def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen):
+    console, text = screen
+    with bars(console, 2, "tuning", budget=30.0) as shown:
+        shown.step(CALLS[0], 40, 40)
+        shown.step(CALLS[1], 12, 40)
+        for seconds in (3e-5, 1.25e-5, 2e-5):
+            shown.hear(measured(CALLS[1], seconds))
+    last = text.getvalue().replace("\r", "\n").split("\n")
+    lines = [line for line in last if "call 2 of 2, rms_norm: candidate 12 of 40, best 12.5 us" in line]
+    assert lines
+    assert all(line.rstrip().endswith("left") for line in lines)
+
+
+def test_a_narrow_terminal_has_no_bar(screen):
+    console, text = screen
+    with bars(console, 1, "tuning") as shown:
+        shown.step(CALLS[0], 1, 2)
+    assert ("━" in text.getvalue()) == (console.width == 200)
+
+
+def test_a_pipe_gets_one_line_for_each_call():
+    text = io.StringIO()
+    with bars(Console(file=text, width=80), 2, "tuning") as shown:
+        for done in range(3):
+            shown.step(CALLS[0], done, 2)
+        shown.hear(measured(CALLS[0], 1e-5))
+        shown.step(CALLS[1], 0, 2)
+    assert [line.split(",")[0] for line in text.getvalue().splitlines()] == [
+        "tuning rms_norm (1 of 2)",
+        "tuning rms_norm (2 of 2)",
+    ]

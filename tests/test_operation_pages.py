@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/operations`: each public operation has one page, whose support table is that of its implementations."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from ejkernel import compat, modules
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "operations").glob("*.md"))}
+INDEX = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+FUNCTIONS = sorted(name for name in modules.__all__ if name.islower())
+
+
+@pytest.fixture(scope="module")
+def script():
+    file = ROOT / "scripts" / "operation_pages.py"
+    if not file.exists():
+        pytest.skip("a source tree has the script, and these are tests of an installed package")
+    spec = importlib.util.spec_from_file_location("operation_pages", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented(text):
+    return re.findall(r"^::: ejkernel\.modules\.\w+\.(\w+)$", text, re.M)
+
+
+def test_every_public_function_has_one_page():
+    assert sorted(name for text in PAGES.values() for name in documented(text)) == FUNCTIONS
+
+
+def test_the_index_and_the_navigation_have_every_page():
+    assert re.findall(r"\]\(operations/(\w+)\.md\)", INDEX) == [*dict.fromkeys(re.findall(r"operations/(\w+)", INDEX))]
+    assert set(re.findall(r"\]\(operations/(\w+)\.md\)", INDEX)) == set(PAGES)
+    if (ROOT / "mkdocs.yml").exists():
+        navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+        assert set(re.findall(r": operations/(\w+)\.md$", navigation, re.M)) == set(PAGES)
+
+
+@pytest.mark.slow
+def test_the_index_lists_the_implementations_of_each_operation(script):
+    rows = dict(re.findall(r"^\| \[.*?\]\(operations/(\w+)\.md\) \| .*? \| (.*) \|$", INDEX, re.M))
+    for name, cells in rows.items():
+        args, options = script.CALLS[name].plain("bfloat16")
+        kernel = script._calls_of(script.CALLS[name].function, args, options)[0].kernel
+        assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(kernel.implementations)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_what_a_reader_looks_for(name):
+    titles = re.findall(r"^## (.*)$", PAGES[name], re.M)
+    assert {"What it computes", "Support", "Measured", "Signature"} <= set(titles)
+    measured = PAGES[name].split("## Measured\n")[1].split("\n## ")[0]
+    assert "benchmarks/results/" in measured
+    assert re.search(r"H200|CPU", measured)
+    assert re.search(r"20\d\d-\d\d-\d\d", measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
+def test_a_support_table_is_that_of_the_implementations(script, name):
+    assert script.written(PAGES[name], name) == PAGES[name], "run scripts/operation_pages.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
+def test_an_implementation_that_refuses_a_feature_changes_the_table(script, monkeypatch):
+    page = script.CALLS["rms_norm"]
+    table = script.Table(page)
+    (column,) = [n for n, name in enumerate(table.names, start=2) if name == "mosaic_gpu"]
+    before = [line.split("|") for line in str(table).splitlines()]
+    implementation = type(modules.RmsNorm.implementations["mosaic_gpu"])
+    usual = implementation.unsupported
+    monkeypatch.setattr(
+        implementation, "unsupported", lambda self, call: "not today" if call.residual else usual(self, call)
+    )
+    after = [line.split("|") for line in str(script.Table(page)).splitlines()]
+    (changed,) = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert (changed[1].strip(), changed[column].strip()) == ("`residual`", "-")
