@@ -193,7 +193,7 @@ def linear_cross_entropy(
         logits_soft_cap: Limits the size of the logits, as above.
         logits_scale: Factor on the logits before the cap, e.g. the inverse of a temperature.
         accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default the
-            configuration's: float32, except for a sum of two chunks on Hopper GPUs.
+            configuration's, float32.
         return_lse: Whether to return `logsumexp(s)` of each token, `[*batch]`, as well. It has a gradient, which needs
             the logits again; a program that does not differentiate it does not compute them again.
         return_accuracy: Whether to return the accuracy as well: the weighted share of tokens whose label has the

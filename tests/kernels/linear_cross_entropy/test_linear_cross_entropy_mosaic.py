@@ -273,42 +273,43 @@ def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (32, ("rows", 9472)),
-        (4, ("rows", 4096)),
+        (32, ("rows", 5120)),
+        (3.4, ("rows", 4096)),
         (3, ("vocabulary", 8192)),
         (1, ("vocabulary", 256)),
     ],
-    ids=lambda x: f"{x} GiB" if isinstance(x, int) else "",
+    ids=lambda x: "" if isinstance(x, tuple) else f"{x} GiB",
 )
 def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expected):
-    found = support.heuristic(dataclasses.replace(CALL, tokens=65536, memory_limit=limit << 30))
+    found = support.heuristic(dataclasses.replace(CALL, tokens=65536, memory_limit=int(limit * 2**30)))
     assert expected == (found.form, found.chunk)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "columns", "gibibytes", "chunk", "sum_dtype"),
-    [
-        (8192, 4096, 128256, 3.2, None, None),
-        (16384, 2048, 151936, 3.1, 8192, "bfloat16"),
-        (8192, 2304, 256000, 3.5, 4096, "bfloat16"),
-        (4096, 7168, 129280, 3.0, None, None),
-    ],
+    ("tokens", "inner", "columns", "chunk"),
+    [(8192, 4096, 128256, None), (16384, 2048, 151936, 4096), (8192, 2304, 256000, 2048), (4096, 7168, 129280, None)],
 )
-def test_common_heads_take_little_memory_by_default(tokens, inner, columns, gibibytes, chunk, sum_dtype):
+def test_many_logits_are_cut_into_few_equal_chunks_by_default(tokens, inner, columns, chunk):
     call = dataclasses.replace(CALL, tokens=tokens, inner=inner, columns=columns, memory_limit=None)
     found = support.heuristic(call)
-    assert (chunk, sum_dtype) == (found.chunk, found.accumulation_dtype)
-    results = 2 * inner * (tokens + columns)
-    assert support.estimated_bytes(call, found) + results <= gibibytes * 2**30
+    assert (chunk, None, 1) == (found.chunk, found.accumulation_dtype, found.cluster)
 
 
-def test_a_sum_in_float32_is_on_request_and_in_the_estimate():
+def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():
     call = dataclasses.replace(CALL, tokens=16384)
     found = support.heuristic(call)
-    assert found.accumulation_dtype == "bfloat16"
-    wide = dataclasses.replace(call, accumulation_dtype="float32")
-    more = support.estimated_bytes(wide, found) - support.estimated_bytes(call, found)
-    assert more == 4 * call.inner * call.columns
+    assert found.chunk == 4096
+    narrow = dataclasses.replace(call, accumulation_dtype="bfloat16")
+    assert (
+        support.estimated_bytes(call, found) - support.estimated_bytes(narrow, found) == 4 * call.inner * call.columns
+    )
+
+
+def test_a_search_also_tries_all_rows_at_once():
+    chunks = {
+        (params.chunk, params.accumulation_dtype) for params in support.space(dataclasses.replace(CALL, tokens=16384))
+    }
+    assert {(None, None), (8192, None), (8192, "bfloat16"), (4096, None)} <= chunks
 
 
 def test_label_smoothing_with_a_soft_cap_uses_chunks_of_the_vocabulary():

@@ -27,7 +27,8 @@ class MosaicGpuParams:
         block_n: Columns of a tile, 128 or 256.
         stages: Pipeline stages, each with 64 of `d`.
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
-        cluster: Blocks of threads in a cluster, 1 or 2; those of a cluster share copies of the weight.
+        cluster: Blocks of threads in a cluster, 1 or 2; those of a cluster share copies of the weight. Neither the
+            heuristic nor a search uses 2, which has only run in the interpreter.
         out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
     """
 

@@ -18,7 +18,7 @@ from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
-_LOGITS_BYTES = 5 << 29  # of one chunk: longer chunks are hardly faster
+_LOGITS_BYTES = 5 << 29  # of all rows at once; chunks have half as much
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -123,12 +123,22 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
 
 def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     """Return the fewest chunks of rows whose logits are not many."""
-    count = -(-2 * call.tokens * padded_columns(call.columns) // _LOGITS_BYTES)
-    if count == 1:
+    row = 2 * padded_columns(call.columns)
+    if call.tokens * row <= _LOGITS_BYTES:
         return MosaicGpuParams()
-    chunk = padded(-(-call.tokens // count), TILE_ROWS)
-    # A sum of two rounds once more, which few will notice; in float32 it takes twice the weight's memory.
-    return MosaicGpuParams(chunk=chunk, accumulation_dtype="bfloat16" if count == 2 else None)
+    # The sum over chunks takes memory as well.
+    count = -(-call.tokens * row * 2 // _LOGITS_BYTES)
+    return MosaicGpuParams(chunk=padded(-(-call.tokens // count), TILE_ROWS))
+
+
+def _longer(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
+    """Return what only a search tries: longer chunks, and two whose sum is rounded once more."""
+    few = _few_chunks(call).chunk
+    if few is None:
+        return []
+    half = padded(-(-call.tokens // 2), TILE_ROWS)
+    longer = [MosaicGpuParams(chunk=n) for n in _ROW_CHUNKS if few < n < call.tokens]
+    return [MosaicGpuParams(), *longer, MosaicGpuParams(chunk=half, accumulation_dtype="bfloat16")]
 
 
 def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[MosaicGpuParams]:
@@ -138,7 +148,7 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
     first = heuristic(call)
     chunks = {_chunk_name(first): first}
     if _has_gradients(call):
-        fitting = [choice for choice in _choices(call) if _fits_in_memory(call, choice)]
+        fitting = [choice for choice in (*_choices(call), *_longer(call)) if _fits_in_memory(call, choice)]
         chunks |= {_chunk_name(choice): choice for choice in fitting}
 
     def build(values: dict[str, Any]) -> MosaicGpuParams:
@@ -170,7 +180,8 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
 
 
 def _chunk_name(params: MosaicGpuParams) -> str:
-    return f"{params.form} {params.chunk or 'all'}"
+    suffix = "" if params.accumulation_dtype is None else f" {params.accumulation_dtype}"
+    return f"{params.form} {params.chunk or 'all'}{suffix}"
 
 
 def _fits_in_memory(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> bool:
