@@ -101,15 +101,21 @@ def measured(case: Case, *, backward: bool) -> dict[str, Any]:
         name: jax.jit(with_gradients(function) if backward else function).lower(*args).compile()
         for name, function in contenders(case).items()
     }
-    results = [jax.tree.leaves(program(*args)) for program in programs.values()]
-    apart = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*results, strict=True))
-    timings = interleave(
-        {name: functools.partial(seconds, program, args) for name, program in programs.items()}, ROUNDS
-    )
-    memory = {name: temporary_bytes(program) for name, program in programs.items()}
+    return side_by_side({name: (program, args) for name, program in programs.items()})
+
+
+def side_by_side(programs: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Return milliseconds and MiB of two compiled programs, ours first, and how far their results are apart.
+
+    "ratio" is the other's time relative to ours, the median of the rounds' ratios.
+    """
+    ours, other = (jax.tree.leaves(program(*args)) for program, args in programs.values())
+    apart = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, other, strict=True))
+    timings = interleave({name: functools.partial(seconds, *run) for name, run in programs.items()}, ROUNDS)
+    memory = {name: temporary_bytes(program) for name, (program, _) in programs.items()}
     return {
         "ms": {name: round(timing.median * 1e3, 2) for name, timing in timings.items()},
-        "ratio": round(timings["jax.nn"].median_ratio, 2),
+        "ratio": round(list(timings.values())[1].median_ratio, 2),
         "temporary_mib": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "difference": float(f"{apart:.1e}"),
     }

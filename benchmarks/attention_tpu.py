@@ -99,7 +99,7 @@ SPLASH: list[Params] = [
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what is to be simulated: chip, kernel, mask, direction, sizes and parameters."""
+    """Yield the cases to simulate: chip, kernel, mask, direction, sizes and parameters."""
 
     def chosen(candidates: list[Params]) -> list[Params]:
         numbers = arguments.candidates

@@ -16,14 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from benchmarks import report
-from benchmarks.attention_cpu import seconds, temporary_bytes
-from benchmarks.timing import interleave
+from benchmarks.attention_cpu import side_by_side
 
-ROUNDS = 15
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -61,18 +56,7 @@ def _example(name: str) -> Any:
 def measured(steps: dict[str, Step]) -> dict[str, Any]:
     """Return milliseconds and MiB of a step before and after, and the difference of the results."""
     programs = {name: step.lower(*args).compile() for name, (step, args) in steps.items()}  # type: ignore[attr-defined]
-    given = {name: args for name, (_, args) in steps.items()}
-    results = [jax.tree.leaves(programs[name](*given[name])) for name in programs]
-    apart = max(float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in zip(*results, strict=True))
-    timings = interleave(
-        {name: functools.partial(seconds, program, given[name]) for name, program in programs.items()}, ROUNDS
-    )
-    return {
-        "ms": {name: round(timing.median * 1e3, 1) for name, timing in timings.items()},
-        "ratio": round(1 / timings["after"].median_ratio, 2),
-        "temporary_mib": {name: round(temporary_bytes(program) / 2**20) for name, program in programs.items()},
-        "difference": float(f"{apart:.1e}"),
-    }
+    return side_by_side({name: (programs[name], steps[name][1]) for name in ("after", "before")})
 
 
 def table(found: dict[str, Any]) -> str:

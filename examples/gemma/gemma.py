@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from before_after import compare
 
 from ejkernel.modules import flash_attention
 
@@ -159,18 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=1024)
     given = parser.parse_args()
-    results, temporary = [], []
-    for attention in (Attention, Fused):
-        step, args = training_step(attention, seq=given.seq)
-        compiled = step.lower(*args).compile()  # type: ignore[attr-defined]
-        results.append(compiled(*args))
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
-    pairs = zip(*map(jax.tree.leaves, results), strict=True)
-    worst = max(float(jnp.abs(before - after).max() / jnp.abs(before).max()) for before, after in pairs)
-    print(f"loss {float(results[1][0]):.5f}; largest relative difference of loss and gradients {worst:.1e}")
-    print(f"temporary arrays: {temporary[0]:.0f} MiB with all scores, {temporary[1]:.0f} MiB with flash_attention")
-    if not worst < 1e-4:
-        raise SystemExit("the models differ")
+    steps = [training_step(attention, seq=given.seq) for attention in (Attention, Fused)]
+    compare(steps, ("with all scores", "with flash_attention"), "the models")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from before_after import compare
 
 
 def main() -> None:
@@ -28,18 +33,8 @@ def main() -> None:
     library: Any = importlib.import_module(f"{given.library}_model")
     model = library.model_of(given.vocabulary, given.width)
     tokens, labels = jax.random.randint(jax.random.key(1), (2, 4, given.tokens // 4), 0, given.vocabulary)
-    results, temporary = [], []
-    for loss in (library.loss_with_logits, library.loss):
-        step = _step(given.library, model, loss)
-        compiled = step.lower(tokens, labels).compile()
-        results.append(compiled(tokens, labels))
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
-    pairs = zip(*map(jax.tree.leaves, results), strict=True)
-    worst = max(float(jnp.abs(before - after).max() / jnp.abs(before).max()) for before, after in pairs)
-    print(f"loss {float(results[1][0]):.5f}; largest relative difference of loss and gradients {worst:.1e}")
-    print(f"temporary arrays: {temporary[0]:.0f} MiB with logits, {temporary[1]:.0f} MiB without")
-    if not worst < 1e-4:
-        raise SystemExit("the losses differ")
+    steps = [_step(given.library, model, loss) for loss in (library.loss_with_logits, library.loss)]
+    compare([(step, (tokens, labels)) for step in steps], ("with logits", "without"), "the losses")
 
 
 def _step(library: str, model: Any, loss: Any) -> Any:

@@ -11,11 +11,17 @@ from the pair representation itself, is shared by all rows, and has a gradient. 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from before_after import compare
 
 from ejkernel.modules import flash_attention, layer_norm
 
@@ -106,18 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--residues", type=int, default=128)
     given = parser.parse_args()
-    results, temporary = [], []
-    for attend in (plain_attention, fused_attention):
-        step, args = training_step(attend, residues=given.residues)
-        compiled = step.lower(*args).compile()  # type: ignore[attr-defined]
-        results.append(compiled(*args))
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes / 2**20)
-    pairs = zip(*map(jax.tree.leaves, results), strict=True)
-    worst = max(float(jnp.abs(before - after).max() / jnp.abs(before).max()) for before, after in pairs)
-    print(f"loss {float(results[1][0]):.5f}; largest relative difference of loss and gradients {worst:.1e}")
-    print(f"temporary arrays: {temporary[0]:.0f} MiB with all scores, {temporary[1]:.0f} MiB with flash_attention")
-    if not worst < 1e-4:
-        raise SystemExit("the two forms differ")
+    steps = [training_step(attend, residues=given.residues) for attend in (plain_attention, fused_attention)]
+    compare(steps, ("with all scores", "with flash_attention"), "the two forms")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.values.signature import is_known
 
+from ._tpu import LANES, check_blocks, unsupported_reason
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
 
-_DTYPES = ("bfloat16", "float32")
-_LANES = 128  # blocks are multiples of it
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _SIZES = (128, 256, 512, 1024, 2048)
 _STEPS = (128, 256, 512, 1024)
@@ -33,13 +31,6 @@ _HIDDEN_KEY = -(2**31)
 _HIDDEN_QUERY = _HIDDEN_KEY + 1
 
 Residuals = tuple[jax.Array, jax.Array]
-
-
-def _check(params: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(params, name)
-        if type(value) is not int or value < _LANES or value % _LANES:
-            raise ConfigError(f"{name} must be a multiple of {_LANES}, got {value!r}; try 512.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,7 @@ class SplashParams:
     block_kv_compute: int = 512
 
     def __post_init__(self) -> None:
-        _check(self, "block_q", "block_kv", "block_kv_compute")
+        check_blocks(self, "block_q", "block_kv", "block_kv_compute")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +71,14 @@ class SplashBwdParams:
     block_kv_dq: int | None = 512
 
     def __post_init__(self) -> None:
-        _check(self, "block_q", "block_kv", "block_kv_compute")
+        check_blocks(self, "block_q", "block_kv", "block_kv_compute")
         if (self.block_q_dq is None) != (self.block_kv_dq is None):
             raise ConfigError(
                 f"block_q_dq and block_kv_dq must both be None or both be given, got {self.block_q_dq!r} and "
                 f"{self.block_kv_dq!r}."
             )
         if self.block_q_dq is not None:
-            _check(self, "block_q_dq", "block_kv_dq")
+            check_blocks(self, "block_q_dq", "block_kv_dq")
 
     @property
     def fused(self) -> bool:
@@ -105,20 +96,7 @@ class Splash(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
-        if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='splash' needs a TPU, and this call is for {device}; use 'xla'."
-        sizes = (*call.query, *call.key, *call.value)
-        if not is_known(*sizes) or 0 in sizes:
-            return "'splash' needs lengths and heads that are known and not 0; use 'xla'."
-        if call.dtype not in _DTYPES:
-            return f"query has dtype {call.dtype}, and splash takes bfloat16 and float32; cast it, or use 'xla'."
-        for name, given in (("bias", call.bias), ("attention_mask", call.attention_mask)):
-            if given is not None:
-                return f"{name} is not available with implementation='splash'; use 'xla'."
-        if call.partitioned:
-            return "'splash' in a program that XLA partitions would gather query, key and value; use 'xla'."
-        return scale_reason(call, "splash")
+        return unsupported_reason(call, self.name) or scale_reason(call, self.name)
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
@@ -177,7 +155,7 @@ class Splash(AttentionImplementation):
             dquery, dkey, dvalue = pull("all", blocks)
         else:
             _, dkey, dvalue = pull("key and value", blocks)
-            dquery, _, _ = pull("query", (params.block_q_dq, params.block_kv_dq, _LANES))
+            dquery, _, _ = pull("query", (params.block_q_dq, params.block_kv_dq, LANES))
         dquery = (dquery.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
         return dquery, dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), None
 
@@ -232,9 +210,7 @@ class _Sizes(NamedTuple):
 
 def clipped_blocks(queries: int, keys: int, blocks: tuple[int, int, int]) -> compat.SplashBlocks:
     """Return blocks that are no longer than the sequences, rounded up to 128; the steps divide the blocks of keys."""
-    block_q, block_kv = (
-        min(size, -(-of // _LANES) * _LANES) for size, of in zip(blocks, (queries, keys), strict=False)
-    )
+    block_q, block_kv = (min(size, -(-of // LANES) * LANES) for size, of in zip(blocks, (queries, keys), strict=False))
     return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
 
 
@@ -256,7 +232,7 @@ def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -
 def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     arrays, value, per_row = _window(call, block)
-    lse, sums = 8 * block.queries * _LANES, 4 * block.queries * (2 * _LANES + value)
+    lse, sums = 8 * block.queries * LANES, 4 * block.queries * (2 * LANES + value)
     step = 4 * block.compute * value + 4 * 4 * block.queries * block.compute
     return arrays + per_row * block.queries + lse + sums + step
 
@@ -282,22 +258,22 @@ def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int, 
     arrays = 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value)
     has_ids = call.segments or call.query_lengths or call.key_lengths
     has_mask = call.rules.left is not None or call.rules.right is not None
-    return arrays, value, 2 * 4 * _LANES * (has_ids + has_mask) + 64 * has_ids
+    return arrays, value, 2 * 4 * LANES * (has_ids + has_mask) + 64 * has_ids
 
 
 def _lanes(size: int) -> int:
-    return -(-size // _LANES) * _LANES
+    return -(-size // LANES) * LANES
 
 
 def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:
     """Return blocks of queries, keys and steps that are not longer than the sequences; small ones for short ones."""
     queries, keys = ([size for size in _SIZES if _fits(size, length)] for length in (call.query[1], call.key[1]))
-    found = itertools.product(queries or [_LANES], keys or [_LANES], _STEPS)
-    return [(q, k, c) for q, k, c in found if c <= k and (c > _LANES or k < 2 * _LANES)]
+    found = itertools.product(queries or [LANES], keys or [LANES], _STEPS)
+    return [(q, k, c) for q, k, c in found if c <= k and (c > LANES or k < 2 * LANES)]
 
 
 def _fits(size: int, length: int) -> bool:
-    return size < length + _LANES and (size > _LANES or length < 4 * _LANES)
+    return size < length + LANES and (size > LANES or length < 4 * LANES)
 
 
 def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Array, jax.Array] | None:

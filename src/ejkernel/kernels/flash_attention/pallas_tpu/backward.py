@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.flash_attention._tpu import LANES
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .forward import compiler_params, id_specs, specs, when_first, when_last
 from .numbers import LOG2E, NT, TN, column, dot, floor, least, most, wide
-from .params import LANES
 from .walk import Hide, Plan, Sight, Update, visible_chunks, walk
 
 

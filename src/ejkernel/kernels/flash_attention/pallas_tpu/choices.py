@@ -25,7 +25,7 @@ _CAPACITY = {
     "tpu:tpu7x": 48 * _MIB,
 }
 _OTHER = 16 * _MIB
-# Chips whose matrix unit is 256 wide.
+# Chips with a matrix unit 256 wide.
 _WIDE = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _RESIDENT = (8192, 4096, 2048)
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.flash_attention._tpu import LANES
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules
 
 from .numbers import LOG2E, NT, START, dot, floor, least, most, wide
-from .params import LANES
 from .walk import Hide, Plan, Sight, visible_chunks, walk
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels.flash_attention._tpu import unsupported_reason
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
     AttentionImplementation,
@@ -17,13 +18,10 @@ from ejkernel.kernels.flash_attention.common import (
     operands_of,
     scale_reason,
 )
-from ejkernel.ops.utils.values.signature import is_known
 
 from . import choices
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
-
-_DTYPES = ("bfloat16", "float32")
 
 
 class PallasTpu(AttentionImplementation):
@@ -36,23 +34,12 @@ class PallasTpu(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
-        if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='pallas_tpu' needs a TPU, and this call is for {device}; use 'xla'."
-        sizes = (*call.query, *call.key, *call.value)
-        if not is_known(*sizes) or 0 in sizes:
-            return "'pallas_tpu' needs lengths and heads that are known and not 0; use 'xla'."
-        if call.dtype not in _DTYPES:
-            return f"query has dtype {call.dtype}, and pallas_tpu takes bfloat16 and float32; cast it, or use 'xla'."
-        for name, given in (("bias", call.bias), ("attention_mask", call.attention_mask)):
-            if given is not None:
-                return f"{name} is not available with implementation='pallas_tpu'; use 'xla'."
-        if call.partitioned:
-            return "'pallas_tpu' in a program that XLA partitions would gather query, key and value; use 'xla'."
+        if (reason := unsupported_reason(call, self.name)) is not None:
+            return reason
         if choices.params_fault(call, choices.heuristic(call)) is not None:
             dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
             return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
-        return scale_reason(call, "pallas_tpu")
+        return scale_reason(call, self.name)
 
     def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
         """Return why a kernel exceeds the chip's vector memory; `None` if none does."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ejkernel.kernels.flash_attention._tpu import LANES
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .numbers import up
-from .params import LANES
 from .walk import Plan, Sight, most_scores
 
 _DEFAULT = 16 << 20  # the compiler's default limit, in bytes

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from .params import LANES
+from ejkernel.kernels.flash_attention._tpu import LANES
 
 LOG2E = 1.4426950408889634
 # exp2(MASKED - START) is 0, so a row without visible keys keeps a sum of 0.

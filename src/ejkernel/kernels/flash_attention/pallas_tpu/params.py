@@ -7,19 +7,10 @@ import dataclasses
 from typing import Any
 
 from ejkernel.kernels._options import check_integer
+from ejkernel.kernels.flash_attention._tpu import check_blocks
 from ejkernel.ops.errors import ConfigError
 
-LANES = 128  # elements of a vector register's row; all blocks are multiples of it
 _UNROLLED = range(1, 9)
-
-
-def _check_blocks(params: Any, *names: str, optional: tuple[str, ...] = ()) -> None:
-    for name in (*names, *optional):
-        value = getattr(params, name)
-        if value is None and name in optional:
-            continue
-        if type(value) is not int or value < LANES or value % LANES:
-            raise ConfigError(f"{name} must be a multiple of {LANES}, got {value!r}; try 512.")
 
 
 def _check_flag(params: Any, name: str) -> None:
@@ -53,7 +44,7 @@ class ForwardParams:
     sum_by_product: bool = False
 
     def __post_init__(self) -> None:
-        _check_blocks(self, "block_q", "chunk", "rows", "strip", optional=("resident",))
+        check_blocks(self, "block_q", "chunk", "rows", "strip", optional=("resident",))
         check_integer("unroll", self.unroll, _UNROLLED, "from 1 to 8")
         _check_flag(self, "sum_by_product")
 
@@ -87,7 +78,7 @@ class BackwardParams:
     query: ForwardParams | None = None
 
     def __post_init__(self) -> None:
-        _check_blocks(self, "block_kv", "chunk", "strip", optional=("resident",))
+        check_blocks(self, "block_kv", "chunk", "strip", optional=("resident",))
         check_integer("unroll", self.unroll, _UNROLLED, "from 1 to 8")
         _check_flag(self, "transpose")
         if self.query is not None and not isinstance(self.query, ForwardParams):

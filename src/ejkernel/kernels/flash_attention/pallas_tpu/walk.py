@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels.flash_attention._tpu import LANES
+
 from .numbers import MASKED, column, down, floor, least, most, up
-from .params import LANES
 
 _MOST_TILES = 32  # of one basic block
 
@@ -229,7 +230,7 @@ def visible_chunks(sight: Sight, position: Any, plan: Plan) -> tuple[Any, Any, A
 
 
 def window_mask(sight: Sight, shape: tuple[int, int], distance: Any) -> Hide | None:
-    """Return what hides the pairs outside of the window in a tile; `None` if there are none.
+    """Return a function that hides a tile's pairs outside of the window; `None` if all pairs are inside.
 
     Args:
         sight: The static rules.

@@ -132,7 +132,7 @@ def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
 
 
 def _longer(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
-    """Return what only a search tries: longer chunks, and two whose sum is rounded once more."""
+    """Return chunks for a search only: longer ones, and two with a sum that is rounded once more."""
     few = _few_chunks(call).chunk
     if few is None:
         return []
