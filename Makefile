@@ -68,7 +68,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m mypy examples/data_parallel/*.py
 	$(BIN)/python -m mypy examples/mixture_of_experts/*.py
-	$(BIN)/python -m mypy examples/language_model_head/*.py
+	$(BIN)/python -m mypy examples/language_model_head/*.py examples/before_after.py
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
