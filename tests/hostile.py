@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from ejkernel.ops import Kernel, nameable
-from ejkernel.ops.utils.values.payloads import key_of
+from ejkernel.ops.utils.values.signature import key_of
 
 HERE = __name__
 FIRED: list[str] = []

@@ -91,8 +91,8 @@ from ejkernel.ops.errors import ArgumentError, CandidateError
 from ejkernel.ops.execution.discovery import calls_in_text
 from ejkernel.ops.utils.storage.serialize import digest_of
 from ejkernel.ops.utils.values.nameable import Names
-from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
-from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
+from ejkernel.ops.utils.values.payloads import text_of_bytecode
+from ejkernel.ops.utils.values.signature import JAX_MODULES, describe, key_of
 from ejkernel.settings import Settings
 
 SOURCE = Path(ejkernel.__file__).parent
@@ -654,7 +654,7 @@ def test_loaded_modules_are_not_searched_by_a_files_names():
     assert users == {
         "cli/app.py",  # whether our errors module was imported yet
         "ops/core/hooks.py",  # where an instance is kept, to be pickled by name
-        "ops/utils/values/nameable.py",  # where annotations of registered classes are to be resolved
+        "ops/utils/values/scalars.py",  # where annotations of registered classes are to be resolved
         "ops/utils/values/signature.py",  # whether a value has the name that it says it has
     }
 

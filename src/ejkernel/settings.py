@@ -100,8 +100,23 @@ class Settings:
 
     @functools.cached_property
     def stale(self) -> tuple[tuple[str, str], ...]:
-        """How to treat stale entries (`use`, `retune` or `refuse`), by the field that differs (`EJKERNEL_STALE`)."""
-        return _stale(self._env)
+        """Actions for stale entries (`use`, `retune` or `refuse`), by the field that differs.
+
+        `EJKERNEL_STALE` is one action for all fields, such as `retune`, or a list such as `jax=retune,driver=refuse`.
+        """
+        raw = self._env.get("EJKERNEL_STALE", "").strip().lower()
+        if raw in _STALE:  # for all fields
+            return tuple((name, raw) for name in _MAY_DIFFER)
+        actions: dict[str, str] = {}
+        for item in _items(self._env, "EJKERNEL_STALE"):
+            name, _, action = (part.strip() for part in item.lower().partition("="))
+            if name not in _MAY_DIFFER or action not in _STALE:
+                choices = f"one of {', '.join(_STALE)}, or NAME=ACTION of {', '.join(_MAY_DIFFER)}"
+                raise _error(f"EJKERNEL_STALE must be {choices}; got {raw!r}.")
+            if name in actions:
+                raise _error(f"EJKERNEL_STALE must list {name} only once; got {raw!r}.")
+            actions[name] = action
+        return tuple(actions.items())
 
     @functools.cached_property
     def stamp(self) -> str:
@@ -126,7 +141,9 @@ def current() -> Settings:
 
 @functools.lru_cache(maxsize=16)
 def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
-    _warn_of_unknown_variables()
+    unknown = [name for name in _unknown() if name not in _reported]
+    if unknown:
+        _warn_of(unknown)
     return Settings(dict(variables))
 
 
@@ -143,10 +160,7 @@ def _unknown() -> list[str]:
     return sorted(name for name in os.environ if name.upper().startswith(_PREFIX) and name not in _OURS)
 
 
-def _warn_of_unknown_variables() -> None:
-    unknown = [name for name in _unknown() if name not in _reported]
-    if not unknown:
-        return
+def _warn_of(unknown: list[str]) -> None:
     _reported.update(unknown)
     from ejkernel.ops.errors import SettingsWarning  # imports JAX, so only if needed
     from ejkernel.ops.utils.messages.names import nearest
@@ -237,23 +251,6 @@ def _items(env: Mapping[str, str], name: str) -> tuple[str, ...]:
     if twice is not None:
         raise _error(f"{name} must list each item once, but lists {twice!r} twice; got {raw!r}.")
     return found
-
-
-def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return actions by field: of `retune`, which applies to all fields, or of e.g. `jax=retune,driver=refuse`."""
-    raw = env.get("EJKERNEL_STALE", "").strip().lower()
-    if raw in _STALE:
-        return tuple((name, raw) for name in _MAY_DIFFER)
-    actions: dict[str, str] = {}
-    for item in _items(env, "EJKERNEL_STALE"):
-        name, _, action = (part.strip() for part in item.lower().partition("="))
-        if name not in _MAY_DIFFER or action not in _STALE:
-            fields = ", ".join(_MAY_DIFFER)
-            raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
-        if name in actions:
-            raise _error(f"EJKERNEL_STALE must list {name} only once; got {raw!r}.")
-        actions[name] = action
-    return tuple(actions.items())
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -47,9 +47,7 @@ from ejkernel.compat.processes import CoordinationStore as CoordinationStore
 from ejkernel.compat.processes import Span as Span
 from ejkernel.compat.processes import any_span as any_span
 from ejkernel.compat.processes import coordination_store as coordination_store
-from ejkernel.compat.processes import program_span as program_span
 from ejkernel.compat.processes import span_of as span_of
-from ejkernel.compat.processes import spanning as spanning
 from ejkernel.compat.programs import Answers as Answers
 from ejkernel.compat.programs import is_partitioned as is_partitioned
 from ejkernel.compat.programs import knows_devices as knows_devices
@@ -66,6 +64,7 @@ from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import noting_answers as noting_answers
+from ejkernel.compat.programs import program_span as program_span
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.programs import target_kind as target_kind

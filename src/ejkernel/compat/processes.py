@@ -59,14 +59,6 @@ def any_span() -> Span | None:
     return Span(0) if jax.process_count() > 1 else None
 
 
-_span: contextvars.ContextVar[Span | None] = contextvars.ContextVar("span", default=None)
-
-
-def program_span() -> Span | None:
-    """Return the span of the program under way; `None` outside lowering and for a single-process program."""
-    return _span.get()
-
-
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
     """Set a context variable for a `with` block."""
@@ -75,11 +67,6 @@ def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def spanning(span: Span | None) -> contextlib.AbstractContextManager[None]:
-    """Set the span of the program that is lowered inside the `with` block."""
-    return setting(_span, span)
 
 
 _placeholders: weakref.WeakSet[jax.sharding.Mesh] = weakref.WeakSet()

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
-from ejkernel.compat.processes import setting, span_of_context, spanning
+from ejkernel.compat.processes import Span, setting, span_of_context
 from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
@@ -35,28 +35,34 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
-# context variables and not arguments, because kernels ask from deep inside a lowering
-_axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
-_platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
+class _Target(NamedTuple):
+    """The target of the program being lowered: its platforms, JAX's axis context, and its span."""
+
+    platforms: tuple[str, ...] = ()
+    axis_context: Any = None
+    span: Span | None = None
 
 
-@contextlib.contextmanager
-def lowering(ctx: Any) -> Iterator[None]:
+_NO_TARGET = _Target()
+# a context variable and not an argument, because kernels ask from deep inside a lowering
+_target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", default=_NO_TARGET)
+
+
+def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
-    with (
-        setting(_axis_context, context),
-        setting(_platforms, lowering_platforms(ctx)),
-        spanning(span_of_context(context, is_partitioned())),
-    ):
-        yield
+    span = span_of_context(context, _spreads(context))
+    return setting(_target, _Target(lowering_platforms(ctx), context, span))
 
 
-@contextlib.contextmanager
-def not_lowering() -> Iterator[None]:
+def not_lowering() -> contextlib.AbstractContextManager[None]:
     """Hide the target of the program under way from the functions below."""
-    with setting(_axis_context, None), setting(_platforms, ()):
-        yield
+    return setting(_target, _NO_TARGET)
+
+
+def program_span() -> Span | None:
+    """Return the span of the program under way; `None` outside lowering and for a single-process program."""
+    return _target.get().span
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -88,7 +94,7 @@ def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any
 
 def lowered_platform() -> str | None:
     """Return the platform of the program under way; `None` outside lowering or for several platforms."""
-    platforms = _platforms.get()
+    platforms = _target.get().platforms
     return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
 
 
@@ -97,14 +103,14 @@ def target_kind() -> str:
 
     Prefer it to `lowered_platform` in a kernel that must be traced again only if the two differ.
     """
-    platforms = _platforms.get()
+    platforms = _target.get().platforms
     name = platforms[0] if len(platforms) == 1 else jax.default_backend()
     return _answered(target_kind, "gpu" if name in ("cuda", "rocm") else name)
 
 
 def lowers_for_amd() -> bool:
     """Return whether the program under way is for an AMD GPU."""
-    return _answered(lowers_for_amd, _platforms.get() == ("rocm",))
+    return _answered(lowers_for_amd, _target.get().platforms == ("rocm",))
 
 
 def is_partitioned() -> bool:
@@ -112,16 +118,19 @@ def is_partitioned() -> bool:
 
     Under `shard_map` over a whole mesh it does not, because each shard is a separate call there.
     """
-    context = _axis_context.get()
+    return _answered(is_partitioned, _spreads(_target.get().axis_context))
+
+
+def _spreads(context: Any) -> bool:
     mesh = getattr(context, "mesh", None)
     if mesh is not None:
-        return _answered(is_partitioned, bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names)))
-    return _answered(is_partitioned, int(getattr(context, "num_devices", None) or 1) > 1)
+        return bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names))
+    return int(getattr(context, "num_devices", None) or 1) > 1
 
 
 def knows_devices() -> bool:
     """Return whether the devices of the program under way are known, as custom partitioning requires."""
-    return _answered(knows_devices, getattr(_axis_context.get(), "device_assignment", None) is not None)
+    return _answered(knows_devices, getattr(_target.get().axis_context, "device_assignment", None) is not None)
 
 
 Answers = dict[Callable[[], Any], Any]

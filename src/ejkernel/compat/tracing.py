@@ -24,6 +24,7 @@ _partial_eval: Any = partial_eval
 _config: Any = jax_config
 _effects: Any = effects
 _state_types: Any = state_types
+_HAS_CONSTS = hasattr(_core.Jaxpr, "with_consts")  # there is one class of jaxprs, instead of one with constants
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
 # `jax.extend.core` exports this class, but imports Pallas, which took a third of the time of `import ejkernel.ops`.
@@ -43,7 +44,7 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     ]
     wrapped = _linear_util.wrap_init(function, debug_info=_described(len(avals)))
     jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
-    return jaxpr.with_consts(consts) if _has_consts(jaxpr) else _core.ClosedJaxpr(jaxpr, consts)
+    return jaxpr.with_consts(consts) if _HAS_CONSTS else _core.ClosedJaxpr(jaxpr, consts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,14 +53,9 @@ def _described(count: int) -> Any:
     return _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (None,) * count, {})
 
 
-def _has_consts(jaxpr: Any) -> bool:
-    """Return whether this JAX has a single jaxpr class, rather than a separate one with constants."""
-    return hasattr(jaxpr, "with_consts")
-
-
 def opened(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants, for JAX functions that take the two separately."""
-    return jaxpr if _has_consts(jaxpr) else jaxpr.jaxpr
+    return jaxpr if _HAS_CONSTS else jaxpr.jaxpr
 
 
 def trace_context() -> Any:
@@ -191,7 +187,7 @@ def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     # the other results may depend on arguments, and no arguments are given
     pruned, used = _partial_eval.dce_jaxpr(inner.replace(debug_info=names), list(wanted))
     assert not any(used)  # the caller has checked `origins`
-    closed = pruned if _has_consts(pruned) else _core.ClosedJaxpr(pruned, jaxpr.consts)
+    closed = pruned if _HAS_CONSTS else _core.ClosedJaxpr(pruned, jaxpr.consts)
     return list(_core.jaxpr_as_fun(closed)())
 
 

@@ -43,26 +43,27 @@ def test_a_budget_must_be_positive(seconds):
 
 
 def test_an_override_holds_only_inside_its_block():
-    base, chain = AutotunePolicy(), object()
+    chain = ConfigSelectorChain()
     with policy_override(autotune=True):
-        inside = effective_policy(base, chain)
-    assert (inside.autotune, effective_policy(base, chain)) == (True, base)
+        inside = effective_policy(chain)
+    assert (inside.autotune, effective_policy(chain)) == (True, chain.policy)
 
 
 def test_an_override_keeps_the_other_fields():
     with policy_override(budget_s=3.0):
-        assert effective_policy(AutotunePolicy(autotune=True), None) == AutotunePolicy(autotune=True, budget_s=3.0)
+        found = effective_policy(ConfigSelectorChain(autotune=True))
+    assert found == AutotunePolicy(autotune=True, budget_s=3.0)
 
 
 def test_the_innermost_override_wins():
     with policy_override(autotune=True), policy_override(autotune=False):
-        assert effective_policy(AutotunePolicy(), None).autotune is False
+        assert effective_policy(None).autotune is False
 
 
 def test_an_override_for_one_chain_does_not_affect_others():
     one, other = ConfigSelectorChain(), ConfigSelectorChain()
     with policy_override(one, autotune=True):
-        assert [effective_policy(chain.policy, chain).autotune for chain in (one, other)] == [True, False]
+        assert [effective_policy(chain).autotune for chain in (one, other)] == [True, False]
 
 
 def test_an_unknown_field_is_an_error_with_the_known_ones():
@@ -94,13 +95,13 @@ def test_a_bad_value_is_an_error_on_entry():
 def test_an_override_ends_with_an_error():
     with pytest.raises(ZeroDivisionError), policy_override(autotune=True):
         1 / 0  # noqa: B018
-    assert effective_policy(AutotunePolicy(), None).autotune is False
+    assert effective_policy(None).autotune is False
 
 
 def test_an_override_holds_only_in_its_thread():
     seen = []
     with policy_override(autotune=True):
-        thread = threading.Thread(target=lambda: seen.append(effective_policy(AutotunePolicy(), None).autotune))
+        thread = threading.Thread(target=lambda: seen.append(effective_policy(None).autotune))
         thread.start()
         thread.join()
     assert seen == [False]

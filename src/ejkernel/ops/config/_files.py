@@ -198,7 +198,8 @@ def read_file(
         if isinstance(file, (str, Path)):
             if root is not None:
                 check_inside(root, file)
-            raw = _read_path(file, largest, follow_links=follow_links)
+            with opened(file, follow_links=follow_links) as (descriptor, size):
+                raw = _read(descriptor, size, largest)
         else:
             with file.open("rb") as stream:
                 raw = stream.read(largest + 1)
@@ -242,17 +243,15 @@ def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[tuple[in
         os.close(descriptor)
 
 
-def _read_path(path: str | Path, largest: int, *, follow_links: bool) -> bytes:
-    with opened(path, follow_links=follow_links) as (descriptor, size):
-        if size > largest:
-            raise UnusableError(f"it has more than {largest} bytes")
-        raw = os.read(descriptor, size + 1)
-        while len(raw) <= largest and len(raw) != size:  # the file system returns short reads, or the file grew
-            chunk = os.read(descriptor, largest + 1 - len(raw))
-            if not chunk:
-                break
-            raw += chunk
-        return raw
+def _read(descriptor: int, size: int, largest: int) -> bytes:
+    """Return the content of an open file, up to `largest + 1` bytes."""
+    raw = os.read(descriptor, min(size, largest) + 1)
+    while len(raw) <= largest and len(raw) != size:  # the file system returns short reads, or the file grew
+        chunk = os.read(descriptor, largest + 1 - len(raw))
+        if not chunk:
+            break
+        raw += chunk
+    return raw
 
 
 def warn_of(place: str, reason: Exception) -> None:

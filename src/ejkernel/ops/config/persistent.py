@@ -43,6 +43,7 @@ from ejkernel.ops.config.entries import (
     text_of,
 )
 from ejkernel.ops.core.declared_names import why_not_decoded
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
@@ -89,7 +90,7 @@ class PersistentCache(Shown):
         if isinstance(layers, (str, Path)):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
         if layers is None:
-            layers = _usual_layers() if path is None else ()
+            layers = settings.current().cache_layers if path is None else ()
         self.path = _expand(path)
         opened = {layer: _shared(layer, self.path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)}
         self.layers = tuple(layer for layer in opened.values() if layer is not None)
@@ -176,9 +177,9 @@ class PersistentCache(Shown):
         key = key_of(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
 
-    def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
+    def found(self, key: ConfigKey, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
         """Yield the usable configurations of a key with their entries; `get` returns the first."""
-        return self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type), entry))
+        return self._answers(key, lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
@@ -325,13 +326,6 @@ def _shared(url: str, folder: Path | None) -> SharedLayer:
     from ejkernel.ops.config.shared.layer import SharedLayer  # few programs use one
 
     return SharedLayer(url, folder)
-
-
-def _usual_layers() -> tuple[str, ...]:
-    try:
-        return settings.current().cache_layers
-    except RuntimeError:  # as in `_expand`
-        return ()
 
 
 def _text(layer: str | Path) -> str | Path:

@@ -87,12 +87,17 @@ class PolicyChange:
     changes: tuple[tuple[str, Any], ...]
 
 
-def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
-    """Return `base` with the overrides in force for `selector`; the innermost wins."""
+def effective_policy(chooser: object) -> AutotunePolicy:
+    """Return the policy of a chain with the overrides in force for it; the innermost wins.
+
+    A user's own chooser may lack a policy; it has the default.
+    """
+    policy = getattr(chooser, "policy", None)
+    policy = policy if isinstance(policy, AutotunePolicy) else AutotunePolicy()
     for change in current_scope().policies:
-        if change.selector is None or change.selector is selector:
-            base = dataclasses.replace(base, **dict(change.changes))
-    return base
+        if change.selector is None or change.selector is chooser:
+            policy = dataclasses.replace(policy, **dict(change.changes))
+    return policy
 
 
 @contextlib.contextmanager

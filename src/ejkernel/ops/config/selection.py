@@ -17,9 +17,9 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standing
-from ejkernel.ops.config.tiers import Answer, RejectedEntry, Tier
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
+from ejkernel.ops.config.tiers import Tier
 from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import check_kind, note_config_types
 from ejkernel.ops.core.invocation import Invocation
@@ -47,9 +47,10 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.formatting import arguments, counted
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.weak_caches import IdentitySet
 
 logger = logging.getLogger(__name__)
+
+_Answer = Resolution[Any] | Consulted | str  # an answer, with or without a note, or the reason for no answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +101,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._autotune_tier: Any = None
         self._making_tier = threading.Lock()
         self._warned: set[str] = set()
-        self._known = IdentitySet()
         self._namesakes: set[str] = set()
         self._notes: MissedNotes | None = None
         self._refused_to_tune = False
@@ -119,7 +119,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         # Created on first use: it imports the whole tuner, which most programs do not need.
         with self._making_tier:
             if self._autotune_tier is None:
-                self._autotune_tier = services.autotune_tier()
+                self._autotune_tier = services.made.autotune_tier()
             return self._autotune_tier
 
     @property
@@ -223,7 +223,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
-        policy = effective_policy(self.policy, self)
+        policy = effective_policy(self)
         try:
             return _Request(inv, kernel, inv.key, "", policy, dry)
         except UnstableKeyError as error:
@@ -241,11 +241,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         warn(text, UnstableKeyWarning)
 
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
-        if kernel in self._known:
+        if kernel.op_id_v in self._namesakes:
             return
-        self._known.add(kernel)
-        others = [other for other in living_kernels().get(kernel.op_id_v, ()) if not same_code(kernel, other)]
-        if others and kernel.op_id_v not in self._namesakes:
+        others = [
+            other
+            for other in living_kernels().get(kernel.op_id_v, ())
+            if other is not kernel and not same_code(kernel, other)
+        ]
+        if others:
             self._namesakes.add(kernel.op_id_v)
             text = (
                 f"{kernel.op_id_v}: two kernels of this name and version have different code, "
@@ -255,7 +258,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warn(text, KernelWarning)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        documented: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (
+        documented: tuple[tuple[Tier, Callable[[_Request], _Answer]], ...] = (
             (tiers.OVERRIDE, self._from_override),
             (tiers.OVERLAY, self._from_overlay),
             (tiers.MEMORY, self._from_memory),
@@ -273,7 +276,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 tier is tiers.STALE and request.policy.stale == StalePolicy()
             ):
                 continue  # cannot have an answer, so `explain` need not list it
-            consulted = Consulted.of(tier, ask(request))
+            answer = ask(request)
+            if isinstance(answer, str):
+                consulted = Consulted(tier.name, None, answer)
+            else:
+                consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, answer)
             yield consulted
             if consulted.resolution is not None:
                 return
@@ -320,7 +327,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return f"it does not fit: {error}"
         return ""
 
-    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> Answer:
+    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> _Answer:
         """Return the first saved configuration whose action under the stale policy is `wanted`."""
         if self.persistent is None:
             return "the chain has no persistent cache"
@@ -335,11 +342,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return misfit
             action, why = standing(request.policy.stale, entry, request.kernel, request.inv, look=request.dry)
             if action == wanted:
-                return (request.answer(config, tier), why) if why else request.answer(config, tier)
+                return Consulted(tier.name, request.answer(config, tier), why)
             notes.append(f"{why}: the policy says {action}")
-        return RejectedEntry("; ".join(dict.fromkeys(notes))) if notes else "no entry"
+        return Consulted(tier.name, None, "; ".join(dict.fromkeys(notes)) or "no entry", is_rejected=bool(notes))
 
-    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
+    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> _Answer:
         """Return the shipped configuration that `find` selects, if the call can run with it here."""
         if request.key is None:
             return request.no_key
@@ -354,9 +361,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         # program. A rejection is a silent miss, listed by `explain`.
         if not misfit:
             misfit = request.kernel.why_not(request.inv, found.config)
-        return misfit or (request.answer(found.config, tier), found.note)
+        return misfit or Consulted(tier.name, request.answer(found.config, tier), found.note)
 
-    def _from_shared(self, request: _Request) -> Answer:
+    def _from_shared(self, request: _Request) -> _Answer:
         """Update the copies of shared layers, then ask the persistent cache again."""
         if request.key is None:
             return request.no_key

@@ -74,17 +74,6 @@ class Resolution(Shown, Generic[Cfg]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RejectedEntry:
-    """The reason why the policy does not accept the saved configuration of a call."""
-
-    why: str
-
-
-# an answer, an answer with a note, or the reason for no answer
-Answer = Resolution[Any] | tuple[Resolution[Any], str] | RejectedEntry | str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
     """The result of asking one tier: an answer with an optional note, or a note with the reason for no answer.
 
@@ -99,15 +88,6 @@ class Consulted:
     resolution: Resolution[Any] | None
     note: str = ""
     is_rejected: bool = False
-
-    @classmethod
-    def of(cls, tier: Tier, answer: Answer) -> Consulted:
-        """Return the result for a tier's answer."""
-        if isinstance(answer, RejectedEntry):
-            return cls(tier.name, None, answer.why, is_rejected=True)
-        if isinstance(answer, str):
-            return cls(tier.name, None, answer)
-        return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "note", printable(self.note))  # it may quote the content of files

@@ -188,7 +188,7 @@ class _Builder:
 
     @property
     def call(self) -> Call:
-        return Call(Strong(services.default_executor()), self.node, linear=self.linear)
+        return Call(Strong(services.made.default_executor()), self.node, linear=self.linear)
 
     def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Builder:
         """Return the node under one `vmap`."""

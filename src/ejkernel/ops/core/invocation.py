@@ -24,8 +24,15 @@ from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.validation import asked, check_argument
-from ejkernel.ops.utils.values.payloads import key_of
-from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
+from ejkernel.ops.utils.values.signature import (
+    HasType,
+    abstract,
+    abstract_tree,
+    describe,
+    describe_static,
+    is_array,
+    key_of,
+)
 
 # JAX's defaults; descriptions contain only settings that differ from them.
 DEFAULT_PRNG: Final = "threefry2x32"

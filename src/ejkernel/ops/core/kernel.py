@@ -58,8 +58,8 @@ class Kernel(Computation[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
-        # The attribute is faster than `default_executor()`; eager calls avoid every extra function call.
-        executor = services.made.executor or services.default_executor()
+        # The attribute is faster than a call; eager calls avoid every extra function call.
+        executor = services.made.executor or services.made.default_executor()
         return typing.cast(Out, executor.call(self, args, kwargs, cfg))
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:

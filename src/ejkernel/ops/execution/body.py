@@ -6,18 +6,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.agreement.agreement import agreed, is_from_other_process
+from ejkernel.ops.config.agreement.agreement import is_from_other_process
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, hook
 from ejkernel.ops.core.primitive import Call, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
@@ -124,43 +124,7 @@ class ResolvedCall:
         return fallback, node.flat(Choice(config=fallback.config, platform=inv.platform))(*arrays)
 
 
-def resolved(
-    call: Call,
-    platform: str,
-    avals: Sequence[HasType],
-    expected: Sequence[HasType] | None,
-    *,
-    resolve: Callable[[Invocation[Any, Any]], Resolution[Any]],
-    agree: bool,
-    stamp_prefix: str,
-) -> ResolvedCall:
-    """Return a call together with its configuration, ready to be lowered or run.
-
-    Args:
-        call: The call.
-        platform: The platform of the program, e.g. `gpu`.
-        avals: Types of the arguments.
-        expected: Types of the results at tracing; `None` for an eager call.
-        resolve: Finds the configuration.
-        agree: Whether the processes of a distributed program agree on the configuration.
-        stamp_prefix: Start of the label that marks the call in programs.
-    """
-    override = None if call.override is None else call.override.config
-    inv = invocation_of(call.node, avals, platform=platform, override=override)
-    if expected is None:  # the call runs eagerly, and its devices are not known yet
-        inv = dataclasses.replace(inv, span=compat.any_span())
-    if inv.span is not None and agree:
-        resolution = agreed(inv, lambda: _runnable(inv, call.node, avals, resolve(inv)))
-    else:
-        resolution = resolve(inv)
-    # If the trace for the types used this configuration, lower its jaxpr instead of tracing again.
-    jaxpr = None if expected is None else _trace_with(resolution.config, call, avals, inv.platform)
-    return ResolvedCall(
-        call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=stamp_prefix
-    )
-
-
-def _trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
+def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
     """Return the jaxpr that was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
@@ -227,7 +191,7 @@ def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
     return Resolution(config, HEURISTIC.name, resolution.key)
 
 
-def _runnable(
+def runnable(
     inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any]
 ) -> Resolution[Any]:
     """Return a configuration to offer to all processes; a saved one is traced first, to see whether it runs."""

@@ -94,8 +94,9 @@ def _with_inner_calls(
 
 def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOperation) -> Invocation[Any, Any]:
     override = None if call.override is None else call.override.config
-    with call.settings.entered(), compat.spanning(operation.span):
-        return invocation_of(call.node, avals, platform=operation.platform, override=override).abstract()
+    with call.settings.entered():
+        inv = invocation_of(call.node, avals, platform=operation.platform, override=override)
+    return dataclasses.replace(inv, span=operation.span).abstract()
 
 
 def of_arrays(

@@ -11,20 +11,20 @@ from typing import Any, Final, Generic, Protocol, cast, overload
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.agreement.agreement import agreed, agrees
+from ejkernel.ops.config.agreement.agreement import agreed
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, check_config, kernel_of, prepared, unbound, with_python_numbers
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
-from ejkernel.ops.execution.body import ResolvedCall, resolved
+from ejkernel.ops.execution.body import ResolvedCall, runnable, trace_with
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
@@ -147,7 +147,7 @@ class Executor(Generic[Cfg, Out]):
     def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return the configuration for a program that is not compiled yet and may run in several processes."""
         span = compat.any_span()
-        if span is None or not agrees(self.chooser):
+        if span is None or not effective_policy(self.chooser).agree:
             return self.resolve(inv).config
         spanning = dataclasses.replace(inv, span=span)
         return agreed(spanning, lambda: self.resolve(spanning)).config
@@ -164,9 +164,27 @@ class Executor(Generic[Cfg, Out]):
         avals: Sequence[HasType],
         expected: Sequence[HasType] | None,
     ) -> ResolvedCall:
-        """Resolve the call's configuration; result types are checked against `expected`."""
-        agree, prefix = agrees(self.chooser), self.stamp_prefix
-        return resolved(call, platform, avals, expected, resolve=self.resolve, agree=agree, stamp_prefix=prefix)
+        """Return a call with its configuration, ready to be lowered or run; see `Host`.
+
+        Args:
+            call: The call.
+            platform: The platform of the program, e.g. `gpu`.
+            avals: Types of the arguments.
+            expected: Types of the results at tracing; `None` for an eager call.
+        """
+        override = None if call.override is None else call.override.config
+        inv = invocation_of(call.node, avals, platform=platform, override=override)
+        if expected is None:  # the call runs eagerly, and its devices are not known yet
+            inv = dataclasses.replace(inv, span=compat.any_span())
+        if inv.span is not None and effective_policy(self.chooser).agree:
+            resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv)))
+        else:
+            resolution = self.resolve(inv)
+        # If the trace for the types used this configuration, lower its jaxpr instead of tracing again.
+        jaxpr = None if expected is None else trace_with(resolution.config, call, avals, inv.platform)
+        return ResolvedCall(
+            call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=self.stamp_prefix
+        )
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
         """Return a digest of a call that splits itself, and of everything that decides how its shards run."""
@@ -318,35 +336,7 @@ def _override_token(config: object) -> Hashable:
         return identity(config)
 
 
-class _Default:
-    """The process's default executor, created on first use."""
-
-    def __init__(self) -> None:
-        self._executor: Executor[Any, Any] | None = None
-        self._lock = threading.Lock()
-
-    def get(self) -> Executor[Any, Any]:
-        if self._executor is None:
-            with self._lock:
-                if self._executor is None:
-                    now = settings.current()
-                    policy = AutotunePolicy(
-                        autotune=now.on_miss == "tune",
-                        heuristic=now.on_miss != "error",
-                        note_misses=now.note_misses,
-                        stale=default_stale_policy(),
-                    )
-                    self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
-                    services.provide_executor(self._executor)
-        return self._executor
-
-    def set(self, executor: Executor[Any, Any] | None) -> None:
-        with self._lock:
-            self._executor = executor
-            services.provide_executor(executor)
-
-
-_default = _Default()
+_making_default = threading.Lock()
 
 
 def default_executor() -> Executor[Any, Any]:
@@ -355,12 +345,23 @@ def default_executor() -> Executor[Any, Any]:
     It looks up configurations in memory and in the persistent cache. On a miss it uses the heuristic, or follows
     `EJKERNEL_ON_MISS`.
     """
-    return _default.get()
+    with _making_default:
+        if services.made.executor is None:
+            now = settings.current()
+            policy = AutotunePolicy(
+                autotune=now.on_miss == "tune",
+                heuristic=now.on_miss != "error",
+                note_misses=now.note_misses,
+                stale=default_stale_policy(),
+            )
+            services.made.executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
+        return cast("Executor[Any, Any]", services.made.executor)
 
 
 def set_default_executor(executor: Executor[Any, Any] | None) -> None:
     """Replace the executor behind `kernel(a, b)` and all modules; `None` creates a new one on next use."""
-    _default.set(executor)
+    with _making_default:
+        services.made.executor = executor
 
 
 def _autotune_tier() -> Any:
@@ -369,4 +370,4 @@ def _autotune_tier() -> Any:
     return AutotuneTier()
 
 
-services.provide(default_executor=_default.get, autotune_tier=_autotune_tier)
+services.provide(default_executor=default_executor, autotune_tier=_autotune_tier)

@@ -175,7 +175,7 @@ def tune_together(
         resume: Whether to continue partial searches rather than measure everything again.
     """
     searched = []
-    policy = effective_policy(selector.policy, selector)
+    policy = effective_policy(selector)
 
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
         return _tune_one(selector, calls, compiled or {}, resume=resume)
@@ -235,7 +235,7 @@ def _tune_one(
     resume: bool,
 ) -> AutotuneData:
     first, *others = calls
-    inv, policy = first.inv, effective_policy(selector.policy, selector)
+    inv, policy = first.inv, effective_policy(selector)
     more: dict[str, Any] = {} if inv.key not in compiled else {"compiled": compiled[inv.key]}
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
@@ -359,7 +359,7 @@ def autotune_kernel(
     more: dict[str, Any] = {} if first.inputs is None else {"inputs": first.inputs}
     if others:
         more |= {"weight": first.weight, "others": others}
-    policy = effective_policy(chain.policy, chain)
+    policy = effective_policy(chain)
     data = chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
     return _result([([first, *others], data)], first.inv.device_fingerprint)
 

@@ -45,7 +45,7 @@ def digest_of(call: Call, avals: Sequence[HasType], platform: str, chooser: obje
     unique = secrets.token_hex(8)
     if type(chooser) is not ConfigSelectorChain or jax.process_count() > 1:
         return unique  # the user's chooser, or another process, decides
-    policy = effective_policy(chooser.policy, chooser)
+    policy = effective_policy(chooser)
     if policy.autotune:
         return unique  # the search decides
     try:

@@ -144,7 +144,7 @@ def labels_to_configs(labels: object, selector: object = None) -> list[tuple[str
     """
     if not isinstance(labels, list | tuple):
         labels = find_labels_in_lowered(labels)
-    chain = services.default_executor().chooser if selector is None else getattr(selector, "chooser", selector)
+    chain = services.made.default_executor().chooser if selector is None else getattr(selector, "chooser", selector)
     check_argument(hasattr(chain, "cache"), "selector", "a ConfigSelectorChain", selector)
     return [(text, _remembered(chain, text)) for text in labels]
 

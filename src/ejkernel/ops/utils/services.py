@@ -20,7 +20,7 @@ class Made:
     Attributes:
         executor: The default executor; `None` before it is created.
         default_executor: Returns the default executor, creating it if necessary.
-        autotune_tier: Creates an autotune tier.
+        autotune_tier: Returns a new autotune tier for a selector chain.
     """
 
     executor: Any = None
@@ -31,24 +31,9 @@ class Made:
 made = Made()
 
 
-def provide_executor(executor: object) -> None:
-    """Set the current default executor."""
-    made.executor = executor
-
-
 def provide(*, default_executor: Callable[[], Any], autotune_tier: Callable[[], Any]) -> None:
     """Register functions that create or return the services."""
     made.default_executor, made.autotune_tier = default_executor, autotune_tier
-
-
-def default_executor() -> Any:
-    """Return the executor behind `kernel(a, b)`."""
-    return made.default_executor()
-
-
-def autotune_tier() -> Any:
-    """Return a new autotune tier for a selector chain."""
-    return made.autotune_tier()
 
 
 class Shown:

@@ -49,20 +49,6 @@ class PerObject(Generic[T]):
         return len(self.by_address)
 
 
-class IdentitySet:
-    """A set of objects by identity, which does not keep them alive."""
-
-    def __init__(self) -> None:
-        self._members: PerObject[None] = PerObject(lambda: None)
-
-    def add(self, member: object) -> None:
-        """Add an object."""
-        self._members.of(member)
-
-    def __contains__(self, member: object) -> bool:
-        return id(member) in self._members.by_address
-
-
 class Bounded(dict[Any, T]):
     """A dictionary that drops its oldest entries. Thread-safe; at worst two threads create the same entry.
 
@@ -76,18 +62,15 @@ class Bounded(dict[Any, T]):
 
     def keep(self, key: object, value: T) -> T:
         """Store an entry unless the key has one already, and return the stored value."""
-        self._drop_oldest()
+        if len(self) >= self._most:
+            for oldest in list(self)[: max(1, self._most // 4)]:
+                self.pop(oldest, None)
         return self.setdefault(key, value)
 
     def replace(self, key: object, value: T) -> None:
         """Store an entry, replacing an existing entry of the key."""
-        self._drop_oldest()
-        self[key] = value
-
-    def _drop_oldest(self) -> None:
-        if len(self) >= self._most:
-            for oldest in list(self)[: max(1, self._most // 4)]:
-                self.pop(oldest, None)
+        self.pop(key, None)
+        self.keep(key, value)
 
 
 _lock = threading.Lock()

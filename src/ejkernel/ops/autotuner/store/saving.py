@@ -99,7 +99,7 @@ class Saver:
         persistent = self.chain.persistent
         if persistent is None or not self.chain.persist_autotune:
             return None
-        stale = effective_policy(self.chain.policy, self.chain).stale
+        stale = effective_policy(self.chain).stale
         for config, entry in saved_in(persistent, key, self.kernel.config_type):
             if standing(stale, entry, self.kernel, call)[0] == "use":
                 return config

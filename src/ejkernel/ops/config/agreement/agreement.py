@@ -24,7 +24,6 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, current_book, unusable
 from ejkernel.ops.config.cache import config_token
-from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
@@ -38,12 +37,6 @@ from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
 
 _DIGITS: Final = 16
-
-
-def agrees(chooser: object) -> bool:
-    """Return whether the policy of a chooser enables agreement."""
-    policy = getattr(chooser, "policy", None)
-    return effective_policy(policy if isinstance(policy, AutotunePolicy) else AutotunePolicy(), chooser).agree
 
 
 def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Resolution[Cfg]:

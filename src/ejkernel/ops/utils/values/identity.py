@@ -18,7 +18,7 @@ import hashlib
 import struct
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import jax
@@ -105,14 +105,31 @@ def by_is(value: object) -> Weak | Strong:
         return Strong(value)
 
 
-def identity(value: object) -> Hashable:
+def identity(value: Any, path: tuple[int, ...] = ()) -> Hashable:
     """Return a hashable identity of a static value. Equal identities mean that the values compute the same.
 
     Numbers are compared by type and bits: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`. Containers,
     partial functions, bound methods, frozen dataclasses and other hashable values are compared by content. Mutable
     values, e.g. a list in a partial function, and all other objects are compared by `is`.
+
+    Args:
+        value: The value.
+        path: Addresses of the containers around it, to find a value that contains itself.
     """
-    return _identity(value, ())
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return (kind, value)
+    if kind is float:
+        return (kind, struct.pack("<d", value))
+    if kind is complex:
+        return (kind, struct.pack("<dd", value.real, value.imag))
+    if isinstance(value, type | np.dtype | enum.Enum | types.FunctionType):
+        return (kind, value) if isinstance(value, np.dtype) else by_is(value)
+    if isinstance(value, _JAX_VALUES):
+        return (kind, value)
+    if id(value) in path:
+        return by_is(value)
+    return _of_parts(value, kind, (*path, id(value)))
 
 
 class Token:
@@ -166,38 +183,21 @@ def _may_change(parts: object) -> bool:
     return False
 
 
-def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
-    kind = type(value)
-    if kind in _BY_VALUE:
-        return (kind, value)
-    if kind is float:
-        return (kind, struct.pack("<d", value))
-    if kind is complex:
-        return (kind, struct.pack("<dd", value.real, value.imag))
-    if isinstance(value, type | np.dtype | enum.Enum | types.FunctionType):
-        return (kind, value) if isinstance(value, np.dtype) else by_is(value)
-    if isinstance(value, _JAX_VALUES):
-        return (kind, value)
-    if id(value) in path:  # the value contains itself
-        return by_is(value)
-    return _of_parts(value, kind, (*path, id(value)))
-
-
 def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
     mutable = next((base for base in _MUTABLE if isinstance(value, base)), None)
     if mutable is not None:
-        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[mutable](value)])
+        return (kind, _MAY_CHANGE, by_is(value), *[identity(part, path) for part in _MUTABLE[mutable](value)])
     if kind is types.MappingProxyType:  # each access to a class's `__dict__` creates a new proxy
-        return (kind, _MAY_CHANGE, *[_identity(part, path) for part in value.items()])
+        return (kind, _MAY_CHANGE, *[identity(part, path) for part in value.items()])
     if kind in _PARTS:
-        return (kind, *[_identity(part, path) for part in _PARTS[kind](value)])
+        return (kind, *[identity(part, path) for part in _PARTS[kind](value)])
     if kind is types.MethodType:
         return (kind, by_is(value.__func__), by_is(value.__self__))
     if kind is frozenset:
-        return (kind, frozenset(_identity(part, path) for part in value))
+        return (kind, frozenset(identity(part, path) for part in value))
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return (kind, *[_identity(part, path) for part in value])
-    state = [(name, _identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
+        return (kind, *[identity(part, path) for part in value])
+    state = [(name, identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
     if not state:
         return by_is(value)
     if cast(Any, kind).__hash__ is None or _is_mutable_dataclass(value):
@@ -250,21 +250,18 @@ def state_of(value: object) -> list[tuple[str, Any]]:
     return [(name, part) for name, part in state.items() if not isinstance(own.get(name), functools.cached_property)]
 
 
-_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: type) -> list[str]:
     """Return the names of the attributes in `__slots__` of a class and its bases."""
-    found = _slots.get(kind)
-    if found is None:
-        found = _slots[kind] = tuple(_mangled_slots(kind))
-    return found
-
-
-def _mangled_slots(kind: type) -> Iterator[str]:
+    if kind in _slots:
+        return _slots[kind]
+    found = []
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             private = name.startswith("__") and not name.endswith("__")
             if name not in {"__dict__", "__weakref__"}:
-                yield f"_{cls.__name__.lstrip('_')}{name}" if private else name
+                found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return _slots.setdefault(kind, found)

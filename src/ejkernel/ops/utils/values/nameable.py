@@ -14,7 +14,6 @@ import enum
 import functools
 import importlib
 import inspect
-import sys
 import threading
 import types
 import typing
@@ -23,6 +22,7 @@ from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.values.identity import held_weakly
+from ejkernel.ops.utils.values.scalars import resolved_annotations
 from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
 
 T = TypeVar("T")
@@ -35,7 +35,6 @@ _NOT_OF_ARRAYS: Final = {
 }
 _LONGEST_SHOWN: Final = 200
 _PYTHONS: Final = ("builtins", "typing", "types", "collections.abc")  # modules of generic container types
-_UNRESOLVED: Final = (NameError, TypeError, SyntaxError, AttributeError)
 
 _lock = threading.Lock()
 _marked: dict[str, Callable[[], Any]] = {}
@@ -188,26 +187,6 @@ def _name_of(thing: object) -> str | None:
     if type(module) is not str or type(qualname) is not str:
         return None
     return f"{importable(module)}.{qualname}"
-
-
-def resolved_annotations(thing: object) -> dict[str, Any]:
-    """Return the annotations of a function or class that can be resolved."""
-    if not callable(thing):
-        return {}
-    try:
-        return typing.get_type_hints(thing)
-    except _UNRESOLVED:
-        pass  # an annotation may be only for type checkers: resolve them one at a time
-    found: dict[str, Any] = {}
-    for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
-        scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
-        for name, annotation in inspect.get_annotations(owner).items():
-            alone = types.SimpleNamespace(__annotations__={name: annotation})
-            try:
-                found |= typing.get_type_hints(alone, globalns=dict(scope))
-            except _UNRESOLVED:
-                continue
-    return found
 
 
 @functools.cache

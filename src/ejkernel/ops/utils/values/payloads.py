@@ -8,16 +8,13 @@ MLIR bytecode, which contains all strings of a program unchanged.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from typing import Any, Final
 
 from ejkernel.ops.utils.meta import LABEL_RE, label_positions
 from ejkernel.ops.utils.storage.serialize import STRICT
+from ejkernel.ops.utils.values.signature import key_of
 
-# `op` is stored beside the key; the others describe how a call came about, not the call itself.
-_NOT_IN_KEY: Final = ("op", "wiring", "defaults")
 MAX_PAYLOAD: Final = 1 << 20  # maximum characters of a payload; real payloads have hundreds
 _MAX_FAILURES: Final = 1_000  # reading a text stops after this many unreadable payloads
 
@@ -62,25 +59,6 @@ def labels_with_payloads(text: str) -> list[Label]:
             if known is None or label.data is not None or (label.problem and not known.problem):
                 found[name] = label
     return list(found.values())
-
-
-def key_of(description: dict[str, Any]) -> str:
-    """Return the key of a described call."""
-    content = {name: value for name, value in _without_defaults(description).items() if name not in _NOT_IN_KEY}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
-
-
-def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a description without arguments marked as defaults, so that passing a default does not change the key."""
-    args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
-    if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict)):
-        return description
-    count, names = spelled_out.get("args"), spelled_out.get("kwargs")
-    if type(count) is not int or not 0 <= count <= len(args) or not isinstance(names, list):
-        return description
-    rest = {name: value for name, value in kwargs.items() if name not in names}
-    return description | {"args": args[: len(args) - count], "kwargs": rest}
 
 
 def text_of_bytecode(data: bytes) -> str:

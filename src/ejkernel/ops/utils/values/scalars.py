@@ -7,6 +7,7 @@ import collections.abc
 import enum
 import inspect
 import math
+import sys
 import types
 import typing
 from typing import Any, Final
@@ -17,7 +18,6 @@ import numpy as np
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.values.nameable import resolved_annotations
 
 
 class Takes(enum.Enum):
@@ -30,6 +30,7 @@ class Takes(enum.Enum):
 
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS: Final = (tuple, list, collections.abc.Sequence)
+_UNRESOLVED: Final = (NameError, TypeError, SyntaxError, AttributeError)
 
 
 def python_numbers(value: Any, takes: Takes) -> Any:
@@ -100,6 +101,26 @@ def parameters_taking(function: Any, annotated: Any, *, by_position: bool = Fals
         name: _takes(parameter, annotations.get(name, Any), by_position=by_position)
         for name, parameter in signature.parameters.items()
     }
+
+
+def resolved_annotations(thing: object) -> dict[str, Any]:
+    """Return the annotations of a function or class that can be resolved."""
+    if not callable(thing):
+        return {}
+    try:
+        return typing.get_type_hints(thing)
+    except _UNRESOLVED:
+        pass  # an annotation may be only for type checkers: resolve them one at a time
+    found: dict[str, Any] = {}
+    for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
+        scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
+        for name, annotation in inspect.get_annotations(owner).items():
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            try:
+                found |= typing.get_type_hints(alone, globalns=dict(scope))
+            except _UNRESOLVED:
+                continue
+    return found
 
 
 def _takes(parameter: inspect.Parameter, annotation: Any, *, by_position: bool) -> Takes:

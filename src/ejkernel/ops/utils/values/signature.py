@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import hashlib
 import importlib
 import json
 import sys
@@ -33,6 +34,8 @@ _JAX_DTYPES = type(jnp.float32)
 # Wrappers that do not change the result of a function.
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
 # Public modules with JAX's array functions.
+# Parts of a description outside the key: `op` is stored beside it; the others tell how a call came about.
+_NOT_IN_KEY: Final = ("op", "wiring", "defaults")
 JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 
 
@@ -98,6 +101,25 @@ def describe(value: object) -> Any:
     if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         return _describe_node(value)
     return describe_static(value)
+
+
+def key_of(description: dict[str, Any]) -> str:
+    """Return the key of a described call."""
+    content = {name: value for name, value in _without_defaults(description).items() if name not in _NOT_IN_KEY}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a description without arguments marked as defaults, so that passing a default does not change the key."""
+    args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
+    if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict)):
+        return description
+    count, names = spelled_out.get("args"), spelled_out.get("kwargs")
+    if type(count) is not int or not 0 <= count <= len(args) or not isinstance(names, list):
+        return description
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return description | {"args": args[: len(args) - count], "kwargs": rest}
 
 
 def describe_static(value: object) -> Any:
