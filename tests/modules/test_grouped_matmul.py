@@ -369,6 +369,13 @@ def test_options_that_say_nothing_are_not_in_the_key():
     assert len({key(), key(preferred_element_type="bfloat16"), key(precision="highest")}) == 3
 
 
+@pytest.mark.parametrize("derivative", ["bwd", "jvp", "bwd.jvp"])
+def test_a_derivative_needs_no_differentiable_implementation(derivative):
+    args = KERNEL.prepare(LHS, RHS, SIZES)[0]
+    call = KERNEL.call_of(Invocation(kernel=KERNEL, args=args, kwargs={}, op_id=f"grouped_matmul.{derivative}"))
+    assert (call.backward, call.higher) == (False, False)
+
+
 def test_a_backward_has_nothing_to_choose():
     call = Invocation(kernel=KERNEL, args=(LHS, RHS, SIZES), kwargs={}, op_id="grouped_matmul.bwd")
     assert len(KERNEL.config_space(call)) == 1

@@ -58,15 +58,12 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
     """Base of the operations on groups: derivatives are calls, and example sizes resemble those of routers."""
 
     def call_of(self, inv: Invocation[_Cfg, jax.Array]) -> GroupedMatmulCall:
-        """Return the description of the forward; derivatives are separate calls."""
-        return dataclasses.replace(super().call_of(inv), backward=False)
+        """Return the description of the forward; derivatives are separate calls, which every implementation has."""
+        return dataclasses.replace(super().call_of(inv), backward=False, higher=False)
 
     def config_space(self, inv: Invocation[_Cfg, jax.Array]) -> Collection[_Cfg]:
         """Return the search space of a forward; derivatives have no parameters."""
         return super().config_space(inv) if inv.direction == "fwd" else [self.heuristic_cfg(inv)]
-
-    def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
-        return False  # every implementation has tangents, as calls
 
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
