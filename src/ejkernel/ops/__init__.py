@@ -2,7 +2,8 @@
 """Kernels that configure themselves: selection, caches, autotuning, labels and offline tuning."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import types
+import typing
 
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
@@ -83,7 +84,7 @@ from ejkernel.ops.utils.storage.serialize import stable_json as stable_json
 from ejkernel.ops.utils.storage.serialize import to_json as to_json
 from ejkernel.ops.utils.values.nameable import nameable as nameable
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor as RayExecutor
     from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement
     from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
@@ -106,115 +107,11 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 
     # Aliases of names in `ejkernel.testing`, which has their types: this layer does not import from a higher one.
-    check_kernel: Any
-    CheckReport: Any
-    CheckRow: Any
+    check_kernel: typing.Any
+    CheckReport: typing.Any
+    CheckRow: typing.Any
 
-# Tuning and comparing are imported on first use (`_LAZY`): programs that only run calls do not need them.
-__all__ = [
-    "LABEL_RE",
-    "AgreementError",
-    "AgreementWarning",
-    "ArgumentError",
-    "AutotuneData",
-    "AutotunePolicy",
-    "Autotuner",
-    "AutotuningResult",
-    "BwdParams",
-    "CacheWarning",
-    "CallError",
-    "CallPart",
-    "CandidateError",
-    "CandidateFinished",
-    "Cfg",
-    "CheckReport",
-    "CheckRow",
-    "ConfigCache",
-    "ConfigChooser",
-    "ConfigError",
-    "ConfigKey",
-    "ConfigSelectorChain",
-    "ConfigSpace",
-    "ConfigurationDigest",
-    "Cost",
-    "DescriptionError",
-    "DeviceLostError",
-    "EjkernelError",
-    "EjkernelWarning",
-    "Entry",
-    "Event",
-    "Executor",
-    "FwdParams",
-    "GradientError",
-    "GradientWarning",
-    "Implementation",
-    "Implementations",
-    "Invocation",
-    "Kernel",
-    "KernelCheckError",
-    "KernelError",
-    "KernelWarning",
-    "LazyImplementation",
-    "Measurement",
-    "NoConfigError",
-    "NoParams",
-    "OfflineWarning",
-    "Operation",
-    "OperationCall",
-    "OperationConfig",
-    "Out",
-    "Outcome",
-    "PersistentCache",
-    "RayExecutor",
-    "Resolution",
-    "SearchFinished",
-    "SearchStarted",
-    "SerializationError",
-    "SettingsWarning",
-    "ShardingRule",
-    "ShardingWarning",
-    "StalePolicy",
-    "TuningError",
-    "TuningWarning",
-    "UnstableKeyError",
-    "UnstableKeyWarning",
-    "UnsupportedError",
-    "WorkerRestarted",
-    "autotune",
-    "autotune_kernel",
-    "autotune_lowered",
-    "autotune_recorded",
-    "benchmark",
-    "bucketed",
-    "check_kernel",
-    "configuration_digest",
-    "default_executor",
-    "default_key_builder_with_sharding",
-    "device_fingerprint",
-    "device_kind",
-    "extract_labels_from_hlo_text",
-    "find_labels_in_lowered",
-    "from_json",
-    "get_device_platform",
-    "get_invocations",
-    "label",
-    "labels_to_configs",
-    "missed",
-    "nameable",
-    "on_event",
-    "overlay_cache",
-    "pmap_with_config",
-    "policy_override",
-    "record_invocation",
-    "recording",
-    "set_default_executor",
-    "sharding_fingerprint",
-    "stable_json",
-    "to_json",
-    "tune",
-    "vmap_with_config",
-]
-
+# Tuning and comparing are imported on first use: programs that only run calls do not need them.
 _LAZY_BY_MODULE = {
     "autotuner.fleet.ray_executor": "RayExecutor",
     "autotuner.measure.measurement": "Measurement benchmark",
@@ -227,6 +124,11 @@ _LAZY_BY_MODULE = {
 }
 _LAZY = {name: f"ejkernel.ops.{module}" for module, names in _LAZY_BY_MODULE.items() for name in names.split()}
 _LAZY |= dict.fromkeys(("check_kernel", "CheckReport", "CheckRow"), "ejkernel.testing")
+__all__ = [
+    name
+    for name in sorted(globals() | _LAZY)
+    if name[0] != "_" and not isinstance(globals().get(name), types.ModuleType)
+]
 
 
 def __getattr__(name: str) -> object:
