@@ -13,6 +13,7 @@ from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
+from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
@@ -125,7 +126,7 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
     """Print the newest search of each call with a key or operation starting with `prefix`."""
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
-        if search.key.call.startswith(prefix) or search.key.op.startswith(prefix):
+        if _begins(search.key, prefix):
             # The newest search of a call comes first.
             found.setdefault(search.key, search)
     if not found:
@@ -164,15 +165,11 @@ def _program_as_data(outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, An
         "same": [twin.config for twin in twins],
         "status": outcome.status,
         "reason": outcome.reason,
-        "median_us": _rounded(outcome.seconds),
-        "cases": [{"name": c.name, "weight": c.weight, "median_us": _rounded(c.median)} for c in outcome.cases],
+        "median_us": in_microseconds(outcome.seconds),
+        "cases": [{"name": c.name, "weight": c.weight, "median_us": in_microseconds(c.median)} for c in outcome.cases],
         "samples": 0 if measured is None else len(measured.samples),
         "method": None if measured is None else measured.method,
     }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e6, 4)
 
 
 def _as_data(found: StoredEntry | StoredSearch) -> dict[str, Any]:

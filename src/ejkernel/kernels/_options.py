@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import dataclasses
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
+
+POSITIVE: Final = range(1, 1 << 62)
 
 
 def canonical_flag(name: str, value: Any) -> bool:
@@ -34,11 +36,34 @@ def canonical_precision(value: Any) -> str | None:
     return name.lower()
 
 
-def check_integer(name: str, value: object, allowed: Collection[int], wanted: str = "") -> None:
-    """Check a launch parameter.
+def check_parameters(params: Any, **allowed: range | tuple[int, ...] | tuple[str, ...]) -> None:
+    """Check launch parameters: the given fields, and all flags.
+
+    Args:
+        params: A dataclass. A field with the default `None` may be `None`; one with a boolean default is a flag.
+        **allowed: The allowed values of fields, all of one type.
 
     Raises:
-        ConfigError: It is not an integer, or not allowed.
+        ConfigError: A field has another value.
     """
-    if type(value) is not int or value not in allowed:
-        raise ConfigError(f"{name} must be {wanted or ' or '.join(map(str, allowed))}, got {value!r}.")
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if isinstance(field.default, bool):
+            is_allowed, wanted = type(value) is bool, "True or False"
+        elif field.name in allowed and not (value is None and field.default is None):
+            values = allowed[field.name]
+            is_allowed = type(value) is type(values[0]) and value in values
+            wanted = _in_words(values, optional=field.default is None)
+        else:
+            continue
+        if not is_allowed:
+            raise ConfigError(f"{field.name} must be {wanted}, got {value!r}.")
+
+
+def _in_words(values: range | tuple[int, ...] | tuple[str, ...], *, optional: bool) -> str:
+    if isinstance(values, range):
+        multiple = "" if values.step == 1 else f"a multiple of {values.step} "
+        found = "a positive integer" if values == POSITIVE else f"{multiple}from {values[0]} to {values[-1]}"
+        return f"{found} or None" if optional else found
+    *most, last = [*map(repr, values), *(["None"] if optional else [])]
+    return f"{', '.join(most)} or {last}" if most else last

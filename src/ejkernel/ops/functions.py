@@ -20,7 +20,7 @@ from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, named, noting
+from ejkernel.ops.utils.validation import asked, is_call, named, noting
 from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
@@ -444,8 +444,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
     def called(self: TunedFunction[..., Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
         found = examples(inv, rng)  # a tuple of arrays is enough for most functions
-        is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-        return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
+        return found if is_call(found) else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
 
     return called
 

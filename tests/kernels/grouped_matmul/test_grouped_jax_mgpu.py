@@ -67,7 +67,7 @@ def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, cha
 
 
 def test_parameters_are_checked():
-    with pytest.raises(ConfigError, match="block_m must be 64 or 128 or 192, got 96"):
+    with pytest.raises(ConfigError, match="block_m must be 64, 128 or 192, got 96"):
         JaxMgpuParams(block_m=96)
     with pytest.raises(ConfigError, match="stages must be from 1 to 8, got 0"):
         JaxMgpuParams(stages=0)

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import POSITIVE, check_parameters
 
 THREADS = 128  # of a block: one warpgroup
 MINOR = 256  # elements, the most that a TMA copy takes along one axis
@@ -35,8 +35,7 @@ class RowNormParams:
     occupancy: int = 4
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_integer(field.name, getattr(self, field.name), range(1, 1 << 62), "a positive integer")
+        check_parameters(self, block_rows=POSITIVE, stages=POSITIVE, occupancy=POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -43,10 +43,7 @@ class JaxMgpuParams:
     panel: int = 16
 
     def __post_init__(self) -> None:
-        check_integer("block_m", self.block_m, (64, 128, 192))
-        check_integer("block_n", self.block_n, (64, 128))
-        check_integer("stages", self.stages, range(1, 9), "from 1 to 8")
-        check_integer("panel", self.panel, range(1, 257), "from 1 to 256")
+        check_parameters(self, block_m=(64, 128, 192), block_n=(64, 128), stages=range(1, 9), panel=range(1, 257))
 
 
 class JaxMgpu(Implementation[GroupedMatmulCall]):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.ops.errors import ConfigError
+from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.ops.implementation import Implementation
 
 from ._chunks import estimated_bytes, heuristic_chunks, space_of_chunks
@@ -62,15 +62,8 @@ class XlaParams:
     accumulation_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.form not in ("rows", "vocabulary"):
-            raise ConfigError(f"form must be 'rows' or 'vocabulary', got {self.form!r}.")
-        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
-            raise ConfigError(f"chunk must be a positive integer or None, got {self.chunk!r}.")
-        if self.accumulation_dtype not in (None, "float32", "bfloat16", "float16", "float64"):
-            raise ConfigError(
-                f"accumulation_dtype must be the name of a floating-point dtype or None, got "
-                f"{self.accumulation_dtype!r}."
-            )
+        dtypes = ("float32", "bfloat16", "float16", "float64")
+        check_parameters(self, form=("rows", "vocabulary"), chunk=POSITIVE, accumulation_dtype=dtypes)
 
 
 class _Chunked(Implementation[LinearCrossEntropyCall]):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -40,8 +40,7 @@ class XlaParams:
     block_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_rows is not None:
-            check_integer("block_rows", self.block_rows, range(1, 1 << 62), "a positive integer or None")
+        check_parameters(self, block_rows=POSITIVE)
 
 
 class Xla(Implementation[RmsNormCall]):

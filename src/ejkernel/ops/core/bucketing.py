@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.errors import ArgumentError, KernelError
+from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.signature import abstract, is_array
 
 StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
@@ -80,7 +81,7 @@ def representative_of(op_id: str, own: StandIn, ask: Callable[[StandIn], object]
 
 def _checked(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
     """Return the arguments in the hook's answer, checked against the call's, `own`."""
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+    if not is_call(answer):
         raise KernelError(f"{op_id}: bucket must return (args, kwargs), got {answer!r}.")
     try:
         spec, types = retake(tuple(answer[0]), dict(answer[1]))

@@ -18,6 +18,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import misfit, raise_if_misfit
+from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
 from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
@@ -134,7 +135,7 @@ def prepared(
     except TypeError:
         raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
         raise
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+    if not is_call(found):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
     given, named = with_python_numbers(kernel, tuple(found[0]), found[1], are_prepared=True)
     return given, dict(named)

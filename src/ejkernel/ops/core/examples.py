@@ -22,7 +22,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, random_array
-from ejkernel.ops.utils.validation import asked
+from ejkernel.ops.utils.validation import asked, is_call
 from ejkernel.ops.utils.values.signature import is_array
 
 Save = Callable[..., Sequence[Any]]
@@ -50,7 +50,7 @@ class GivenInputs:
         kernel = kernel_of(inv)
         what = f"{kernel.op_id}: inputs"
         answer: Any = asked(what, self.source, rng) if callable(self.source) else self.source
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+        if not is_call(answer):
             answer = (answer if isinstance(answer, tuple | list) else (answer,), self.kwargs)
         args, kwargs = prepared(kernel, *answer)
         _, own = take_apart(kernel, args, kwargs)
@@ -176,7 +176,7 @@ def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.ra
 
 
 def _arrays_of(answer: Any, what: str) -> list[Any]:
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+    if not is_call(answer):
         raise KernelError(f"{what} must return (args, kwargs), got {value_text(answer)}.")
     args, kwargs = answer
     return [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]

@@ -360,9 +360,7 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
     return tuple(tuple(level) for level in batch_axes)
 
 
-def invocation_of(
-    node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None, stamp: bool = True
-) -> Invocation[Any, Any]:
+def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None) -> Invocation[Any, Any]:
     """Return the invocation of `node` on arrays of types `avals`, under the current settings."""
     axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
     for step in reversed(node.steps()):
@@ -379,7 +377,6 @@ def invocation_of(
         batch_axes=tuple(axes) or None,
         batch_sizes=tuple(sizes),
         override_cfg=override,
-        stamp=stamp,
         method=node.spec.method,
         device=platform_fingerprint(platform),
         span=compat.program_span(),

@@ -8,6 +8,7 @@ which collects the arrays and builds a key from the other values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import threading
@@ -88,7 +89,12 @@ class Plans:
         # Only on a call's first run: scalars that become numbers have no plan.
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
-            return self._run_with_numbers(kernel, *numbers, cfg, override)
+            args, kwargs = numbers
+            typed = None if override is not None else table.get(_types_of(args, kwargs))
+            if typed is not None:
+                with contextlib.suppress(NotByEquality):
+                    return typed(*args, **kwargs)
+            return self.run(kernel, args, kwargs, cfg, override)
         for array in arrays:
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise _is_a_type(kernel, array)
@@ -107,23 +113,6 @@ class Plans:
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
-
-    def _run_with_numbers(
-        self,
-        kernel: Kernel[Cfg, Out],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        cfg: object,
-        override: Hashable | None,
-    ) -> Any:
-        """Run a call whose scalars were replaced by Python numbers, with a typed plan if there is one."""
-        plan = None if override is not None else self.tables.of(kernel).get(_types_of(args, kwargs))
-        if plan is not None:
-            try:
-                return plan(*args, **kwargs)
-            except NotByEquality:
-                pass
-        return self.run(kernel, args, kwargs, cfg, override)
 
     def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
         bind, owner = self._bind, weakref.ref(kernel)

@@ -134,9 +134,7 @@ def _invocation(recorded: Any, what: str) -> Invocation[Any, Any]:
 
 
 def tune_invocations(
-    selector: ConfigSelectorChain[Any, Any],
-    invocations: Iterable[Invocation[Any, Any]],
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+    selector: ConfigSelectorChain[Any, Any], invocations: Iterable[Invocation[Any, Any]]
 ) -> AutotuningResult:
     """Tune each call, forwards first, and save the configurations in the chain.
 
@@ -147,10 +145,9 @@ def tune_invocations(
     Args:
         selector: The chain that tunes and saves.
         invocations: The calls.
-        progress: Called with a call, the number of its compiled and checked candidates, and the number of all.
     """
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
-    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress)
+    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls])
 
 
 def tune_together(

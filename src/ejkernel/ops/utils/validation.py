@@ -34,6 +34,11 @@ def is_count(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 
 
+def is_call(value: object) -> bool:
+    """Return whether `value` is `(args, kwargs)`."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+
+
 def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Call a user's function and return its result; `what` names the function in the error.
 

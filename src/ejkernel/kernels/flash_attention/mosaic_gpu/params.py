@@ -5,16 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.ops.errors import ConfigError
 
 # Keys are columns of one WGMMA, at most 256, and the summed axis of the other, in steps of 16.
 _KV_BLOCKS = range(16, 257, 16)
-_STAGES = range(1, 9)
-_WARPGROUPS = range(1, 4)
-_QUERY_BUFFERS = range(1, 3)
-FORMS = ("fused", "split")
-DIVISIONS = ("keys", "products")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +47,9 @@ class ForwardParams:
     heads_first: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("kv_block", self.kv_block, _KV_BLOCKS, "a multiple of 16 from 16 to 256")
-        check_integer("stages", self.stages, _STAGES, "from 1 to 8")
-        check_integer("warpgroups", self.warpgroups, _WARPGROUPS, "from 1 to 3")
-        check_integer("query_buffers", self.query_buffers, _QUERY_BUFFERS, "1 or 2")
+        check_parameters(self, kv_block=_KV_BLOCKS, stages=range(1, 9), warpgroups=range(1, 4), query_buffers=(1, 2))
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool) and type(value) is not bool:
-                raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +89,22 @@ class BackwardParams:
     head_parts: int = 1
 
     def __post_init__(self) -> None:
-        _require_one_of("form", self.form, FORMS)
-        _require_one_of("division", self.division, DIVISIONS)
-        _require_one_of("warpgroups", self.warpgroups, (2,) if self.division == "products" else (1, 2, 3))
-        _require_one_of("q_block", self.q_block, (64, 128, 192))
-        _require_one_of("q_stages", self.q_stages, (1, 2, 3, 4))
-        _require_one_of("dout_stages", self.dout_stages, (1, 2, 3, 4))
         split = self.form == "split"
-        _require_one_of("kv_block", self.kv_block, (32, 64, 96, 128) if split else (0,))
-        _require_one_of("kv_stages", self.kv_stages, (1, 2, 3, 4) if split else (0,))
-        _require_one_of("q_warpgroups", self.q_warpgroups, (1, 2, 3) if split else (0,))
-        if type(self.head_parts) is not int or self.head_parts < 1:
-            raise ConfigError(f"head_parts must be an int of at least 1, got {self.head_parts!r}.")
+        check_parameters(
+            self,
+            form=("fused", "split"),
+            division=("keys", "products"),
+            warpgroups=(2,) if self.division == "products" else range(1, 4),
+            q_block=(64, 128, 192),
+            q_stages=range(1, 5),
+            dout_stages=range(1, 5),
+            kv_block=(32, 64, 96, 128) if split else (0,),
+            kv_stages=range(1, 5) if split else (0,),
+            q_warpgroups=range(1, 4) if split else (0,),
+            head_parts=POSITIVE,
+        )
 
     @property
     def keys(self) -> int:
         """Keys of a block of threads of the first kernel."""
         return 64 if self.division == "products" else 64 * self.warpgroups
-
-
-def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if type(value) is not type(allowed[0]) or value not in allowed:
-        raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")

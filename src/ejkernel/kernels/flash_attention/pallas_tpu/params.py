@@ -4,18 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.flash_attention._tpu import check_blocks
 from ejkernel.ops.errors import ConfigError
 
 _UNROLLED = range(1, 9)
-
-
-def _check_flag(params: Any, name: str) -> None:
-    if type(getattr(params, name)) is not bool:
-        raise ConfigError(f"{name} must be True or False, got {getattr(params, name)!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +39,7 @@ class ForwardParams:
 
     def __post_init__(self) -> None:
         check_blocks(self, "block_q", "chunk", "rows", "strip", optional=("resident",))
-        check_integer("unroll", self.unroll, _UNROLLED, "from 1 to 8")
-        _check_flag(self, "sum_by_product")
+        check_parameters(self, unroll=_UNROLLED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +72,7 @@ class BackwardParams:
 
     def __post_init__(self) -> None:
         check_blocks(self, "block_kv", "chunk", "strip", optional=("resident",))
-        check_integer("unroll", self.unroll, _UNROLLED, "from 1 to 8")
-        _check_flag(self, "transpose")
+        check_parameters(self, unroll=_UNROLLED)
         if self.query is not None and not isinstance(self.query, ForwardParams):
             raise ConfigError(f"query must be ForwardParams or None, got {self.query!r}.")
         if self.query is None and self.resident is not None:

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
-from ejkernel.kernels._options import check_integer
+from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
-from ejkernel.ops.errors import ConfigError
 
-_BLOCKS = (64, 128, 192, 256)
 _LONG_BLOCKS = (128, 256)
+_ALLOWED: Any = {
+    "block_n": (64, 128, 192, 256),
+    "stages": range(2, 9),
+    "panel": range(1, 257),
+    "out_slots": range(1, 5),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,7 @@ class ProductParams:
     out_slots: int = 2
 
     def __post_init__(self) -> None:
-        _check_common(self)
-        check_integer("block_m", self.block_m, _LONG_BLOCKS, "128 or 256")
+        check_parameters(self, block_m=_LONG_BLOCKS, **_ALLOWED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +72,7 @@ class WgradParams:
     snake: bool = False
 
     def __post_init__(self) -> None:
-        _check_common(self)
-        check_integer("block_k", self.block_k, _LONG_BLOCKS, "128 or 256")
-        for name in ("largest_first", "snake"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-
-
-def _check_common(params: ProductParams | WgradParams) -> None:
-    check_integer("block_n", params.block_n, _BLOCKS, "64, 128, 192 or 256")
-    check_integer("stages", params.stages, range(2, 9), "from 2 to 8")
-    check_integer("panel", params.panel, range(1, 257), "from 1 to 256")
-    check_integer("out_slots", params.out_slots, range(1, 5), "from 1 to 4")
+        check_parameters(self, block_k=_LONG_BLOCKS, **_ALLOWED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ejkernel.kernels._options import check_parameters
 from ejkernel.ops.errors import ConfigError
-
-FORMS = ("rows", "vocabulary")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +41,16 @@ class MosaicGpuParams:
     cluster: int = 1
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ConfigError(f"form must be 'rows' or 'vocabulary', got {self.form!r}.")
+        check_parameters(
+            self,
+            form=("rows", "vocabulary"),
+            accumulation_dtype=("float32", "bfloat16"),
+            block_n=(128, 256),
+            stages=range(2, 9),
+            panel=range(1, 257),
+            out_slots=(1, 2, 4),
+            cluster=(1, 2),
+        )
         multiple = 128 if self.form == "rows" else 256
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1 or self.chunk % multiple):
             raise ConfigError(f"chunk must be a positive multiple of {multiple} or None, got {self.chunk!r}.")
-        if self.accumulation_dtype not in (None, "float32", "bfloat16"):
-            raise ConfigError(
-                f"accumulation_dtype must be 'float32', 'bfloat16' or None, got {self.accumulation_dtype!r}."
-            )
-        _check("block_n", self.block_n, (128, 256), "128 or 256")
-        _check("stages", self.stages, range(2, 9), "from 2 to 8")
-        _check("panel", self.panel, range(1, 257), "from 1 to 256")
-        _check("out_slots", self.out_slots, (1, 2, 4), "1, 2 or 4")
-        _check("cluster", self.cluster, (1, 2), "1 or 2")
-
-
-def _check(name: str, value: object, allowed: range | tuple[int, ...], wanted: str) -> None:
-    if type(value) is not int or value not in allowed:
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}.")

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -250,19 +250,18 @@ def _leave_interrupts_to(caller: Location) -> None:
 # --- exclusive leases of devices: two searches on one device would distort each other's times ---
 
 
-class Device:
+class Device(NamedTuple):
     """A device of this machine, or the processor.
 
-    Args:
+    Attributes:
         name: Its name.
         parts: Names of the resources locked while the device is leased.
         environ: Environment variables that make it the only visible device.
     """
 
-    def __init__(self, name: str, parts: Sequence[str], environ: Mapping[str, str]) -> None:
-        self.name = name
-        self.parts = parts
-        self.environ = environ
+    name: str
+    parts: Sequence[str]
+    environ: Mapping[str, str]
 
 
 def devices_of(platform: str) -> list[Device]:

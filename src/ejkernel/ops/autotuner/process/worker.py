@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ejkernel.ops.autotuner.process.lifetime import (
     module_path,
@@ -33,9 +33,6 @@ from ejkernel.ops.autotuner.process.serve import BEATS, RUNNING, SHARED, STOP, W
 from ejkernel.ops.autotuner.process.supervisor import Signs, Supervisor, WorkerDiedError
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.errors import DeviceLostError, TuningError
-
-if TYPE_CHECKING:
-    pass
 
 _LOOK = 0.2  # seconds between checks whether a worker is alive
 _GOODBYE = 5.0  # seconds allowed for a worker to exit

@@ -20,6 +20,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningWarning
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.utils.validation import is_call
 
 Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 
@@ -47,7 +48,7 @@ def asked_calls(
         raise ArgumentError("inputs must be True or left out if calls are given, since each call brings its arrays.")
     found = []
     for number, (call, weight) in enumerate(zip(calls, _weights(weights, len(calls)), strict=True)):
-        whole = call if _has_kwargs(call) else (call, {})
+        whole = call if is_call(call) else (call, {})
         if not isinstance(whole[0], tuple | list):
             raise ArgumentError(
                 f"calls[{number}] must be a tuple of arguments, or (args, kwargs), got {value_text(call)}."
@@ -55,10 +56,6 @@ def asked_calls(
         one = _asked_call(kernel, tuple(whole[0]), {**kwargs, **whole[1]}, inputs)
         found.append(dataclasses.replace(one, weight=weight))
     return merged_calls(found)
-
-
-def _has_kwargs(call: object) -> bool:
-    return isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], Mapping)
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
