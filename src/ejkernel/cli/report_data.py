@@ -12,9 +12,9 @@ from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.rounds import FEWEST, interval
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import remarks
-from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief
+from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.entries import StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
@@ -129,7 +129,6 @@ def _behind(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> Stor
 
 
 def _without_search(entry: StoredEntry) -> CallReport:
-    progress = SearchProgress.stored_in(entry.measured)
     times = [_stored_time(entry, name) for name in ("heuristic", "winner")]
     return CallReport(
         **_identity(entry.key, entry.call, entry.provenance),
@@ -138,7 +137,7 @@ def _without_search(entry: StoredEntry) -> CallReport:
         before_us=times[0],
         after_us=times[1],
         speedup=entry.speedup,
-        search="-" if progress is None else progress.in_words,
+        search=stored_in_words(entry.measured),
         source=f"{_place(entry)}; the file of its search is not here",
     )
 
@@ -159,7 +158,7 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
         "device": printable(key.device),
         "call": printable(key.call),
         "arguments": arguments(call),
-        "time": printable(provenance.get("time", "-"))[:16].replace("T", " "),
+        "time": time_in(provenance),
         "versions": {name: printable(provenance[name]) for name in _VERSIONS if provenance.get(name)},
     }
 

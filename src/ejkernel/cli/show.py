@@ -12,9 +12,9 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
+from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
-from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
@@ -74,14 +74,14 @@ def _begins(key: Any, prefix: str) -> bool:
 
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
-    key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
-    return (*key, arguments(entry.call), compact(entry.config), _result_of(entry), _search_of(entry), entry.time)
-
-
-def _search_of(entry: StoredEntry) -> str:
-    """Return the progress of the search behind an entry; `-` without a search."""
-    progress = SearchProgress.stored_in(entry.measured)
-    return "-" if progress is None else progress.in_words
+    return (
+        *key_cells(entry.key),
+        arguments(entry.call),
+        compact(entry.config),
+        _result_of(entry),
+        stored_in_words(entry.measured),
+        entry.time,
+    )
 
 
 def _result_of(entry: StoredEntry) -> str:
@@ -90,8 +90,8 @@ def _result_of(entry: StoredEntry) -> str:
 
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
     """Return the row of a call without an entry: its search is partial or failed."""
-    time = str(search.provenance.get("time", "-"))[:16].replace("T", " ")
-    return (*search.key, arguments(search.call), "-", search.in_a_word, search.progress.in_words, printable(time))
+    cells = arguments(search.call), "-", search.in_a_word, search.progress.in_words
+    return (*search.key, *cells, time_in(search.provenance))
 
 
 def _in_full(entry: StoredEntry) -> str:
@@ -103,7 +103,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("type", entry.config_type),
         ("device", device),
         ("speed-up", _result_of(entry)),
-        ("search", _search_of(entry)),
+        ("search", stored_in_words(entry.measured)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *(
             (name, str(measured[name]))

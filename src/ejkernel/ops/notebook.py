@@ -6,18 +6,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
-from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief
+from ejkernel.ops.autotuner.trials.status import stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.entries import key_cells
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tiers import Consulted, Resolution
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.explain import Explanation, Explanations
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
@@ -160,14 +160,10 @@ def _(whys: Explanations) -> list[_Section]:
 @_sections.register
 def _(cache: ConfigCache) -> list[_Section]:
     items = cache.items()
-    rows = ((*_key(key), compact(config)) for key, config in items)
+    rows = ((*key_cells(key), compact(config)) for key, config in items)
     header = ("Device", "Operation", "Call", "Configuration")
     title = f"{_counted_rows(len(items), 'configuration')} in memory"
     return [_Section(title=title, header=header, rows=_rows(rows))]
-
-
-def _key(key: object) -> tuple[str, str, str]:
-    return key if isinstance(key, ConfigKey) else ("", "", str(key))
 
 
 @_sections.register
@@ -175,11 +171,11 @@ def _(cache: PersistentCache) -> list[_Section]:
     found = [entry for _, entry in cache.entries()]
     rows = (
         (
-            *_key(entry.key),
+            *key_cells(entry.key),
             arguments(entry.call),
             compact(entry.config),
             stored_in_brief(entry.measured, entry.speedup),
-            _progress(entry.measured),
+            stored_in_words(entry.measured),
             entry.time,
         )
         for entry in found
@@ -187,11 +183,6 @@ def _(cache: PersistentCache) -> list[_Section]:
     header = ("Device", "Operation", "Call", "Arguments", "Configuration", "Speed-up", "Search", "Measured")
     title = f"{_counted_rows(len(found), 'entry', 'entries')} in {printable(cache.path or 'memory')}"
     return [_Section(title=title, header=header, rows=_rows(rows))]
-
-
-def _progress(measured: Mapping[str, Any] | None) -> str:
-    progress = SearchProgress.stored_in(measured)
-    return "-" if progress is None else progress.in_words
 
 
 @_sections.register

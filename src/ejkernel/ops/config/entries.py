@@ -78,7 +78,17 @@ class StoredEntry:
     @property
     def time(self) -> str:
         """The time of writing, e.g. `2026-01-31 12:00`; `-` if the entry has none."""
-        return printable(self.provenance.get("time", "-"))[:16].replace("T", " ")
+        return time_in(self.provenance)
+
+
+def time_in(provenance: Mapping[str, Any]) -> str:
+    """Return the time of writing, e.g. `2026-01-31 12:00`; `-` without one."""
+    return printable(provenance.get("time", "-"))[:16].replace("T", " ")
+
+
+def key_cells(key: object) -> tuple[str, str, str]:
+    """Return device, operation and call of a key for a table; only a `ConfigKey` has the first two."""
+    return key if isinstance(key, ConfigKey) else ("", "", str(key))
 
 
 _FIELDS: Final = {"schema", *(field.name for field in dataclasses.fields(StoredEntry))} - {"path"}  # of a file

@@ -12,6 +12,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import array_text
 
 _SHOWN = 3  # differences to report
 _OTHER = 8.0  # distance of two values that are not sizes
@@ -120,8 +121,7 @@ def _short(data: Any) -> str:
     """Return a short form of a described value, such as `bf16[4,1024]`."""
     array = _array(data)
     if array is not None:
-        name = str(array[0]).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
-        return _cut(f"{name}[{','.join(map(str, array[1]))}]") + ("" if "weak" not in data else " (weak)")
+        return _cut(array_text(*array)) + ("" if "weak" not in data else " (weak)")
     if data is None:
         return "not given"
     if isinstance(data, dict) and len(data) == 1:

@@ -174,17 +174,20 @@ def _arrays(described: object) -> Iterator[str]:
     elif isinstance(described, dict):
         array = described.get("array")
         if isinstance(array, list) and len(array) == 2 and isinstance(array[1], list):
-            yield f"{_short(str(array[0]))}[{','.join(map(str, array[1]))}]"
+            yield array_text(*array)
         else:
             for item in described.values():
                 yield from _arrays(item)
 
 
-def _short(dtype: str) -> str:
+def array_text(dtype: object, shape: Sequence[object]) -> str:
+    """Return the type of an array as short text such as `bf16[4,1024]`."""
+    name = str(dtype)
     for long, short in _DTYPES:
-        if dtype.startswith(long):
-            return short + dtype.removeprefix(long)
-    return dtype
+        if name.startswith(long):
+            name = short + name.removeprefix(long)
+            break
+    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def cases(measured: Mapping[str, Any] | None) -> str:

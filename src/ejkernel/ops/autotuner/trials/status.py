@@ -184,6 +184,12 @@ def stored_in_brief(measured: Mapping[str, Any] | None, speedup: float | None) -
     return progress.in_brief(speedup, kept=speedup is not None and measured.get("winner") == measured.get("heuristic"))
 
 
+def stored_in_words(measured: Mapping[str, Any] | None) -> str:
+    """Return the progress of the search in a cache entry, as `SearchProgress.in_words`; `-` without a search."""
+    progress = SearchProgress.stored_in(measured)
+    return "-" if progress is None else progress.in_words
+
+
 def _count(value: object) -> int:
     """Return a stored count; 0 if the file contains anything but a count."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
