@@ -220,15 +220,13 @@ class Invocation(Generic[Cfg, Out]):
         if self.array_types:
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
-        # A function, because the heuristic is needed only where residuals or results must be traced.
-        choice = Choice(
-            platform=self.platform, config_for_types=lambda *_: (self._heuristic_of_the_forward(), self.platform)
-        )
-        return tuple(self.node.argument_types(choice, own))
 
-    def _heuristic_of_the_forward(self) -> Any:
-        """Return the heuristic's configuration; the types of residuals and results depend on no configuration."""
-        return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self)
+        # A function, because the heuristic is needed only where residuals or results must be traced. Their types are
+        # the same under every configuration.
+        def heuristic(*_: object) -> tuple[Any, str]:
+            return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self), self.platform
+
+        return tuple(self.node.argument_types(Choice(platform=self.platform, config_for_types=heuristic), own))
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
@@ -238,9 +236,11 @@ class Invocation(Generic[Cfg, Out]):
             UnstableKeyError: A static argument has no stable name.
         """
         args, kwargs, defaults = self._canonical()
+        kernel: Any = self.kernel
+        fields = dataclasses.fields(kernel) if dataclasses.is_dataclass(kernel) else ()
         optional = {
             "defaults": defaults if any(defaults.values()) else None,
-            "kernel": None if self.kernel is None else _fields_of(self.kernel),
+            "kernel": {field.name: describe_static(getattr(kernel, field.name)) for field in fields},
             "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
@@ -335,13 +335,6 @@ class Invocation(Generic[Cfg, Out]):
 
 def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
-
-
-def _fields_of(kernel: object) -> Any:
-    """Return the fields of a kernel that is a dataclass; they are part of the key."""
-    if not dataclasses.is_dataclass(kernel):
-        return None
-    return {field.name: describe_static(getattr(kernel, field.name)) for field in dataclasses.fields(kernel)}
 
 
 def _setting(name: str) -> Any:

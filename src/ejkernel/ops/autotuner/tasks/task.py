@@ -127,7 +127,7 @@ class Configurations:
             self.others = check_candidates(task.candidates, f"{task.inv.op_id}: candidates")
         self.first: list[Any] = _distinct(itertools.chain.from_iterable(self._heuristics))
         if task.others:
-            self._put_first(self.baseline)
+            self.first = _distinct([self.baseline, *self.first])
 
     @property
     def baseline(self) -> Any:
@@ -166,10 +166,6 @@ class Configurations:
         if _is_in(self._spaces[number], config) or _is_in(self._heuristics[number], config):
             return ""
         return f"is not in config_space of {arguments(inv.description)}"
-
-    def _put_first(self, baseline: object) -> None:
-        token = config_id(baseline)
-        self.first = [baseline, *(config for config in self.first if config_id(config) != token)]
 
 
 def _united(spaces: Sequence[Collection[Any]]) -> Collection[Any]:
