@@ -26,11 +26,12 @@ from ejkernel.ops import (
     PersistentCache,
     policy_override,
 )
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.staleness import space_digest
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
-from ejkernel.ops.execution.offline import discover, tune_invocations
+from ejkernel.ops.execution.offline import discover, tune_invocations, tune_together
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -368,9 +369,9 @@ def test_progress_is_reported_by_call_and_a_failed_search_is_a_warning(chain, ke
     chain.tuner, steps = FakeTuner(fails=("Cube",)), []
     calls = [Invocation(kernel=kernel, args=(X,)), Invocation(kernel=Cube(), args=(X,))]
     with pytest.warns(TuningWarning, match="Cube"):
-        tune_invocations(
+        tune_together(
             chain,
-            calls,
+            [[SharedCall(inv=inv)] for inv in calls],
             progress=lambda inv, done, total: steps.append((inv.op_id, done, total)),
         )
     assert steps == [("Square", 0, 1), ("Square", 1, 1)]
