@@ -62,47 +62,40 @@ WITHOUT_JAX = (
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
     parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
-    parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="run one in N cases of each parametrized test, at least one"
-    )
-    parser.addoption("--half", type=int, choices=[0, 1], help="run this half of the slow tests that have one case")
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see _in_part")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests that depend on JAX, and apply `--one-in` and `--half`."""
+    """Mark the tests that depend on JAX, and apply `--part`."""
     here = os.path.dirname(__file__)
     for item in items:
         if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
             item.add_marker("jax")
-    share, half = config.getoption("--one-in"), config.getoption("--half")
-    if share > 1 or half is not None:
-        kept = set(_sampled(items, share, half))
+    if part := config.getoption("--part"):
+        kept = set(_in_part(items, *map(int, part.split("/"))))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
 
-def _sampled(items, share, half):
-    """Yield one in `share` cases of each test function, and of slow functions with a single case the given half.
+def _in_part(items, part, parts):
+    """Yield the tests of one part: one in `parts` cases of the slow tests, and of each other test, at least one case.
 
     The choice is the same in every process and on every machine.
     """
     cases = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("slow") is None or item.get_closest_marker("smoke") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        elif _hash_of(item) % parts == part:
+            yield item
     for same in cases.values():
         same.sort(key=_hash_of)
-        if len(same) > 1 or half in (None, _hash_of(same[0])[0] % 2) or not _is_slow_alone(same[0]):
-            yield from same[: -(-len(same) // share)]
+        yield from same[part % len(same) :: parts]
 
 
 def _hash_of(item):
-    return hashlib.sha256(item.nodeid.encode()).digest()
-
-
-def _is_slow_alone(item):
-    """Return whether a test is slow, and no smoke test, which all runs need."""
-    return item.get_closest_marker("slow") is not None and item.get_closest_marker("smoke") is None
+    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest())
 
 
 def pytest_collection_finish():

@@ -64,9 +64,9 @@ class _Chip:
 
 def _nvidia(bf16: float, gbytes: float, source: str, *, fp8: bool = True) -> _Chip:
     """Return a GPU; JAX multiplies float32 in TF32, which runs at half the speed of bfloat16."""
-    tflops = {"bfloat16": bf16, "float16": bf16, "float32": bf16 / 2}
+    tflops = {"bfloat16": bf16, "float16": bf16, "float32": bf16 / 2, "int8": 2 * bf16}
     if fp8:
-        tflops |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 2 * bf16)
+        tflops |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 2 * bf16)
     return _Chip(tflops, gbytes, source)
 
 
