@@ -50,6 +50,13 @@ imports = click.option(
     help="Import this module, which defines kernels; repeatable.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+aim = click.option(
+    "--target",
+    "device",
+    default="here",
+    metavar="DEVICE",
+    help="Device: here, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
+)
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
 
 
@@ -80,7 +87,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 )
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target without measuring, and write --output.")
-@click.option("--target", "device", default="here", metavar="DEVICE", help="Compile for: here, or nvidia_h200.")
+@aim
 @click.option("--output", type=FOLDER, metavar="BUNDLE", help="The output folder of --compile-only.")
 @click.option("--dry-run", is_flag=True, help="Only list the calls and whether they are tuned.")
 @as_json
@@ -159,6 +166,14 @@ def _leave_devices_alone() -> None:
         compat.leave_devices_alone()
 
 
+def _prepare_for(device: str) -> None:
+    """Open no device of this machine if the command is about another one, or share its memory."""
+    if device == "here":
+        _share_devices()
+    else:
+        _leave_devices_alone()
+
+
 def _share_devices() -> None:
     """Leave the GPU's memory to other processes: this command runs nothing on the GPU."""
     if click.get_current_context().obj.is_ours:
@@ -171,20 +186,26 @@ def _share_devices() -> None:
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @imports
 @click.option("--missed", is_flag=True, help="Explain the calls noted with EJKERNEL_NOTE_MISSES=1.")
+@aim
 @read_cache
 @as_json
-def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | None, as_json: bool) -> int:
+def explain(
+    target: str, imports: tuple[str, ...], missed: bool, device: str, cache: Path | None, as_json: bool
+) -> int:
     """Explain where each call of a program gets its configuration.
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
-    down to the first hit. Nothing is measured or saved.
+    down to the first hit. Nothing is measured or saved. With --target, the program of MODULE:FUNCTION is traced for
+    that device, which need not be here.
     """
     if bool(target) == missed:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
-    _share_devices()
+    if device != "here" and ":" not in target:
+        raise click.UsageError("--target requires MODULE:FUNCTION.")
+    _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 
-    run_explain(target, imports, missed=missed, cache=cache, as_json=as_json)
+    run_explain(target, imports, missed=missed, cache=cache, as_json=as_json, device=device)
     return 0
 
 
@@ -288,16 +309,17 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
 
 @click.command("list")
 @imports
+@aim
 @as_json
-def list_(imports: tuple[str, ...], as_json: bool) -> int:
-    """List operations, implementations, and why some cannot run here.
+def list_(imports: tuple[str, ...], device: str, as_json: bool) -> int:
+    """List operations, implementations, and why some cannot run here, or on the device of --target.
 
     With --import, also list the kernels of that module.
     """
-    _share_devices()
+    _prepare_for(device)
     from ejkernel.cli.explain import run_list
 
-    run_list(imports, as_json=as_json)
+    run_list(imports, as_json=as_json, device=device)
     return 0
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ejkernel.compat.executables import abstract_gpu as abstract_gpu
+from ejkernel.compat.executables import abstract_device as abstract_device
 from ejkernel.compat.executables import compiled_for_one_run as compiled_for_one_run
 from ejkernel.compat.executables import compiled_to_be_checked as compiled_to_be_checked
 from ejkernel.compat.executables import cupti_seconds as cupti_seconds
@@ -13,6 +13,7 @@ from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_g
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import profiled_planes as profiled_planes
 from ejkernel.compat.executables import serialized as serialized
+from ejkernel.compat.executables import tpu_topology_sharding as tpu_topology_sharding
 from ejkernel.compat.kernels import CudnnLengths as CudnnLengths
 from ejkernel.compat.kernels import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.kernels import cudnn_attention_forward as cudnn_attention_forward

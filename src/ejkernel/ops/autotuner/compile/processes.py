@@ -190,7 +190,7 @@ def compile_processes(count: int) -> CompileProcesses:
 
 def usual_processes(target: Target | None) -> int:
     """Return the default number of compile processes: one per core for GPU kernels, which spend long in Python."""
-    return default_width() if target is not None and target.description else 0
+    return default_width() if target is not None and target.description and target.platform == "gpu" else 0
 
 
 class Compiler:
@@ -230,9 +230,10 @@ class Compiler:
 def compiler_for(device: str, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> Compiler | None:
     """Return a `Compiler` for `device` with `count` processes.
 
-    `None` if `count` is 0, the device has no target description, or it is not the first device.
+    `None` if `count` is 0, the device has no target description, or it is not the first device. Also `None` for TPUs:
+    no TPU has run a program that another process compiled for its topology.
     """
     target = Target.of(device)
-    if count < 1 or target is None or not is_first(default_device()):
+    if count < 1 or target is None or target.platform == "tpu" or not is_first(default_device()):
         return None
     return Compiler(target, count, timeout, left)

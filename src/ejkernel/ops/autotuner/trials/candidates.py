@@ -21,9 +21,17 @@ from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
+from ejkernel.ops.errors import (
+    CandidateError,
+    EjkernelError,
+    NoConfigError,
+    SerializationError,
+    TuningError,
+    TuningWarning,
+)
 from ejkernel.ops.utils.error_text import error_text, message_of
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import digest_of
 
 LISTED = 24  # a space of at most so many configurations is measured completely, like a list
@@ -196,6 +204,17 @@ class Program:
 def is_first(device: jax.Device) -> bool:
     """Return whether `device` is device 0, the target of programs compiled elsewhere."""
     return int(device.id) == 0
+
+
+def loaded_or_none(program: Program) -> Any:
+    """Return a program of another machine, loaded; `None`, with a warning, if this device's runtime rejects it."""
+    try:
+        return program.load()
+    except EjkernelError:  # its file has changed, or this is not the first device: not the runtime's doing
+        raise
+    except Exception as error:  # noqa: BLE001 - each runtime has its own errors
+        warn(f"a program compiled elsewhere cannot be loaded, so it is compiled here: {error_text(error)}", TuningWarning)
+        return None
 
 
 @functools.cache
