@@ -427,9 +427,9 @@ def _lowered_place() -> dict[str, Any]:
     platform = compat.lowered_platform()
     if platform is None:
         return {"platform": None}
-    # The model of an NVIDIA GPU may be unknown here.
-    is_amd = platform.lower() == "rocm"
+    # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.
+    device = platform_fingerprint(platform) if platform.lower() in ("rocm", "tpu") else ""
     return {
         "platform": platform_kind(platform),
-        "device_fingerprint": platform_fingerprint(platform) if is_amd else "",
+        "device_fingerprint": "" if device == "tpu:unknown" else device,
     }
