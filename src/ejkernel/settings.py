@@ -230,6 +230,11 @@ def compile_without_tpu() -> None:
         os.environ.setdefault(name, value)
 
 
+def simulate_tpu(folder: Path) -> None:
+    """Have Google's compiler for TPUs write estimates of each kernel to a folder; call it before the compiler loads."""
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={folder}"
+
+
 def log_register_spills() -> None:
     """Make the GPU compilers log register spills; call it before their first use in the process."""
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"

@@ -189,9 +189,7 @@ def _share_devices() -> None:
 @aim
 @read_cache
 @as_json
-def explain(
-    target: str, imports: tuple[str, ...], missed: bool, device: str, cache: Path | None, as_json: bool
-) -> int:
+def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, cache: Path | None, as_json: bool) -> int:
     """Explain where each call of a program gets its configuration.
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,

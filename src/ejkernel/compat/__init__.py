@@ -90,6 +90,7 @@ from ejkernel.compat.splash import SplashMask as SplashMask
 from ejkernel.compat.splash import splash_backward as splash_backward
 from ejkernel.compat.splash import splash_forward as splash_forward
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
+from ejkernel.compat.tracing import KernelFacts as KernelFacts
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
@@ -104,6 +105,7 @@ from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference
 from ejkernel.compat.tracing import is_undefined_primal as is_undefined_primal
 from ejkernel.compat.tracing import is_zero_tangent as is_zero_tangent
+from ejkernel.compat.tracing import kernel_facts as kernel_facts
 from ejkernel.compat.tracing import key_implementation as key_implementation
 from ejkernel.compat.tracing import make_user_context as make_user_context
 from ejkernel.compat.tracing import match_varying as match_varying

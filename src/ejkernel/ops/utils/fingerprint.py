@@ -97,7 +97,8 @@ def tracing_for(fingerprint: str) -> Iterator[None]:
 def platform_fingerprint(name: str) -> str:
     """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
 
-    Inside `tracing_for` a device of the same platform, the result is that device. For `rocm` without an AMD GPU in this process the result is `gpu:amd_unknown`.
+    Inside `tracing_for` a device of the same platform, the result is that device. For `rocm` without an AMD GPU in this
+    process the result is `gpu:amd_unknown`.
     """
     kind = platform_kind(name)
     if _traced_for.get().partition(":")[0] == kind:

@@ -135,7 +135,15 @@ class CompileProcesses:
             CandidateError: The candidate crashed its process, or exceeded its deadline (`GivenUpError`).
             TuningError: The call cannot be pickled, or the pool is closed.
         """
-        work = functools.partial(compile_for, inv, choice, target, only_once=only_once)
+        return self.run(functools.partial(compile_for, inv, choice, target, only_once=only_once), allowed, busy)
+
+    def run(
+        self,
+        work: Callable[[], Program],
+        allowed: float | Callable[[], float] = 600.0,
+        busy: set[CompileWorker] | None = None,
+    ) -> Program:
+        """Return the program of `work`, carried out in a process; see `compile`."""
         busy = set() if busy is None else busy
         slot = self._idle.get()
         try:
@@ -180,10 +188,10 @@ def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
         mine.outputs.mend(is_idle=True)
 
 
-def compile_processes(count: int) -> CompileProcesses:
-    """Return the session's pool of `count` compile processes (see `worker_session`)."""
+def compile_processes(count: int, purpose: str = "compile") -> CompileProcesses:
+    """Return the session's pool of `count` compile processes for a purpose (see `worker_session`)."""
     # A process takes seconds to start, so pools last for a session.
-    pool = of_session(f"compile-{count}", functools.partial(CompileProcesses, count))
+    pool = of_session(f"{purpose}-{count}", functools.partial(CompileProcesses, count))
     at_session_end(pool.close)
     return pool
 

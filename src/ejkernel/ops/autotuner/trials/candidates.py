@@ -171,6 +171,7 @@ class Program:
         mosaic: Whether it needs the Mosaic GPU runtime.
         spilled: Bytes of registers that a thread spills to memory, if known.
         why_left: Why it was not compiled here.
+        cycles: Cycles of the device that a simulator estimates, if one was asked.
     """
 
     digest: str = ""
@@ -180,6 +181,7 @@ class Program:
     mosaic: bool = False
     spilled: int | None = None
     why_left: str = ""
+    cycles: float | None = None
 
     def load(self) -> Any:
         """Load the program onto the default device.
@@ -213,7 +215,9 @@ def loaded_or_none(program: Program) -> Any:
     except EjkernelError:  # its file has changed, or this is not the first device: not the runtime's doing
         raise
     except Exception as error:  # noqa: BLE001 - each runtime has its own errors
-        warn(f"a program compiled elsewhere cannot be loaded, so it is compiled here: {error_text(error)}", TuningWarning)
+        warn(
+            f"a program compiled elsewhere cannot be loaded, so it is compiled here: {error_text(error)}", TuningWarning
+        )
         return None
 
 
