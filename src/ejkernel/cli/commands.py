@@ -87,6 +87,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 )
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target without measuring, and write --output.")
+@click.option("--estimate", is_flag=True, help="Estimate the candidates for --target, a TPU, and measure nothing.")
 @aim
 @click.option("--output", type=FOLDER, metavar="BUNDLE", help="The output folder of --compile-only.")
 @click.option("--dry-run", is_flag=True, help="Only list the calls and whether they are tuned.")
@@ -117,6 +118,10 @@ def tune(**options: Any) -> int:
     With --compile-only, candidates are compiled here for a device of another machine and measured there with --from
     (and with the same --shapes, if they share a configuration).
 
+    With --estimate, Google's compiler simulates the candidates for a TPU, which need not exist on this machine. The
+    estimates are stored beside the configurations. A later search on such a TPU measures the fastest first, and none
+    whose estimate is 1.3 times the best or more. Estimates are never saved as measured.
+
     The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
     continues these searches.
     """
@@ -124,10 +129,15 @@ def tune(**options: Any) -> int:
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
-    if options.pop("compile_only"):
+    estimates, compile_only = options.pop("estimate"), options.pop("compile_only")
+    if estimates and not compile_only:
+        return _estimate(options, device, output)
+    if compile_only:
+        if estimates:
+            raise click.UsageError("--estimate cannot be used with --compile-only; run one after the other.")
         return _compile(options, device, output)
     if output is not None or device != "here":
-        raise click.UsageError("--target and --output require --compile-only.")
+        raise click.UsageError("--target and --output require --compile-only; --target may also have --estimate.")
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
         raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
@@ -145,16 +155,31 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
-    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices", "ray"):
-        if options[name]:
-            option = name.removeprefix("as_").replace("_", "-")
-            raise click.UsageError(f"--{option} cannot be used with --compile-only, which measures and saves nothing.")
+    _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
 
     run_compile(options["target"], options["imports"], device, output, options["compile_processes"], options["shapes"])
     return 0
+
+
+def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
+    if ":" not in options["target"] or device == "here" or output is not None:
+        raise click.UsageError("--estimate needs MODULE:FUNCTION and --target, and has no --output.")
+    _check_unused(options, "--estimate")
+    _leave_devices_alone()
+    from ejkernel.cli.estimate import options_of, run_estimate
+
+    return run_estimate(options_of(options, device))
+
+
+def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
+    """Check that no option was given that a command without measurements ignores."""
+    for name in (*more, "budget", "force", "dry_run", "devices", "mesh_devices", "ray"):
+        if options[name]:
+            option = name.removeprefix("as_").replace("_", "-")
+            raise click.UsageError(f"--{option} cannot be used with {by}, which measures nothing.")
 
 
 def _leave_devices_alone() -> None:

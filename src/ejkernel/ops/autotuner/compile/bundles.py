@@ -172,7 +172,7 @@ def compile_bundle(
         with worker_session():
             for number, inv in enumerate(calls):
                 aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-                configs = _configs(aimed, candidates, max_candidates)
+                configs = candidates_to_compile(aimed, candidates, max_candidates)
                 if not configs:
                     text = f"{inv.op_id}: nothing to compile; config_space(inv) returned no configuration."
                     warn(text, TuningWarning)
@@ -245,9 +245,10 @@ def _compile_call(
     return [ended[index] for index in range(len(jobs))]
 
 
-def _configs(
+def candidates_to_compile(
     inv: Invocation[Cfg, Out], candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None, max_candidates: int
 ) -> list[Any]:
+    """Return the candidates of a call, its heuristic first; see `compile_bundle`."""
     kernel = kernel_of(inv)
     space = candidates_of(kernel, inv) if candidates is None else candidates(inv)
     if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):

@@ -20,10 +20,11 @@ class Status(enum.StrEnum):
         FAILED: It raised an exception.
         WRONG: Its results differ from the reference results.
         SAME: It compiles to the program of another candidate.
-        PRUNED: It was not run because its program spills many registers.
+        PRUNED: It was not run because its program spills many registers, or because its estimated time is long.
         CRASHED: Its process died or was killed, or its thread was abandoned.
         SKIPPED: The time did not suffice for it.
         LEFT: The machine that runs it must compile it; in bundles only.
+        ESTIMATED: A compiler's simulator estimates its time; in estimates only, never in a search.
     """
 
     READY = "ready"
@@ -35,6 +36,7 @@ class Status(enum.StrEnum):
     CRASHED = "crashed"
     SKIPPED = "skipped"
     LEFT = "left"
+    ESTIMATED = "estimated"
 
 
 FAULTY: Final = frozenset({Status.FAILED, Status.WRONG, Status.CRASHED})
@@ -88,7 +90,7 @@ class SearchState(enum.StrEnum):
         return self in (SearchState.COMPLETE, SearchState.UNDECIDED)
 
 
-_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # neither measured nor rejected
+_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT, Status.ESTIMATED})  # neither measured nor rejected
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
