@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
@@ -82,7 +83,7 @@ def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeo
     """Return a function that simulates in processes, which end with the stack."""
     stack.enter_context(worker_session())
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ejkernel-simulator-", ignore_cleanup_errors=True))
-    pool: CompileProcesses = compile_processes(count, "simulate")
+    pool: CompileProcesses = compile_processes(count, simulate=True)
 
     def simulate(inv: Invocation[Any, Any], choice: Choice) -> Program:
         work = functools.partial(simulate_for, inv, choice, target, folder=folder)
@@ -136,6 +137,6 @@ def _why_not(error: BaseException | None, timeout_s: float) -> str:
     if isinstance(error, GivenUpError):
         return f"not estimated: simulating it takes longer than {timeout_s:g} s"
     if isinstance(error, CandidateError):
-        text = str(error)
+        text = re.sub(r"F\d{4} \S+ +\d+ \S+\] ", "", str(error))  # the time and place of libtpu's message
         return text if text.startswith("not estimated") else f"not estimated: {text}"
     return f"not estimated: {type(error).__name__}: {error}"
