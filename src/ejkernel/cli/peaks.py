@@ -73,7 +73,7 @@ def _nvidia(bf16: float, gbytes: float, source: str, *, fp8: bool = True) -> _Ch
 
 def _tpus() -> dict[str, _Chip]:
     """Return the TPUs with a target file; JAX multiplies float32 in one pass of bfloat16."""
-    chips = {}
+    chips: dict[str, _Chip] = {}
     for target in map(Target.named, target_names()):
         bf16, int8 = target.number_named("bfloat16_tflops"), target.number_named("int8_tops")
         if bf16 is not None:
