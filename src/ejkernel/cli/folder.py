@@ -59,7 +59,7 @@ _KINDS: Final = {
     "pack": "packs",
     "folder": "folders",
 }
-_RARE: Final = ("pack", "folder")  # shown only if present; a folder is counted only if it is unusable
+_RARE: Final = ("estimate", "pack", "folder")  # shown only if present; a folder is counted only if it is unusable
 # Names of files written by this package; other programs may keep files in the same folder.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"

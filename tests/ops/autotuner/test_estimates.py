@@ -181,7 +181,7 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
         10: 5.7143,
         13: 7.4286,
         7: None,
-        8: None,  # fmt: skip
+        8: None,
     }  # microseconds at 1.75 GHz
     assert [config for config, (_, is_heuristic, _) in rows.items() if is_heuristic] == [20]
     assert rows[7][2] == "not estimated: the worker was killed by SIGABRT: Check failed: no such unit"
