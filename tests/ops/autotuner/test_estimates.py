@@ -185,7 +185,7 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
     }  # microseconds at 1.75 GHz
     assert [config for config, (_, is_heuristic, _) in rows.items() if is_heuristic] == [20]
     assert rows[7][2] == "not estimated: the worker was killed by SIGABRT: Check failed: no such unit"
-    assert rows[8][2] == "not estimated: simulating it takes longer than 300 s"
+    assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
 
 
 @pytest.mark.parametrize("name", ["tpu7x", "tpu_v4", "nvidia_h200"])

@@ -26,7 +26,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningWarning
 from ejkernel.ops.utils.messages.warn import warn
 
-_TIMEOUT: Final = 300.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
+_TIMEOUT: Final = 600.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
 
 Simulate = Callable[[Invocation[Any, Any], Choice], Program]
 
