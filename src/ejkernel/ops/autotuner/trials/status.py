@@ -24,7 +24,6 @@ class Status(enum.StrEnum):
         CRASHED: Its process died or was killed, or its thread was abandoned.
         SKIPPED: The time did not suffice for it.
         LEFT: The machine that runs it must compile it; in bundles only.
-        ESTIMATED: A compiler's simulator estimates its time; in estimates only, never in a search.
     """
 
     READY = "ready"
@@ -36,7 +35,6 @@ class Status(enum.StrEnum):
     CRASHED = "crashed"
     SKIPPED = "skipped"
     LEFT = "left"
-    ESTIMATED = "estimated"
 
 
 FAULTY: Final = frozenset({Status.FAILED, Status.WRONG, Status.CRASHED})
@@ -90,7 +88,7 @@ class SearchState(enum.StrEnum):
         return self in (SearchState.COMPLETE, SearchState.UNDECIDED)
 
 
-_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT, Status.ESTIMATED})  # neither measured nor rejected
+_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # neither measured nor rejected
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
