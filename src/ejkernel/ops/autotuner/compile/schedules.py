@@ -104,7 +104,7 @@ class _Schedule:
         now = copied = 0.0  # when the kernels and the copies so far end
         ends: dict[str, float] = {}
         for each in self._computations.get(name, []):
-            if each.opcode.endswith("-start"):
+            if each.opcode.endswith("-start") and each.opcode != "async-start":  # a copy, or a slice that is copied
                 copied = ends[each.name] = max(copied, now) + min(each.sizes, default=0.0) / self._bytes_per_cycle
             elif each.opcode.endswith("-done"):
                 now = max(now, *(ends.get(operand, 0.0) for operand in each.operands), 0.0)
@@ -117,6 +117,8 @@ class _Schedule:
             return self._trips(each, inside) * self.run(each.attribute("body"))
         if each.opcode == "call":
             return self.run(each.attribute("to_apply"))
+        if each.opcode == "async-start":
+            raise CandidateError(f"the program computes beside its kernels ({each.name})")
         if each.opcode == "conditional":
             raise CandidateError(f"the program branches ({each.name}), so its time depends on its inputs")
         is_free = each.opcode in _FREE or not each.sizes  # scalars are computed beside the kernels
@@ -161,8 +163,9 @@ class _Schedule:
             number = int(index.attribute("index"))
             first = _constant(self._named(inside), self._named(inside)[loop.operands[0]].operands[number])
             step = next(each for each in body.values() if each.is_root).operands[number]
-            by = _constant(body, body[step].operands[1])
-            if body[step].opcode != "add" or by < 1:
+            before, added = body[step].operands
+            by = _constant(body, added)
+            if body[step].opcode != "add" or by < 1 or _source(body, before).attribute("index") != str(number):
                 raise KeyError(step)
             return max(0, -(-(_constant(condition, last.name) - first) // by))
         except (KeyError, ValueError, IndexError, StopIteration):
@@ -179,9 +182,15 @@ def _constant(instructions: Mapping[str, _Instruction], name: str) -> int:
         KeyError: It is no constant.
         ValueError: It is no integer.
     """
-    each = instructions[name]
-    while each.opcode in ("copy", "bitcast"):
-        each = instructions[each.operands[0]]
+    each = _source(instructions, name)
     if each.opcode != "constant":
         raise KeyError(name)
     return int(each.rest.partition(")")[0])
+
+
+def _source(instructions: Mapping[str, _Instruction], name: str) -> _Instruction:
+    """Return the instruction that made a value, before copies."""
+    each = instructions[name]
+    while each.opcode in ("copy", "bitcast"):
+        each = instructions[each.operands[0]]
+    return each
