@@ -335,9 +335,9 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
 @aim
 @as_json
 def list_(imports: tuple[str, ...], device: str, as_json: bool) -> int:
-    """List operations, implementations, and why some cannot run here, or on the device of --target.
+    """List operations, implementations, and why some cannot run here.
 
-    With --import, also list the kernels of that module.
+    With --target, list why some cannot run on that device. With --import, also list the kernels of that module.
     """
     _prepare_for(device)
     from ejkernel.cli.explain import run_list
