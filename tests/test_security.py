@@ -79,7 +79,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config import entries
+from ejkernel.ops.config import entries, estimates
 from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared import packs, stores
@@ -566,6 +566,16 @@ def test_a_decision_has_a_registered_type(monkeypatch):
         AgreementError, match=r"process 1 decided for all processes cannot be used .*files may name here"
     ):
         agreement.decoded("untyped", decision, inv)
+
+
+def test_an_estimate_has_a_registered_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimates, "type_name", lambda config: f"{HERE}.Fires")
+    inv = dataclasses.replace(Invocation(kernel=takes, args=(X,)).abstract(), device="tpu:tpu_v6_lite")
+    rows = [estimates.row_of(Config(2), us=1.0), estimates.row_of(Config(1), us=9.0, is_heuristic=True)]
+    estimates.EstimateFiles(tmp_path).put(estimates.Estimates.of(inv, "by hand", rows))
+    asked = ConfigSelectorChain(persistent=PersistentCache(tmp_path)).consult(inv, takes)
+    notes = {each.tier: each.note for each in asked}
+    assert re.match(r"the estimated configuration cannot be read: .*files may name here", notes["estimated"])
 
 
 def test_a_log_of_an_unregistered_type_is_empty(tmp_path, monkeypatch):

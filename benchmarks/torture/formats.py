@@ -25,10 +25,12 @@ from ejkernel.ops.autotuner.store.log import lines_of, load, load_header
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.config._files import UnusableError, identity
 from ejkernel.ops.config.entries import check_key, decoded, parsed
+from ejkernel.ops.config.estimates import chosen
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import judge
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError
 from ejkernel.settings import Settings
 
@@ -101,6 +103,13 @@ class Readers:
         found = self.files.notes.read(self.files.note)
         assert found is not None  # it was written
         return _calls([rebuild(found.call, key=found.config_key.call, op=found.config_key.op)])
+
+    def estimate(self, raw: bytes) -> Any:
+        """Read the estimates of a call."""
+        self.files.estimate.write_bytes(raw)
+        found = self.files.estimates.read(self.files.estimate)
+        assert found is not None  # it was written
+        return [(chosen(found), found.source()), found.times(self.files.inv, kernel_of(self.files.inv))]
 
     def manifest(self, raw: bytes) -> Any:
         """Read a bundle with this manifest."""
@@ -199,6 +208,9 @@ def _sealed(files: Files, readers: Readers) -> Iterator[Format]:
         declared=(UnusableError, DescriptionError),
         legal=lambda calls: calls == _calls([inv]),  # its name has the key, and the key is of the call
         **one,
+    )
+    yield Format(
+        name="estimate", originals=(files.estimate.read_bytes(),), read=readers.estimate, declared=_UNUSABLE, **one
     )
     manifest = (files.bundle / "manifest.json").read_bytes()
     yield Format(name="manifest", originals=(manifest,), read=readers.manifest, declared=(ConfigError,), **one)

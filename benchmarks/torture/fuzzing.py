@@ -154,6 +154,7 @@ GUIDED = (
     "entry",
     "log",
     "note",
+    "estimate",
     "manifest",
     "result",
     "copy of a pack",

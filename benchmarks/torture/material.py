@@ -22,6 +22,7 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.config.estimates import EstimateFiles, Estimates, row_of
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.copies import LocalCopy
@@ -89,9 +90,11 @@ class Files:
         self.inv = call()
         self.cache = PersistentCache(folder / "cache", shipped=False)
         self.notes = MissedNotes(folder / "cache")
-        (self.entry,) = (file for file in (folder / "cache").glob("*/*/*.json") if "missed" not in file.parts)
+        self.estimates = EstimateFiles(folder / "cache")
+        (self.entry,) = (folder / "cache").glob("*/*/*.json")  # notes and estimates are one folder deeper
         (self.log,) = (folder / "cache").rglob("*.jsonl")
         (self.note,) = self.notes.files()
+        (self.estimate,) = self.estimates.files()
         (self.pack,) = (folder / "copy").iterdir()
         self.bundle = folder / "bundle"
         self.text, self.hlo, self.exported = (folder / f"program.{kind}" for kind in ("mlir", "hlo", "bin"))
@@ -106,6 +109,8 @@ def write(folder: Path) -> Files:
     cache.put(inv.key, data.config, call=inv.description, measured=data.summary_data())
     MeasurementStore(cache).save(data)
     MissedNotes(folder / "cache").put(inv, "heuristic")
+    rows = [row_of(data.config, us=2.5, cycles=4375.0, is_heuristic=True), row_of(data.config, reason="a fifo is full")]
+    EstimateFiles(folder / "cache").put(Estimates.of(inv, "by hand", rows))
     _write_pack(cache, inv.key, folder / "copy")
     _write_bundle(folder / "bundle", inv)
     _write_programs(folder)

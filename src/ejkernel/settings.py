@@ -30,6 +30,12 @@ _READ = (  # all variables that settings depend on; `~` expands to one of the ho
     "USERPROFILE",
     "XDG_CACHE_HOME",
 )
+_WITHOUT_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any: the compiler's topology is given with each program
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 _PREFIX = "EJKERNEL_"
 _OURS = tuple(name for name in _READ if name.startswith(_PREFIX))
 
@@ -227,6 +233,20 @@ def gpu_named(name: str) -> dict[str, str]:
 def compile_without_gpu() -> None:
     """Let JAX's CUDA plugin load on a machine without a GPU, so that it can compile for one."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def compile_without_tpu() -> None:
+    """Let Google's compiler for TPUs load on a machine without a TPU, in several processes; call it before that.
+
+    Without these variables it asks a server for the kind of this machine, and locks a file.
+    """
+    for name, value in _WITHOUT_TPU.items():
+        os.environ.setdefault(name, value)
+
+
+def simulate_tpu(folder: Path) -> None:
+    """Have Google's compiler for TPUs write estimates of each kernel to a folder; call it before the compiler loads."""
+    os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={folder}"
 
 
 def log_register_spills() -> None:

@@ -123,13 +123,37 @@ def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
             assert entry["runs_here"]
 
 
-def test_an_implementation_that_cannot_run_here_has_a_reason(monkeypatch, capsys):
-    module = sys.modules["ejkernel.ops.operation"]
-    monkeypatch.setattr(module, "device_kind", lambda: "cpu")
-    monkeypatch.setattr(module, "device_fingerprint", lambda: "cpu:some")
-    reason = r"^flash_attention +cudnn +no +implementation='cudnn' needs an NVIDIA GPU"
-    assert re.search(reason, run(capsys, "list")[1], re.M)
+def test_list_is_about_the_target_and_says_why_an_implementation_does_not_run_there(capsys):
+    _, out, err = run(capsys, "list", "--target", "tpu_v6e")
+    assert err == "On tpu:tpu_v6_lite:\n"
+    reason = r"^flash_attention +cudnn +no +implementation='cudnn' needs an NVIDIA GPU.* for tpu:tpu_v6_lite"
+    assert re.search(reason, out, re.M)
+    assert re.search(r"^flash_attention +splash +yes", out, re.M)
     assert callable(flash)
+
+
+def test_a_program_is_explained_for_the_target(folder, capsys):
+    status, out, err = run(capsys, "explain", "explained_program:step", "--target", "tpu_v6e")
+    assert (status, "on tpu:tpu_v6_lite" in err) == (0, True)
+    assert re.search(r"^key \w+ on tpu:tpu_v6_lite$", out, re.M)
+    assert re.search(r"^estimated +no estimates$", out, re.M)
+    assert run(capsys, "explain", "--missed", "--target", "tpu_v6e")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--target", "nvidia_h200"], "got 'nvidia_h200': only Google's compiler for TPUs has a simulator"),
+        (["--target", "tpu7x"], "got 'tpu7x': its simulator ends the process"),
+        ([], "--estimate needs MODULE:FUNCTION and --target"),
+        (["--target", "tpu_v6e", "--budget", "3"], "--budget cannot be used with --estimate, which measures nothing"),
+        (["--target", "tpu_v6e", "--compile-only"], "run one after the other"),
+    ],
+)
+def test_estimates_need_a_target_with_a_simulator(folder, capsys, options, says):
+    status, _, err = run(capsys, "tune", "explained_program:step", "--estimate", *options)
+    assert status != 0
+    assert says in err
 
 
 def test_list_includes_the_kernels_of_a_named_module(folder, capsys):

@@ -105,7 +105,7 @@ def _echo_error(message: str) -> None:
 def _what_is_left(arguments: Sequence[str]) -> str:
     """Return a note on saved results after an interrupt; empty if the command saves none."""
     # `tune` saves each search when it ends.
-    if "tune" not in arguments[:1] or "--compile-only" in arguments or "--dry-run" in arguments:
+    if "tune" not in arguments[:1] or {"--compile-only", "--estimate", "--dry-run"}.intersection(arguments):
         return ""
     return "; results so far are saved, run the command again to continue"
 

@@ -50,6 +50,13 @@ imports = click.option(
     help="Import this module, which defines kernels; repeatable.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+aim = click.option(
+    "--target",
+    "device",
+    default="here",
+    metavar="DEVICE",
+    help="Device: here, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
+)
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
 
 
@@ -80,7 +87,8 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 )
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target without measuring, and write --output.")
-@click.option("--target", "device", default="here", metavar="DEVICE", help="Compile for: here, or nvidia_h200.")
+@click.option("--estimate", is_flag=True, help="Estimate the candidates for --target, a TPU, and measure nothing.")
+@aim
 @click.option("--output", type=FOLDER, metavar="BUNDLE", help="The output folder of --compile-only.")
 @click.option("--dry-run", is_flag=True, help="Only list the calls and whether they are tuned.")
 @as_json
@@ -110,6 +118,10 @@ def tune(**options: Any) -> int:
     With --compile-only, candidates are compiled here for a device of another machine and measured there with --from
     (and with the same --shapes, if they share a configuration).
 
+    With --estimate, Google's compiler simulates the candidates for a TPU, which need not exist on this machine. The
+    estimates are stored beside the configurations. A later search on such a TPU measures the fastest first, and none
+    whose estimate is 1.3 times the best or more. Estimates are never saved as measured.
+
     The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
     continues these searches.
     """
@@ -117,10 +129,15 @@ def tune(**options: Any) -> int:
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
-    if options.pop("compile_only"):
+    estimates, compile_only = options.pop("estimate"), options.pop("compile_only")
+    if estimates and not compile_only:
+        return _estimate(options, device, output)
+    if compile_only:
+        if estimates:
+            raise click.UsageError("--estimate cannot be used with --compile-only; run one after the other.")
         return _compile(options, device, output)
     if output is not None or device != "here":
-        raise click.UsageError("--target and --output require --compile-only.")
+        raise click.UsageError("--target and --output require --compile-only; --target may also have --estimate.")
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
         raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
@@ -138,16 +155,31 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
-    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices", "ray"):
-        if options[name]:
-            option = name.removeprefix("as_").replace("_", "-")
-            raise click.UsageError(f"--{option} cannot be used with --compile-only, which measures and saves nothing.")
+    _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
 
     run_compile(options["target"], options["imports"], device, output, options["compile_processes"], options["shapes"])
     return 0
+
+
+def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
+    if ":" not in options["target"] or device == "here" or output is not None:
+        raise click.UsageError("--estimate needs MODULE:FUNCTION and --target, and has no --output.")
+    _check_unused(options, "--estimate")
+    _leave_devices_alone()
+    from ejkernel.cli.estimate import options_of, run_estimate
+
+    return run_estimate(options_of(options, device))
+
+
+def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
+    """Check that no option was given that a command without measurements ignores."""
+    for name in (*more, "budget", "force", "dry_run", "devices", "mesh_devices", "ray"):
+        if options[name]:
+            option = name.removeprefix("as_").replace("_", "-")
+            raise click.UsageError(f"--{option} cannot be used with {by}, which measures nothing.")
 
 
 def _leave_devices_alone() -> None:
@@ -157,6 +189,14 @@ def _leave_devices_alone() -> None:
         from ejkernel import compat
 
         compat.leave_devices_alone()
+
+
+def _prepare_for(device: str) -> None:
+    """Open no device of this machine if the command is about another one, or share its memory."""
+    if device == "here":
+        _share_devices()
+    else:
+        _leave_devices_alone()
 
 
 def _share_devices() -> None:
@@ -171,20 +211,24 @@ def _share_devices() -> None:
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @imports
 @click.option("--missed", is_flag=True, help="Explain the calls noted with EJKERNEL_NOTE_MISSES=1.")
+@aim
 @read_cache
 @as_json
-def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | None, as_json: bool) -> int:
+def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, cache: Path | None, as_json: bool) -> int:
     """Explain where each call of a program gets its configuration.
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
-    down to the first hit. Nothing is measured or saved.
+    down to the first hit. Nothing is measured or saved. With --target, the program of MODULE:FUNCTION is traced for
+    that device, which need not be here.
     """
     if bool(target) == missed:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
-    _share_devices()
+    if device != "here" and ":" not in target:
+        raise click.UsageError("--target requires MODULE:FUNCTION.")
+    _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 
-    run_explain(target, imports, missed=missed, cache=cache, as_json=as_json)
+    run_explain(target, imports, missed=missed, cache=cache, as_json=as_json, device=device)
     return 0
 
 
@@ -288,16 +332,17 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
 
 @click.command("list")
 @imports
+@aim
 @as_json
-def list_(imports: tuple[str, ...], as_json: bool) -> int:
+def list_(imports: tuple[str, ...], device: str, as_json: bool) -> int:
     """List operations, implementations, and why some cannot run here.
 
-    With --import, also list the kernels of that module.
+    With --target, list why some cannot run on that device. With --import, also list the kernels of that module.
     """
-    _share_devices()
+    _prepare_for(device)
     from ejkernel.cli.explain import run_list
 
-    run_list(imports, as_json=as_json)
+    run_list(imports, as_json=as_json, device=device)
     return 0
 
 

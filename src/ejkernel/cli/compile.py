@@ -14,7 +14,7 @@ import click
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.progress import bars
-from ejkernel.cli.sources import Source, find
+from ejkernel.cli.sources import Source, find_on
 from ejkernel.cli.tune import messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -47,9 +47,7 @@ def run_compile(
     console = messages()
     aim = Target.named(device)
     source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
-    # A program may depend on the device that it is traced for.
-    with aim.entered():
-        found = find(source)
+    found = find_on(source, aim)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
     if not found.calls:
         raise TuningError(found.empty)

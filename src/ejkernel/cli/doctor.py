@@ -15,7 +15,7 @@ import jax
 
 from ejkernel import settings
 from ejkernel.cli import report
-from ejkernel.cli.explain import implementations_here
+from ejkernel.cli.explain import implementations_on
 from ejkernel.cli.folder import items
 from ejkernel.ops.config._files import driver_of
 from ejkernel.ops.config.persistent import PersistentCache
@@ -43,7 +43,7 @@ def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
         "caches": _caches(),
         "implementations": [
             {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
-            for name, implementation, reason in implementations_here()
+            for name, implementation, reason in implementations_on(device_fingerprint())
         ],
     }
     problems = [row["problem"] for part in ("settings", "caches") for row in found[part] if row["problem"]]

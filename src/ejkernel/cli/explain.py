@@ -14,7 +14,8 @@ import click
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
 from ejkernel.cli.show import opened
-from ejkernel.cli.sources import Source, find
+from ejkernel.cli.sources import Source, find_on
+from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
@@ -26,7 +27,6 @@ from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -34,12 +34,23 @@ from ejkernel.ops.utils.storage.serialize import to_data
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
 
 
-def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool) -> None:
-    """Run `ejkernel explain`."""
-    store = opened(cache)
+def run_explain(
+    target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool, device: str = "here"
+) -> None:
+    """Run `ejkernel explain`.
+
+    Args:
+        target: The program as typed, MODULE:FUNCTION or a file.
+        imports: Modules that define kernels.
+        missed: Whether to explain the noted misses instead.
+        cache: The folder to read.
+        as_json: Whether to print JSON.
+        device: Name of the target to explain the calls for.
+    """
+    store, aim = opened(cache), Target.named(device)
     source = Source.of(target, imports, missed=store.path if missed else None)
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
-        found = find(source)
+        found = find_on(source, aim)
         # After the program's import, which may set the default executor.
         chooser = usual_chain(store if cache is not None else None)
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
@@ -117,36 +128,37 @@ def _sum_up(explained: Sequence[Explanation], where: str) -> None:
     click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
 
 
-def run_list(imports: Sequence[str], *, as_json: bool) -> None:
-    """Run `ejkernel list`."""
+def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> None:
+    """Run `ejkernel list` for the target of that name."""
     look_here()
-    rows = implementations_here()
+    aim = Target.named(device).fingerprint
+    rows = implementations_on(aim)
     for module in map(module_named, imports):
         import_users(module)
-    rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel)]
-    device = device_fingerprint()
+    rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel, aim)]
     if as_json:
         found = [
             {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
             for name, implementation, reason in rows
         ]
-        report.echo_json({"device": device, "implementations": found})
+        report.echo_json({"device": aim, "implementations": found})
         return
-    click.echo(f"On {device}:", err=True)
+    click.echo(f"On {aim}:", err=True)
     cells = [(name, implementation, "no" if reason else "yes", reason) for name, implementation, reason in rows]
-    click.echo(report.table(("operation", "implementation", "runs here", "why not"), cells))
+    runs = "runs here" if device == "here" else "runs there"
+    click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
 
 
-def implementations_here() -> list[tuple[str, str, str]]:
-    """Return `(operation, implementation, why not here)` for the operations of this package."""
+def implementations_on(device: str) -> list[tuple[str, str, str]]:
+    """Return `(operation, implementation, why not on this device)` for the operations of this package."""
     import_operations()
-    return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel)]
+    return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel, device)]
 
 
-def _rows_of(name: str, kernel: Kernel[Any, Any]) -> list[tuple[str, str, str]]:
-    """Return `(name, implementation, why not here)` per implementation, or per run form of a plain kernel."""
+def _rows_of(name: str, kernel: Kernel[Any, Any], device: str) -> list[tuple[str, str, str]]:
+    """Return `(name, implementation, why not there)` per implementation, or per run form of a plain kernel."""
     if isinstance(kernel, Operation):
-        return [(name, implementation, reason) for implementation, reason in kernel.reasons_here().items()]
+        return [(name, implementation, reason) for implementation, reason in kernel.reasons_on(device).items()]
     return [(name, form, "") for form in ["run"] * overrides(kernel, "run") + run_forms(kernel)]
 
 

@@ -25,6 +25,8 @@ from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
 from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import StoredEntry, read_entry
+from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
+from ejkernel.ops.config.estimates import EstimateFiles
 from ejkernel.ops.config.missed import FOLDER as NOTES
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
@@ -49,8 +51,15 @@ from ejkernel.ops.utils.formatting import counted
 logger = logging.getLogger(__name__)
 
 SpaceOf = Callable[[StoredEntry], str | None]
-_KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs", "folder": "folders"}
-_RARE: Final = ("pack", "folder")  # shown only if present; a folder is counted only if it is unusable
+_KINDS: Final = {
+    "entry": "entries",
+    "search": "searches",
+    "note": "notes",
+    "estimate": "estimates",
+    "pack": "packs",
+    "folder": "folders",
+}
+_RARE: Final = ("estimate", "pack", "folder")  # shown only if present; a folder is counted only if it is unusable
 # Names of files written by this package; other programs may keep files in the same folder.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
@@ -120,11 +129,12 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
     """
     if cache.path is None:
         return
-    notes = MissedNotes(cache.path)
+    notes, estimates = MissedNotes(cache.path), EstimateFiles(cache.path)
     found: tuple[tuple[str, Sequence[Any], Callable[[Any], Any]], ...] = (
         ("entry", list(files(cache.path, ENTRY)), read_entry),
         ("search", list(files(cache.path, LOG)), read_search),
         ("note", notes.files(), notes.read),
+        ("estimate", list(estimates.files()), estimates.read),
         ("pack", _packs(cache.path), _verified),
     )
     for kind, paths, read in found:
@@ -153,7 +163,7 @@ def _folders(root: Path, failed: Callable[[OSError], object] = lambda error: Non
     for path, folders, _ in os.walk(root, onerror=failed):
         yield Path(path), sorted(name for name in folders if os.path.islink(os.path.join(path, name)))
         parts = Path(path).relative_to(root).parts
-        if len(parts) >= (3 if parts[:1] == (NOTES,) else 2):
+        if len(parts) >= (3 if parts[:1] in ((NOTES,), (ESTIMATES,)) else 2):
             folders.clear()
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.autotuner.measure.measurement import benchmark
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -70,10 +71,16 @@ def _nvidia(bf16: float, gbytes: float, source: str, *, fp8: bool = True) -> _Ch
     return _Chip(tflops, gbytes, source)
 
 
-def _tpu(bf16: float, int8: float, gbytes: float, page: str) -> _Chip:
-    """Return a TPU; JAX multiplies float32 in one pass of bfloat16."""
-    source = f"cloud.google.com/tpu/docs/{page}"
-    return _Chip({"bfloat16": bf16, "float32": bf16, "int8": int8}, gbytes, source)
+def _tpus() -> dict[str, _Chip]:
+    """Return the TPUs with a target file; JAX multiplies float32 in one pass of bfloat16."""
+    chips: dict[str, _Chip] = {}
+    for target in map(Target.named, target_names()):
+        bf16, int8 = target.number_named("bfloat16_tflops"), target.number_named("int8_tops")
+        if bf16 is not None:
+            tflops = {"bfloat16": bf16, "float32": bf16} | ({} if int8 is None else {"int8": int8})
+            gbytes = (target.number_named("memory_bandwidth") or 0.0) / 1e9
+            chips |= dict.fromkeys(target.fingerprints, _Chip(tflops, gbytes, target.property_named("source")))
+    return chips
 
 
 _A100, _H100 = "NVIDIA A100 data sheet", "NVIDIA H100 data sheet, without sparsity"
@@ -85,13 +92,7 @@ _CHIPS: Final[Mapping[str, _Chip]] = {
     "gpu:nvidia_h100_80gb_hbm3": _nvidia(989, 3350, _H100),
     "gpu:nvidia_h200": _nvidia(989, 4800, "NVIDIA H200 data sheet, without sparsity"),
     "gpu:nvidia_b200": _nvidia(2250, 8000, "NVIDIA HGX B200 data sheet, without sparsity"),
-    "tpu:tpu_v4": _tpu(275, 275, 1200, "v4"),
-    "tpu:tpu_v5_lite": _tpu(197, 393, 800, "v5e"),
-    "tpu:tpu_v5e": _tpu(197, 393, 800, "v5e"),
-    "tpu:tpu_v5": _tpu(459, 918, 2765, "v5p"),
-    "tpu:tpu_v5p": _tpu(459, 918, 2765, "v5p"),
-    "tpu:tpu_v6_lite": _tpu(918, 1836, 1600, "v6e"),
-    "tpu:tpu_v6e": _tpu(918, 1836, 1600, "v6e"),
+    **_tpus(),
 }
 
 

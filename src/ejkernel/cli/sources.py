@@ -24,6 +24,7 @@ from ejkernel.cli.programs import (
     user_code,
 )
 from ejkernel.cli.shapes import calls_of_shapes
+from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.process.messages import Raised, Request, carried_out, pickled, unpickled
 from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
@@ -100,6 +101,17 @@ def find(source: Source) -> Found:
         found = _in_files(source)
     # `device_fingerprint` opens the device, so skip it when compiling for another machine.
     return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
+
+
+def find_on(source: Source, aim: Target) -> Found:
+    """Return the calls of a source on a target, for which its program is traced."""
+    if aim.name == "here":
+        return find(source)
+    # A program may depend on the device that it is traced for.
+    with aim.entered():
+        found = find(dataclasses.replace(source, platform=aim.platform))
+    calls = tuple(dataclasses.replace(inv, device=aim.fingerprint) for inv in found.calls)
+    return dataclasses.replace(found, calls=calls, device=aim.fingerprint)
 
 
 def _in_files(source: Source) -> Found:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ejkernel.compat.executables import abstract_gpu as abstract_gpu
+from ejkernel.compat.executables import abstract_device as abstract_device
 from ejkernel.compat.executables import compiled_for_one_run as compiled_for_one_run
 from ejkernel.compat.executables import compiled_to_be_checked as compiled_to_be_checked
 from ejkernel.compat.executables import cupti_seconds as cupti_seconds
@@ -13,6 +13,7 @@ from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_g
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import profiled_planes as profiled_planes
 from ejkernel.compat.executables import serialized as serialized
+from ejkernel.compat.executables import tpu_topology_sharding as tpu_topology_sharding
 from ejkernel.compat.kernels import CudnnLengths as CudnnLengths
 from ejkernel.compat.kernels import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.kernels import cudnn_attention_forward as cudnn_attention_forward
@@ -88,6 +89,7 @@ from ejkernel.compat.splash import SplashMask as SplashMask
 from ejkernel.compat.splash import splash_backward as splash_backward
 from ejkernel.compat.splash import splash_forward as splash_forward
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
+from ejkernel.compat.tracing import KernelFacts as KernelFacts
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
@@ -102,6 +104,7 @@ from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference
 from ejkernel.compat.tracing import is_undefined_primal as is_undefined_primal
 from ejkernel.compat.tracing import is_zero_tangent as is_zero_tangent
+from ejkernel.compat.tracing import kernel_facts as kernel_facts
 from ejkernel.compat.tracing import key_implementation as key_implementation
 from ejkernel.compat.tracing import make_user_context as make_user_context
 from ejkernel.compat.tracing import match_varying as match_varying

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from ejkernel.compat.settings import chosen_device
 
 
-def abstract_gpu(device_kind: str, num_cores: int) -> Any:
-    """Return a context in which Pallas lowers for this kind of GPU."""
+def abstract_device(platform: str, device_kind: str, num_cores: int) -> Any:
+    """Return a context in which Pallas lowers for this kind of device."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform="gpu")
+    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
     return use_abstract_mesh(AbstractMesh((1,), ("target",), axis_types=(AxisType.Auto,), abstract_device=device))
 
 
@@ -33,6 +33,14 @@ def gpu_topology_sharding(description: str) -> Any:
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("target",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def tpu_topology_sharding(topology: str) -> Any:
+    """Return the sharding of arrays on the first TPU of a topology, e.g. `v6e:2x2`."""
+    from jax.experimental import topologies
+
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return jax.sharding.SingleDeviceSharding(found.devices[0])
 
 
 def compiled_for_one_run(lowered: Any, platform: str) -> Any:

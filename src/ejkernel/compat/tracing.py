@@ -207,6 +207,39 @@ def _calls_in(primitive: Any, jaxpr: Any) -> Iterator[tuple[dict[str, Any], list
             yield from _calls_in(primitive, inner)
 
 
+class KernelFacts(NamedTuple):
+    """Properties of the Pallas kernels in a program.
+
+    Attributes:
+        scalar_prefetch: Whether scalars in memory choose the blocks of a kernel.
+        dynamic_grid: Whether the grid of a kernel depends on values.
+        dtypes: The dtypes of all values of the program.
+    """
+
+    scalar_prefetch: bool
+    dynamic_grid: bool
+    dtypes: frozenset[str]
+
+
+def kernel_facts(closed: Any) -> KernelFacts:
+    """Return the properties of the Pallas kernels in a traced program (`jax.stages.Traced.jaxpr`)."""
+    equations = list(_equations(closed.jaxpr))
+    grids = [each.params["grid_mapping"] for each in equations if each.primitive.name == "pallas_call"]
+    values = [var.aval for each in equations for var in (*each.invars, *each.outvars)]
+    return KernelFacts(
+        any(grid.num_index_operands for grid in grids),
+        any(grid.num_dynamic_grid_bounds for grid in grids),
+        frozenset(str(aval.dtype) for aval in values if hasattr(aval, "dtype")),
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the mesh axes over which `value` may differ between devices, inside `shard_map`."""
     return frozenset(jax.typeof(value).manual_axis_type.varying)

@@ -19,7 +19,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
-from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_fingerprint, platform_kind
+from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -157,14 +157,18 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """Return, for each implementation, why it does not run a call; `""` if it does."""
         return {name: self.implementations.unsupported(name, call) or "" for name in self.implementations}
 
-    def reasons_here(self) -> dict[str, str]:
-        """Return, for each implementation, why it does not run the typical call on this device; `""` if it does."""
+    def reasons_on(self, device: str) -> dict[str, str]:
+        """Return, for each implementation, why it does not run the typical call on a device; `""` if it does.
+
+        Args:
+            device: The device's fingerprint.
+        """
         if type(self).typical_call is Operation.typical_call:
             return dict.fromkeys(self.implementations, "")
         args, options = self.typical_call()
         args, options = self.prepare(*args, **options)
         call = self.describe(*args, **_without_request(options))
-        return self.reasons(dataclasses.replace(call, platform=device_kind(), device_fingerprint=device_fingerprint()))
+        return self.reasons(dataclasses.replace(call, platform=device.partition(":")[0], device_fingerprint=device))
 
     def heuristic_cfg(self, inv: Invocation[OpCfg, Out]) -> OpCfg:
         """Return the preferred implementation for the call, with the parameters of its heuristic."""
@@ -423,9 +427,9 @@ def _lowered_place() -> dict[str, Any]:
     platform = compat.lowered_platform()
     if platform is None:
         return {"platform": None}
-    # The model of an NVIDIA GPU may be unknown here.
-    is_amd = platform.lower() == "rocm"
+    # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.
+    device = platform_fingerprint(platform) if platform.lower() in ("rocm", "tpu") else ""
     return {
         "platform": platform_kind(platform),
-        "device_fingerprint": platform_fingerprint(platform) if is_amd else "",
+        "device_fingerprint": "" if device == "tpu:unknown" else device,
     }

@@ -18,6 +18,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 from tests.ops.sealing import change_object
 
+from ejkernel import compat
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -375,3 +376,31 @@ def test_a_damaged_program_file_is_a_failed_candidate(twice, tmp_path):
         1: "failed",
         3: "failed",
     }
+
+
+# --- for a TPU ---
+
+
+def test_programs_of_another_libtpu_are_compiled_here_with_one_warning(twice, tmp_path, monkeypatch):
+    bundle(twice, tmp_path)
+    change_object(tmp_path / "bundle" / "manifest.json", lambda data: data.update(libtpu="0.0.1"))
+    with pytest.warns(TuningWarning, match=r"compiled here: libtpu 0.0.1 compiled them; here is") as warned:
+        (call,) = read_bundle(tmp_path / "bundle")
+    assert len(warned) == 1
+    assert (call.programs, call.reference) == ((), None)
+    assert statuses(outcomes_of(call))[3] == "left"
+    assert tune(twice, call).config == 3
+
+
+def test_a_program_that_the_runtime_does_not_load_is_compiled_here(twice, tmp_path, monkeypatch):
+    call = bundle(twice, tmp_path)
+
+    def refuse(payload, **_):
+        raise RuntimeError("serialized by another compiler")
+
+    monkeypatch.setattr(compat, "loaded", refuse)
+    twice.traced.clear()
+    with pytest.warns(TuningWarning, match=r"cannot be loaded, so it is compiled here: .*another compiler"):
+        found = tune(twice, call)
+    assert found.config == 3
+    assert "reference" in twice.traced

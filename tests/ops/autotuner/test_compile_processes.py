@@ -173,6 +173,7 @@ class FakeProcess(FakeWorker):
     """A compile process in memory."""
 
     said = ""
+    _is_quiet = False
     compile = CompileWorker.compile
 
     def _written(self):

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.ops.autotuner.compile import targets
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint
 
 HAS_PLUGIN = any(
     importlib.util.find_spec(f"jax_plugins.xla_{name}") if importlib.util.find_spec("jax_plugins") else None
@@ -93,6 +95,31 @@ def test_compiling_for_a_gpu_without_the_plugin_names_the_package_to_install(tmp
     with pytest.raises(ConfigError, match=rf"pip install --no-deps jax-cuda13-plugin=={re.escape(jax.__version__)}"):
         compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_compiling_for_a_tpu_without_libtpu_names_the_extra_and_changes_no_variable(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match=r"the extra `tpu`: pip install 'ejkernel-ops\[tpu\]'"):
+        compile_bundle([CALL], Target.named("tpu_v5e"), tmp_path / "bundle", processes=processes)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", [name for name in target_names() if name.startswith("tpu")])
+def test_the_target_file_of_a_tpu_has_what_compiling_and_estimating_need(name):
+    target = Target.named(name)
+    assert target.platform == "tpu"
+    assert re.fullmatch(r"[a-z0-9]+:(\d+x)+\d+", target.property_named("topology"))
+    assert min(map(target.number_named, ("core_count", "bfloat16_tflops", "memory_bandwidth"))) > 0
+    assert target.number_named("clock_rate_ghz") or target.property_named("not_simulated")
+
+
+def test_a_program_traced_for_a_target_has_its_fingerprint_in_its_calls():
+    with Target.named("tpu_v6e").entered():
+        assert platform_fingerprint("tpu") == "tpu:tpu_v6_lite"
+        assert platform_fingerprint("cpu") == device_fingerprint()
+    assert platform_fingerprint("tpu") == "tpu:unknown"
 
 
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")

@@ -7,18 +7,23 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.residuals import partners_in_force
+from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.estimates import PRUNED_FROM, EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -63,6 +68,11 @@ class AutotuneTier:
         tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         if store is not None and _takes(tuner.tune, "records"):
             options["records"] = store.records(inv)
+        found = estimates_of(chain.persistent, inv, kernel)
+        if found and "records" in options and not options.get("others"):
+            options["records"] = [*options["records"], Record(ESTIMATED.name, tuple(found))]
+            if _takes(tuner.tune, "rejected"):
+                options["rejected"] = pruned_by(found, inv, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
         others = options.get("others") or ()
@@ -127,6 +137,31 @@ class AutotuneTier:
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
         with self._locks_guard:
             return self._locks.setdefault(key, threading.RLock())
+
+
+def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> list[tuple[Any, float]]:
+    """Return configurations of a call with estimated seconds, the fastest first; empty without estimates."""
+    if kernel is None or inv.platform != "tpu" or not isinstance(persistent, PersistentCache):
+        return []
+    found = None if persistent.path is None else EstimateFiles(persistent.path).load(inv.key)
+    return [] if found is None else found.times(inv, kernel)
+
+
+def pruned_by(
+    found: Sequence[tuple[Any, float]], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+) -> tuple[Outcome, ...]:
+    """Return the candidates that are not measured because their estimated time is long; never the heuristic."""
+    kept = {config_id(config) for config in heuristic_of(inv, kernel)}
+    best = min((seconds for _, seconds in found), default=0.0)
+    return tuple(
+        Outcome(
+            config=config,
+            status=Status.PRUNED,
+            reason=f"its estimated time is {seconds / best:.2f} times the best estimate; it was not measured",
+        )
+        for config, seconds in found
+        if seconds >= PRUNED_FROM * best and config_id(config) not in kept
+    )
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

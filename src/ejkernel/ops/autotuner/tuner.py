@@ -81,6 +81,7 @@ class Autotuner:
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
         known: Sequence[Outcome] = (),
+        rejected: Sequence[Outcome] = (),
         compiled: BundledCall | None = None,
         inputs: GivenInputs | None = None,
         weight: float = 1.0,
@@ -101,6 +102,7 @@ class Autotuner:
             records: Measurements of the same operation from other calls or devices, the nearest first.
             known: Candidates measured by an earlier search of the call that ended early. Only the best of them are
                 measured again.
+            rejected: Candidates that need no measurement, with the reason.
             compiled: Candidates compiled before; they replace `candidates`.
             inputs: Inputs to measure with; generated from the signature if `None`.
             weight: Weight of the call's time in the geometric mean.
@@ -120,7 +122,7 @@ class Autotuner:
         task = TuningTask(
             inv=inv,
             candidates=candidates if compiled is None else compiled.configs,
-            rejected=() if compiled is None else _rejected(compiled, alone=not others),
+            rejected=(*rejected, *(() if compiled is None else _rejected(compiled, alone=not others))),
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
             inputs=inputs,

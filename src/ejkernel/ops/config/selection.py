@@ -12,6 +12,7 @@ from typing import Any, Generic
 from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
+from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -21,7 +22,7 @@ from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.config.tiers import Tier
 from ejkernel.ops.core.context import current_scope, is_measuring
-from ejkernel.ops.core.declared_names import check_kind, note_config_types
+from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -38,6 +39,7 @@ from ejkernel.ops.errors import (
     ConfigError,
     KernelWarning,
     NoConfigError,
+    SerializationError,
     TuningWarning,
     UnstableKeyError,
     UnstableKeyWarning,
@@ -269,11 +271,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             (tiers.STALE, lambda request: self._saved(request, tiers.STALE, "retune")),
             (tiers.SISTER, lambda request: self._shipped(request, tiers.SISTER, ShippedConfigs.find_of_sister)),
             (tiers.FORWARD, self._from_forward),
+            (tiers.ESTIMATED, self._from_estimates),
             (tiers.HEURISTIC, self._from_heuristic),
         )
         for tier, ask in documented:
             if (tier is tiers.SHARED and not getattr(self.persistent, "shared", ())) or (
-                tier is tiers.STALE and request.policy.stale == StalePolicy()
+                (tier is tiers.STALE and request.policy.stale == StalePolicy())
+                or (tier is tiers.ESTIMATED and request.inv.platform != "tpu")  # only TPUs have a simulator
             ):
                 continue  # cannot have an answer, so `explain` need not list it
             answer = ask(request)
@@ -410,6 +414,25 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 # an overlay's configuration holds only inside its block
                 return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
         return "its forward call has no measured configuration either"
+
+    def _from_estimates(self, request: _Request) -> Answer:
+        """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""
+        folder = getattr(self.persistent, "path", None)
+        if request.key is None or folder is None:
+            return request.no_key or "the chain has no persistent cache"
+        found = EstimateFiles(folder).load(request.key)
+        if found is None:
+            return "no estimates"
+        best, note = chosen(found)
+        if best is None or best.is_heuristic:
+            return f"the heuristic is the fastest: {note}" if best is not None else note
+        note_config_types(request.inv, request.kernel)
+        try:
+            config = decode_config(best.config, best.config_type)
+        except (ConfigError, SerializationError) as error:  # of another version of the kernel
+            return f"the estimated configuration cannot be read: {error}"
+        misfit = self._misfit(request, config, "the estimated configuration")
+        return misfit or request.kernel.why_not(request.inv, config) or (request.answer(config, tiers.ESTIMATED), note)
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.heuristic:

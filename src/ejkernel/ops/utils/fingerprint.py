@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +81,28 @@ def fingerprint_of(kind: str, chip: str) -> str:
     return f"{kind}:{_slug(chip)}"
 
 
+_traced_for: contextvars.ContextVar[str] = contextvars.ContextVar("ejkernel_traced_for", default="")
+
+
+@contextlib.contextmanager
+def tracing_for(fingerprint: str) -> Iterator[None]:
+    """Make this the device of its platform within a `with` block: programs are traced for it, not for one of here."""
+    token = _traced_for.set(fingerprint)
+    try:
+        yield
+    finally:
+        _traced_for.reset(token)
+
+
 def platform_fingerprint(name: str) -> str:
     """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
 
-    For `rocm` without an AMD GPU in this process the result is `gpu:amd_unknown`.
+    Inside `tracing_for` a device of the same platform, the result is that device. For `rocm` without an AMD GPU in this
+    process the result is `gpu:amd_unknown`.
     """
     kind = platform_kind(name)
+    if _traced_for.get().partition(":")[0] == kind:
+        return _traced_for.get()
     # The default device comes first, because the user may have chosen it.
     default = default_device()
     if platform_kind(default.platform) == kind:

@@ -36,6 +36,8 @@ _SMALL = ((256, 256), (128, 128))
 
 def capacity(call: AttentionCall) -> int:
     """Return the bytes of vector memory that one kernel may take."""
+    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
+        return max(_CAPACITY.values())
     return _CAPACITY.get(call.device_fingerprint, _OTHER)
 
 

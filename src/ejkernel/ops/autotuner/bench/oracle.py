@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
-from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of, loaded_or_none
 from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, may_be_scaled, saver, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
@@ -316,8 +316,9 @@ class Oracle:
 
     def _compiled_reference(self, node: Node, arrays: Sequence[jax.Array]) -> Callable[..., Any]:
         if node is self.inv.node and self.reference is not None:
-            loaded: Callable[..., Any] = self.reference.load()
-            return loaded
+            loaded: Callable[..., Any] | None = loaded_or_none(self.reference)
+            if loaded is not None:
+                return loaded
         left = self.left()
         compiled = None
         if self.has_reference and left < math.inf:  # a slow compilation must leave time for candidates

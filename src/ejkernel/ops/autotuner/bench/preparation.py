@@ -17,7 +17,14 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done, GivenUpError
 from ejkernel.ops.autotuner.measure.memory import check_room, num_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.trials.candidates import Candidate, Program, config_id, exchange, program_digest
+from ejkernel.ops.autotuner.trials.candidates import (
+    Candidate,
+    Program,
+    config_id,
+    exchange,
+    loaded_or_none,
+    program_digest,
+)
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
@@ -179,11 +186,11 @@ class Preparation:
         choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
         program = self.programs.get((number, config_id(candidate.config)))
         if program is not None:
-            return None, program
+            return None, _Bundled(program, functools.partial(_lowered, inv, choice))
         program = None if self.compile_elsewhere is None else self.compile_elsewhere(inv, choice)
         if program is not None:
             return program.digest, program
-        lowered = jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
+        lowered = _lowered(inv, choice)
         return program_digest(lowered.as_text()), lowered
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
@@ -226,6 +233,26 @@ class Preparation:
                 twin.twin, twin.reason = first, str(_SameProgram(first))
             if first.deferred is None:
                 self.finished(first)
+
+
+def _lowered(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
+    return jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bundled:
+    """A program from another machine, which is compiled here if it cannot be loaded."""
+
+    program: Program
+    lower: Callable[[], jax.stages.Lowered]
+
+    @property
+    def spilled(self) -> int | None:
+        return self.program.spilled
+
+    def load(self) -> Any:
+        found = loaded_or_none(self.program)
+        return self.lower().compile() if found is None else found
 
 
 def _ready(programs: Sequence[Any]) -> tuple[Any, ...]:

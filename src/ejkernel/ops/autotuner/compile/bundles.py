@@ -123,6 +123,7 @@ class _Manifest:
     jax: str
     jaxlib: str
     calls: list[_Call]
+    libtpu: str = ""
 
 
 # --- compiling a bundle ---
@@ -156,7 +157,8 @@ def compile_bundle(
     Raises:
         ConfigError: The folder is not empty or not writable, or this machine cannot compile for the target.
     """
-    target.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))  # raises once here instead of for each candidate
+    # Raise once here instead of for each candidate.
+    target.check(loads_compiler=executor is None and not processes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -170,7 +172,7 @@ def compile_bundle(
         with worker_session():
             for number, inv in enumerate(calls):
                 aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-                configs = _configs(aimed, candidates, max_candidates)
+                configs = candidates_to_compile(aimed, candidates, max_candidates)
                 if not configs:
                     text = f"{inv.op_id}: nothing to compile; config_space(inv) returned no configuration."
                     warn(text, TuningWarning)
@@ -179,7 +181,12 @@ def compile_bundle(
                 written.append(_written(aimed, configs, ended, folder, number))
                 bundled.append(_bundled(written[-1], folder))
         manifest = _Manifest(
-            schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
+            schema=_SCHEMA,
+            target=target.fingerprint,
+            jax=jax.__version__,
+            jaxlib=str(version("jaxlib")),
+            calls=written,
+            libtpu=str(version("libtpu")) if target.platform == "tpu" else "",
         )
         write_file(folder / _MANIFEST, sealed_json(manifest))
     except BaseException as error:
@@ -238,9 +245,10 @@ def _compile_call(
     return [ended[index] for index in range(len(jobs))]
 
 
-def _configs(
+def candidates_to_compile(
     inv: Invocation[Cfg, Out], candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None, max_candidates: int
 ) -> list[Any]:
+    """Return the candidates of a call, its heuristic first; see `compile_bundle`."""
     kernel = kernel_of(inv)
     space = candidates_of(kernel, inv) if candidates is None else candidates(inv)
     if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):
@@ -322,7 +330,8 @@ def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
 def read_bundle(folder: Path) -> list[BundledCall]:
     """Return the calls of a bundle. Import the modules of their kernels first.
 
-    A program with a damaged file gets the status `left`, with a `TuningWarning`, and is compiled on this machine.
+    A program with a damaged file gets the status `left`, with a `TuningWarning`, and is compiled on this machine. All
+    programs get it, with one warning, if another version of libtpu compiled them for this TPU.
 
     Raises:
         ConfigError: The folder is not a bundle, or was made with other versions of JAX or for another device.
@@ -342,7 +351,16 @@ def read_bundle(folder: Path) -> list[BundledCall]:
             f"the bundle {folder} was made for {wanted[0]} with JAX {wanted[1]} and jaxlib {wanted[2]}; this is "
             f"{here[0]} with JAX {here[1]} and jaxlib {here[2]}."
         )
-    return [_bundled(call, folder) for call in manifest.calls]
+    why_left = _other_libtpu(manifest.libtpu)
+    if why_left:
+        warn(f"the candidates of {folder} are compiled here: {why_left}", TuningWarning)
+    return [_bundled(call, folder, why_left) for call in manifest.calls]
+
+
+def _other_libtpu(compiled_by: str) -> str:
+    """Return why this machine does not load programs compiled by that version of libtpu; empty if it does."""
+    here = version("libtpu")
+    return f"libtpu {compiled_by} compiled them; here is {here}" if compiled_by and compiled_by != here else ""
 
 
 def device_and_versions() -> tuple[str, str, str]:
@@ -350,15 +368,17 @@ def device_and_versions() -> tuple[str, str, str]:
     return Target.named("here").fingerprint, jax.__version__, str(version("jaxlib"))
 
 
-def _bundled(call: _Call, folder: Path) -> BundledCall:
+def _bundled(call: _Call, folder: Path, why_left: str = "") -> BundledCall:
+    """Return a call of a manifest; without its programs if `why_left` says why they are not used."""
+    reference = None if why_left or call.reference is None else call.reference
     return BundledCall(
         description=call.description,
-        candidates=tuple(_compiled(row, folder) for row in call.candidates),
-        reference=None if call.reference is None else _whole(_program(call.reference, folder))[0],
+        candidates=tuple(_compiled(row, folder, why_left) for row in call.candidates),
+        reference=None if reference is None else _whole(_program(reference, folder))[0],
     )
 
 
-def _compiled(row: _Row, folder: Path) -> BundledCandidate:
+def _compiled(row: _Row, folder: Path, why_left: str) -> BundledCandidate:
     try:
         config = decode_config(row.config, row.config_type)
     except SerializationError as error:
@@ -368,7 +388,8 @@ def _compiled(row: _Row, folder: Path) -> BundledCandidate:
         raise ConfigError(
             f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE): {error}"
         ) from error
-    program, reason = _whole(_program(row, folder))
+    program = _program(row, folder)
+    program, reason = (None, why_left) if why_left and program is not None else _whole(program)
     outcome = Outcome(
         config=config,
         status=Status.LEFT if reason else row.status,

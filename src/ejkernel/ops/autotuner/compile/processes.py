@@ -42,12 +42,19 @@ _SPILLED = re.compile(r"(\d+) bytes spill stores")
 # symbol '__dynamic_shmem__0'" is harmless: Mosaic GPU declares dynamic shared memory as a symbol of one byte and passes
 # its size at launch, so ptxas remarks on every constant address in it.
 _CHATTER = re.compile(r"[IW]\d{4} |ptxas (\S+, line \d+; )?(info|warning)\b|\s*\d+ bytes stack frame")
+_FAULT = re.compile(r"^F\d{4} |Check failed")  # the reason of a crash, among other lines
 
 
 class CompileWorker(Worker):
-    """A worker process that compiles one program at a time; a crash therefore identifies its candidate."""
+    """A worker process that compiles one program at a time; a crash therefore identifies its candidate.
 
-    def __init__(self) -> None:
+    Args:
+        is_quiet: Whether to log its output rather than write it to standard error: a simulator often crashes, and
+            prints the stacks of its threads.
+    """
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        self._is_quiet = is_quiet
         # The GPU compilers report register spills (Mosaic GPU's if `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log
         # message) and the reason of a crash only in their output. One program per process at a time makes the output
         # attributable. A file and not a pipe: a compiler that dumps a module while it holds the interpreter lock would
@@ -70,14 +77,14 @@ class CompileWorker(Worker):
             doing = WorkerStatus(what="compiling", allowed=allowed)
             program: Program = self.call(_carry_out, work, current_scope(), doing=doing)
         except WorkerDiedError as death:
-            said = _pass_on(self._written())
+            said = sorted(_pass_on(self._written(), is_quiet=self._is_quiet), key=lambda line: not _FAULT.search(line))
             kind = GivenUpError if isinstance(death, WorkerSilentError) else CandidateError
             raise kind(": ".join([str(death), *said[:1]])) from None
         except BaseException:
-            _pass_on(self._written())
+            _pass_on(self._written(), is_quiet=self._is_quiet)
             raise
         written = self._written()
-        _pass_on(written)
+        _pass_on(written, is_quiet=self._is_quiet)
         return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
 
     def _written(self) -> str:
@@ -87,15 +94,16 @@ class CompileWorker(Worker):
         return data.decode(errors="replace")
 
 
-def _pass_on(written: str) -> list[str]:
+def _pass_on(written: str, *, is_quiet: bool) -> list[str]:
     """Log the compilers' remarks; write all other lines to this process's standard error and return them."""
     lines = []
     for line in filter(str.strip, written.splitlines()):
-        if _CHATTER.match(line):
-            logger.debug("a compiler wrote: %s", printable(line))
-        else:
+        if not _CHATTER.match(line):
             lines.append(line)
-    sys.stderr.writelines(f"{line}\n" for line in lines)
+        if is_quiet or _CHATTER.match(line):
+            logger.debug("a compiler wrote: %s", printable(line))
+    if not is_quiet:
+        sys.stderr.writelines(f"{line}\n" for line in lines)
     return lines
 
 
@@ -135,7 +143,15 @@ class CompileProcesses:
             CandidateError: The candidate crashed its process, or exceeded its deadline (`GivenUpError`).
             TuningError: The call cannot be pickled, or the pool is closed.
         """
-        work = functools.partial(compile_for, inv, choice, target, only_once=only_once)
+        return self.run(functools.partial(compile_for, inv, choice, target, only_once=only_once), allowed, busy)
+
+    def run(
+        self,
+        work: Callable[[], Program],
+        allowed: float | Callable[[], float] = 600.0,
+        busy: set[CompileWorker] | None = None,
+    ) -> Program:
+        """Return the program of `work`, carried out in a process; see `compile`."""
         busy = set() if busy is None else busy
         slot = self._idle.get()
         try:
@@ -180,17 +196,18 @@ def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
         mine.outputs.mend(is_idle=True)
 
 
-def compile_processes(count: int) -> CompileProcesses:
-    """Return the session's pool of `count` compile processes (see `worker_session`)."""
+def compile_processes(count: int, *, simulate: bool = False) -> CompileProcesses:
+    """Return the session's pool of `count` compile processes, or of processes that simulate (see `worker_session`)."""
     # A process takes seconds to start, so pools last for a session.
-    pool = of_session(f"compile-{count}", functools.partial(CompileProcesses, count))
+    make = functools.partial(CompileWorker, is_quiet=simulate)
+    pool = of_session(f"{'simulate' if simulate else 'compile'}-{count}", lambda: CompileProcesses(count, make))
     at_session_end(pool.close)
     return pool
 
 
 def usual_processes(target: Target | None) -> int:
     """Return the default number of compile processes: one per core for GPU kernels, which spend long in Python."""
-    return default_width() if target is not None and target.description else 0
+    return default_width() if target is not None and target.description and target.platform == "gpu" else 0
 
 
 class Compiler:
@@ -230,9 +247,10 @@ class Compiler:
 def compiler_for(device: str, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> Compiler | None:
     """Return a `Compiler` for `device` with `count` processes.
 
-    `None` if `count` is 0, the device has no target description, or it is not the first device.
+    `None` if `count` is 0, the device has no target description, or it is not the first device. Also `None` for TPUs:
+    no TPU has run a program that another process compiled for its topology.
     """
     target = Target.of(device)
-    if count < 1 or target is None or not is_first(default_device()):
+    if count < 1 or target is None or target.platform == "tpu" or not is_first(default_device()):
         return None
     return Compiler(target, count, timeout, left)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
 import jax
+import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
@@ -20,7 +22,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
+from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of, tracing_for
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 _FOLDER = resources.files("ejkernel") / "data" / "targets"
@@ -38,7 +40,8 @@ class Target:
     Attributes:
         name: Its name on the command line; `here` is the default device of this process.
         fingerprint: Its name in keys.
-        description: Its properties for XLA, a `GpuTargetConfigProto` as text; empty for `here`.
+        description: Its properties: for a GPU a `GpuTargetConfigProto` as text, for a TPU the compiler's topology,
+            clock and peaks in the same format; empty for `here`.
     """
 
     name: str
@@ -63,7 +66,8 @@ class Target:
             names = ("here", *target_names())
             raise ConfigError(f"target must be one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
         description = (_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
-        return cls(name, fingerprint_of("gpu", _field(description, "device_description_str")), description)
+        kind = "tpu" if _field(description, "platform_name") == "TPU" else "gpu"
+        return cls(name, fingerprint_of(kind, _field(description, "device_description_str")), description)
 
     @classmethod
     def of(cls, fingerprint: str) -> Target | None:
@@ -71,7 +75,21 @@ class Target:
         if fingerprint.startswith("cpu:"):
             return cls("here", fingerprint)
         described = (cls.named(name) for name in target_names())
-        return next((target for target in described if target.fingerprint == fingerprint), None)
+        return next((target for target in described if fingerprint in target.fingerprints), None)
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Its names in keys, with those that other versions of JAX use; `fingerprint` comes first."""
+        other = self.property_named("other_description_str")
+        return (self.fingerprint, fingerprint_of(self.platform, other)) if other else (self.fingerprint,)
+
+    def property_named(self, name: str) -> str:
+        """Return a field of the description; empty if it has none of this name."""
+        return _field(self.description, name)
+
+    def number_named(self, name: str) -> float | None:
+        """Return a field of the description that is a number; `None` if it has none of this name."""
+        return float(text) if (text := self.property_named(name)) else None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -79,10 +97,26 @@ class Target:
         if not self.description:
             yield
             return
-        cores = int(_field(self.description, "core_count"))
+        kind, cores = self.property_named("device_description_str"), int(self.property_named("core_count"))
         # Kernels choose by the name and the number of multiprocessors of the device.
-        with compat.abstract_gpu(_field(self.description, "device_description_str"), cores):
+        with tracing_for(self.fingerprint), compat.abstract_device(self.platform, kind, cores):
             yield
+
+    def check(self, *, loads_compiler: bool) -> None:
+        """Check that this machine can compile for the target.
+
+        Args:
+            loads_compiler: Whether this process compiles. Otherwise a compiler for TPUs is only searched for, because
+                loading it changes the environment of this process.
+
+        Raises:
+            ConfigError: The compiler is missing.
+        """
+        if self.platform == "tpu" and self.description and not loads_compiler:
+            if importlib.util.find_spec("libtpu") is None:
+                raise _no_libtpu("it is not installed")
+        else:
+            self.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))
 
     def placed(self, like: Any) -> jax.ShapeDtypeStruct:
         """Return the type of an array on this target."""
@@ -98,12 +132,13 @@ def target_names() -> list[str]:
 
 def _field(description: str, name: str) -> str:
     match = re.search(rf'\b{name}:\s*"?([^"\n]+)"?', description)
-    assert match is not None  # the descriptions come with the package
-    return match.group(1).strip()
+    return match.group(1).strip() if match is not None else ""
 
 
 @functools.cache
 def _sharding(description: str) -> Any:
+    if _field(description, "platform_name") == "TPU":
+        return _tpu_sharding(_field(description, "topology"))
     settings.compile_without_gpu()
     try:
         return compat.gpu_topology_sharding(description)
@@ -115,6 +150,23 @@ def _sharding(description: str) -> Any:
             "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def _tpu_sharding(topology: str) -> Any:
+    if importlib.util.find_spec("libtpu") is None:
+        raise _no_libtpu("it is not installed")
+    settings.compile_without_tpu()
+    try:
+        return compat.tpu_topology_sharding(topology)
+    except Exception as error:
+        raise _no_libtpu(f"{type(error).__name__}: {error}") from error
+
+
+def _no_libtpu(why: str) -> ConfigError:
+    return ConfigError(
+        "compiling for a TPU needs Google's compiler, libtpu, but no TPU; install the extra `tpu`: pip install "
+        f"'ejkernel-ops[tpu]', or 'jax[tpu]=={jax.__version__}' ({why})"
+    )
 
 
 def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, only_once: bool = False) -> Program:
@@ -138,7 +190,7 @@ def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, on
         digest = program_digest(text)
         if digest is None:
             return Program(why_left="it calls back into the process that compiles it")
-        if target.description and _TUNED_BY_XLA.search(text) and not only_once:
+        if target.platform == "gpu" and target.description and _TUNED_BY_XLA.search(text) and not only_once:
             return Program(digest=digest, why_left="XLA tunes some of its operations on the device")
         code = compat.serialized(lowered.compile())
     outputs = len(jax.tree.leaves(lowered.out_info))

@@ -21,9 +21,17 @@ from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
+from ejkernel.ops.errors import (
+    CandidateError,
+    EjkernelError,
+    NoConfigError,
+    SerializationError,
+    TuningError,
+    TuningWarning,
+)
 from ejkernel.ops.utils.error_text import error_text, message_of
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import digest_of
 
 LISTED = 24  # a space of at most so many configurations is measured completely, like a list
@@ -163,6 +171,7 @@ class Program:
         mosaic: Whether it needs the Mosaic GPU runtime.
         spilled: Bytes of registers that a thread spills to memory, if known.
         why_left: Why it was not compiled here.
+        cycles: Cycles of the device that a simulator estimates, if one was asked.
     """
 
     digest: str = ""
@@ -172,6 +181,7 @@ class Program:
     mosaic: bool = False
     spilled: int | None = None
     why_left: str = ""
+    cycles: float | None = None
 
     def load(self) -> Any:
         """Load the program onto the default device.
@@ -196,6 +206,19 @@ class Program:
 def is_first(device: jax.Device) -> bool:
     """Return whether `device` is device 0, the target of programs compiled elsewhere."""
     return int(device.id) == 0
+
+
+def loaded_or_none(program: Program) -> Any:
+    """Return a program of another machine, loaded; `None`, with a warning, if this device's runtime rejects it."""
+    try:
+        return program.load()
+    except EjkernelError:  # its file has changed, or this is not the first device: not the runtime's doing
+        raise
+    except Exception as error:  # noqa: BLE001 - each runtime has its own errors
+        warn(
+            f"a program compiled elsewhere cannot be loaded, so it is compiled here: {error_text(error)}", TuningWarning
+        )
+        return None
 
 
 @functools.cache

@@ -20,7 +20,7 @@ class Status(enum.StrEnum):
         FAILED: It raised an exception.
         WRONG: Its results differ from the reference results.
         SAME: It compiles to the program of another candidate.
-        PRUNED: It was not run because its program spills many registers.
+        PRUNED: It was not run because its program spills many registers, or because its estimated time is long.
         CRASHED: Its process died or was killed, or its thread was abandoned.
         SKIPPED: The time did not suffice for it.
         LEFT: The machine that runs it must compile it; in bundles only.

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates for the candidates of calls on a device that is not here; see `simulation.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.compile.bundles import candidates_to_compile
+from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes
+from ejkernel.ops.autotuner.compile.simulation import METHOD, check_simulated, seconds_of, simulate_for
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done, GivenUpError
+from ejkernel.ops.autotuner.process.threads import in_callers_context
+from ejkernel.ops.autotuner.process.worker import worker_session
+from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
+from ejkernel.ops.config.estimates import EstimatedRow, Estimates, row_of
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import kernel_of
+from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.errors import CandidateError, TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
+
+_TIMEOUT: Final = 600.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
+
+Simulate = Callable[[Invocation[Any, Any], Choice], Program]
+
+
+def estimate_calls(
+    calls: Iterable[Invocation[Any, Any]],
+    target: Target,
+    *,
+    candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None = None,
+    max_candidates: int = 100,
+    processes: int = 1,
+    timeout_s: float = _TIMEOUT,
+    simulate: Simulate | None = None,
+    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+) -> list[Estimates]:
+    """Estimate the times of the candidates of calls on a target. Measures nothing and needs no device.
+
+    A candidate that the simulator cannot estimate gets a row with the reason. Calls without candidates are skipped with
+    a `TuningWarning`.
+
+    Args:
+        calls: The abstract calls, with their kernels.
+        target: The TPU.
+        candidates: Returns the candidates of a call beside its heuristic; the kernel's `config_space` by default.
+        max_candidates: Number of candidates of a `ConfigSpace` to estimate, chosen at random.
+        processes: Number of processes that simulate, one candidate at a time each; a process that ends is replaced.
+        timeout_s: Seconds for one candidate.
+        simulate: Returns the program of a call with its cycles; by default Google's compiler does.
+        progress: Called with the call, the number of finished candidates and the number of all candidates.
+
+    Raises:
+        ConfigError: This machine has no simulator for the target.
+    """
+    check_simulated(target)
+    if simulate is None:
+        target.check(loads_compiler=False)
+    found = []
+    with contextlib.ExitStack() as stack:
+        if simulate is None:
+            simulate = _in_processes(stack, target, processes, timeout_s)
+        for inv in calls:
+            aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
+            configs = candidates_to_compile(aimed, candidates, max_candidates)
+            if configs:
+                ended = _simulated(aimed, configs, simulate, (processes, timeout_s), progress)
+                found.append(Estimates.of(aimed, METHOD, _rows(aimed, target, configs, ended, timeout_s)))
+            else:
+                text = f"{inv.op_id}: nothing to estimate; config_space(inv) returned no configuration."
+                warn(text, TuningWarning)
+    return found
+
+
+def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeout_s: float) -> Simulate:
+    """Return a function that simulates in processes, which end with the stack."""
+    stack.enter_context(worker_session())
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ejkernel-simulator-", ignore_cleanup_errors=True))
+    pool: CompileProcesses = compile_processes(count, simulate=True)
+
+    def simulate(inv: Invocation[Any, Any], choice: Choice) -> Program:
+        work = functools.partial(simulate_for, inv, choice, target, folder=folder)
+        return pool.run(work, timeout_s)
+
+    return simulate
+
+
+def _simulated(
+    inv: Invocation[Any, Any],
+    configs: Sequence[object],
+    simulate: Simulate,
+    limits: tuple[int, float],
+    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
+) -> list[Done[Program]]:
+    """Return the result of each candidate."""
+    width, timeout_s = limits
+    choices = (Choice(config=config, platform=inv.platform) for config in configs)
+    # Kernels called inside these kernels must not be tuned.
+    jobs = [in_callers_context(functools.partial(simulate, inv, choice), deeper=True) for choice in choices]
+    ended: dict[int, Done[Program]] = {}
+    # The processes have the same deadline, and end first.
+    timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
+    for done in CompileThreads(jobs, width=width, timeout=timeout).results():
+        ended[done.index] = done
+        if progress is not None:
+            progress(inv, len(ended), len(jobs))
+    return [ended[index] for index in range(len(jobs))]
+
+
+def _rows(
+    inv: Invocation[Any, Any],
+    target: Target,
+    configs: Sequence[object],
+    ended: Sequence[Done[Program]],
+    timeout_s: float,
+) -> list[EstimatedRow]:
+    heuristics = {config_id(config) for config in heuristic_of(inv, kernel_of(inv))}
+    rows = []
+    for config, done in zip(configs, ended, strict=True):
+        program, known = done.result, {"is_heuristic": config_id(config) in heuristics}
+        if program is None or program.cycles is None:
+            rows.append(row_of(config, reason=_why_not(done.error, timeout_s), **known))
+            continue
+        us = seconds_of(program.cycles, target) * 1e6
+        rows.append(row_of(config, us=round(us, 4), cycles=round(program.cycles, 1), **known))
+    return rows
+
+
+def _why_not(error: BaseException | None, timeout_s: float) -> str:
+    if isinstance(error, GivenUpError):
+        return f"not estimated: simulating it takes longer than {timeout_s:g} s"
+    if isinstance(error, CandidateError):
+        text = re.sub(r"F\d{4} \S+ +\d+ \S+\] ", "", str(error))  # the time and place of libtpu's message
+        return text if text.startswith("not estimated") else f"not estimated: {text}"
+    return f"not estimated: {type(error).__name__}: {error}"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of a program's time on a TPU by Google's compiler for TPUs, which needs no TPU.
+
+The compiler simulates the schedule of each kernel that it compiles. The simulator knows no value that a kernel reads
+from scalar memory, and it ends the process for some programs. So a program is simulated in a process of its own, and
+programs for which the simulator is known to be wrong are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from ejkernel import compat, settings
+from ejkernel.ops.autotuner.compile.schedules import cycles_of
+from ejkernel.ops.autotuner.compile.targets import Target, target_names
+from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
+from ejkernel.ops.core.examples import example_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import CandidateError, ConfigError
+
+METHOD: Final = "simulated by libtpu: static schedule of each kernel, copies at the chip's bandwidth"
+_FIELD: Final = r'{}: "?(.*?)"?\n'
+_NARROW: Final = ("int8", "uint8", "int4", "uint4")
+
+
+def check_simulated(target: Target) -> None:
+    """Check that programs for a target can be simulated.
+
+    Raises:
+        ConfigError: It is no TPU, or the simulator fails for this chip.
+    """
+    names = [name for name in target_names() if _why_not(Target.named(name)) == ""]
+    why = _why_not(target)
+    if why:
+        raise ConfigError(f"--estimate needs one of the targets {', '.join(names)}; got {target.name!r}: {why}.")
+
+
+def _why_not(target: Target) -> str:
+    if target.platform != "tpu" or not target.description:
+        return "only Google's compiler for TPUs has a simulator"
+    if target.property_named("not_simulated") == "programs":
+        return "its simulator ends the process for programs of this chip"
+    return ""
+
+
+def seconds_of(cycles: float, target: Target) -> float:
+    """Return the seconds of some cycles of a target."""
+    return cycles / ((target.number_named("clock_rate_ghz") or math.nan) * 1e9)
+
+
+def simulate_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, folder: str) -> Program:
+    """Return a program with its estimated cycles, without its code; call it in a process for this purpose only.
+
+    Args:
+        inv: The call, for the target.
+        choice: The implementation and configuration.
+        target: A TPU.
+        folder: A folder for the simulator's files.
+
+    Raises:
+        CandidateError: The simulator cannot estimate this program.
+    """
+    own = _prepared(folder)
+    types = [target.placed(like) for like in example_types(inv)]
+    with target.entered(), compat.numerics(inv.numerics):
+        traced = jax.jit(inv.node.flat(choice)).trace(*types)
+        reason = _why_refused(compat.kernel_facts(traced.jaxpr), target)
+        if reason:
+            raise CandidateError(f"not estimated: {reason}")
+        lowered = traced.lower()
+        compiled = _compiled(lowered, own)
+    rate = (target.number_named("memory_bandwidth") or 0.0) / (target.number_named("clock_rate_ghz") or 1.0) / 1e9
+    try:
+        cycles = cycles_of(compiled.as_text(), _profiles(own), rate)
+    except CandidateError as error:
+        raise CandidateError(f"not estimated: {error}") from error
+    if cycles <= 0:
+        raise CandidateError("not estimated: the program has no kernel")
+    return Program(digest=program_digest(lowered.as_text()) or "", cycles=cycles)
+
+
+def _compiled(lowered: Any, own: Path) -> Any:
+    for file in own.iterdir():
+        file.unlink()
+    return lowered.compile()
+
+
+@functools.cache
+def _prepared(folder: str) -> Path:
+    """Have the compiler, which is loaded later, write its estimates to a folder of this process."""
+    own = Path(folder) / str(os.getpid())
+    own.mkdir(parents=True, exist_ok=True)
+    settings.simulate_tpu(own)
+    return own
+
+
+def _profiles(folder: Path) -> dict[str, int]:
+    """Return the estimated cycles in the simulator's files, by instruction."""
+    found = {}
+    for file in folder.glob("*.textproto"):
+        text = file.read_text(encoding="utf-8")
+        name, cycles = (re.search(_FIELD.format(key), text) for key in ("hlo_op_name", "estimated_cycles"))
+        if name is not None:
+            found[name[1].lstrip("%")] = int(cycles[1]) if cycles is not None else 0
+    return found
+
+
+def _why_refused(facts: compat.KernelFacts, target: Target) -> str:
+    if facts.scalar_prefetch:
+        return "a kernel's blocks depend on scalars in memory (scalar prefetch), which the simulator does not know"
+    if facts.dynamic_grid:
+        return "a kernel's grid depends on scalars in memory, which the simulator does not know"
+    narrow = sorted(facts.dtypes.intersection(_NARROW))
+    if narrow and target.property_named("not_simulated") == "int8":
+        return f"the simulator is wrong for {narrow[0]} on {target.name}"
+    return ""

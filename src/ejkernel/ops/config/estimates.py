@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimated times of configurations: one JSON file per call, in `estimated/` beside the cache's entries.
+
+A simulator of a compiler made the estimates; nothing was measured. They order the candidates of a later search, and
+answer calls that no measurement answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from ejkernel.ops.config._files import (
+    ENTRY,
+    UnusableError,
+    files,
+    location,
+    now,
+    or_unusable,
+    read_file,
+    version,
+)
+from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
+from ejkernel.ops.utils.formatting import durations
+from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
+
+SCHEMA: Final = 1
+FOLDER: Final = "estimated"
+PRUNED_FROM: Final = 1.3  # times the best estimate; slower candidates are not measured
+WITHIN_ERROR: Final = 1.1  # ratios of two estimates below this are within the simulator's error
+_LARGEST: Final = 16 << 20  # bytes of a file; a configuration takes hundreds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatedRow:
+    """One configuration.
+
+    Attributes:
+        config: The configuration as plain data.
+        config_type: Its type.
+        us: Estimated microseconds; `None` if the simulator refuses it.
+        cycles: Estimated cycles.
+        reason: Why it is refused.
+        is_heuristic: Whether it is the heuristic's configuration.
+    """
+
+    config: Any
+    config_type: str
+    us: float | None = None
+    cycles: float | None = None
+    reason: str = ""
+    is_heuristic: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """The estimates of one call, as stored in its file.
+
+    Attributes:
+        schema: Version of the file's layout.
+        key: Device, operation and call.
+        call: The abstract call, from `Invocation.description`.
+        status: Always `estimated`.
+        method: How they were made.
+        versions: Of the compiler with the simulator, and of JAX.
+        time: When they were made.
+        rows: The configurations.
+    """
+
+    schema: int
+    key: dict[str, str]
+    call: dict[str, Any]
+    status: str
+    method: str
+    versions: dict[str, str]
+    time: str
+    rows: list[EstimatedRow]
+
+    @classmethod
+    def of(cls, inv: Invocation[Any, Any], method: str, rows: Sequence[EstimatedRow]) -> Estimates:
+        """Return the estimates of a call, made now by the installed compiler."""
+        return cls(
+            schema=SCHEMA,
+            key=inv.key._asdict(),
+            call=inv.description,
+            status=FOLDER,
+            method=method,
+            versions={"jax": jax.__version__, "libtpu": str(version("libtpu"))},
+            time=now().astimezone(datetime.UTC).isoformat(timespec="seconds"),
+            rows=list(rows),
+        )
+
+    @property
+    def config_key(self) -> ConfigKey:
+        """The key of the call's configuration."""
+        return ConfigKey(**self.key)
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Versions, device and time, as entries have them."""
+        return {**self.versions, "device": self.key["device"], "time": self.time}
+
+    @property
+    def ranked(self) -> list[EstimatedRow]:
+        """The configurations with an estimate, the fastest first."""
+        return sorted((row for row in self.rows if row.us is not None), key=_us)
+
+    @property
+    def heuristic(self) -> EstimatedRow | None:
+        """The heuristic's row, if it has an estimate."""
+        return next((row for row in self.ranked if row.is_heuristic), None)
+
+    def times(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[tuple[Any, float]]:
+        """Return the decoded configurations with estimated seconds, the fastest first; skip what cannot be decoded."""
+        note_config_types(inv, kernel)
+        found = []
+        for row in self.ranked:
+            try:
+                found.append((decode_config(row.config, row.config_type), _us(row) / 1e6))
+            except (ConfigError, SerializationError):  # of another version of the kernel
+                continue
+        return found
+
+    def source(self) -> str:
+        """Return what made the estimates, as text."""
+        return f"estimated by the simulator of libtpu {self.versions.get('libtpu')}, {self.time[:10]}, not measured"
+
+
+def _us(row: EstimatedRow) -> float:
+    return math.inf if row.us is None else row.us
+
+
+def row_of(config: object, **known: Any) -> EstimatedRow:
+    """Return the row of a configuration."""
+    return EstimatedRow(config=to_data(config), config_type=type_name(config), **known)
+
+
+def chosen(found: Estimates) -> tuple[EstimatedRow | None, str]:
+    """Return the fastest configuration and what its estimate is, or `None` and why none is chosen.
+
+    The fastest is chosen only if it leads the heuristic by more than the simulator's error.
+    """
+    before = found.heuristic
+    if before is None:
+        return None, f"the heuristic has no estimate to compare with; {found.source()}"
+    best = found.ranked[0]
+    mine, theirs = durations((_us(best) / 1e6, _us(before) / 1e6))
+    if _us(before) < WITHIN_ERROR * _us(best):
+        return None, f"the heuristic's {theirs} is within the error of the best, {mine}; {found.source()}"
+    return best, f"{mine}, the heuristic {theirs}; {found.source()}"
+
+
+class EstimateFiles:
+    """The estimates beside one cache folder. A file that cannot be read is skipped with a `CacheWarning`.
+
+    Args:
+        cache_dir: The folder of the persistent cache.
+    """
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+
+    def put(self, found: Estimates) -> None:
+        """Write the estimates of a call; they replace earlier ones.
+
+        Raises:
+            ConfigError: The folder is not writable.
+        """
+        try:
+            write_file(self._file(found.config_key), sealed_json(found), root=self.cache_dir)
+        except OSError as error:
+            raise ConfigError(f"the estimates cannot be written to {self.cache_dir}: {error}") from error
+
+    def load(self, key: ConfigKey) -> Estimates | None:
+        """Return the estimates of a call; `None` without a usable file."""
+        file = self._file(key)
+        try:
+            return self.read(file)
+        except UnusableError as error:
+            warn(f"ignoring the estimates {file}: {error}", CacheWarning)
+            return None
+
+    def files(self) -> Iterator[Path]:
+        """Yield all files, sorted by device, operation and call."""
+        folder = self.cache_dir / FOLDER
+        if not folder.is_symlink():
+            yield from files(folder, ENTRY)
+
+    @or_unusable
+    def read(self, file: Path) -> Estimates | None:
+        """Return the estimates of a file; `None` if it is gone.
+
+        Raises:
+            UnusableError: They cannot be used.
+        """
+        raw = read_file(file, _LARGEST, root=self.cache_dir)
+        if raw is None:
+            return None
+        found = from_plain(read_object(raw, SCHEMA, "the estimates of a call"), Estimates)
+        if set(found.key) != set(ConfigKey._fields) or self._file(found.config_key) != file:
+            raise UnusableError(f"it holds another key: {describe(found.key)}")
+        if not all(row.us is None or 0 < row.us < math.inf for row in found.rows):
+            raise UnusableError("it has an estimate that is no time")
+        return found
+
+    def _file(self, key: ConfigKey) -> Path:
+        return (self.cache_dir / FOLDER).joinpath(*location(key))

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates by a compiler's simulator, which a fake stands for: how they are made, stored, shown and used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops.sealing import change_object
+
+from ejkernel import compat
+from ejkernel.ops.autotuner.compile.estimating import estimate_calls
+from ejkernel.ops.autotuner.compile.schedules import cycles_of
+from ejkernel.ops.autotuner.compile.simulation import check_simulated
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import GivenUpError
+from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.trials.candidates import Program
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.estimates import EstimateFiles
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import CacheWarning, CandidateError, ConfigError
+from ejkernel.ops.execution.explain import explain_call
+
+V6E = Target.named("tpu_v6e")
+X = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+
+class Estimated(Kernel[int, jax.Array]):
+    """`2 * x`, which the fake simulator takes `cfg` thousand cycles for; 7 crashes it, and 8 takes it forever."""
+
+    def run(self, x, *, cfg):
+        return jax.named_call(lambda x: x + x, name=f"of_{cfg}")(x)
+
+    def reference(self, x):
+        return 2 * x
+
+    def heuristic_cfg(self, inv):
+        return 20
+
+    def config_space(self, inv):
+        return [12, 10, 13, 7, 8]
+
+
+KERNEL = Estimated("estimated")
+CALL = dataclasses.replace(Invocation(kernel=KERNEL, args=(X,)).abstract(), device=V6E.fingerprint)
+
+
+def simulate(inv, choice):
+    if choice.config == 7:
+        raise CandidateError("the worker was killed by SIGABRT: F1123 12:00:00.0 1 a.cc:75] Check failed: no such unit")
+    if choice.config == 8:
+        raise GivenUpError("the worker was silent")
+    return Program(cycles=choice.config * 1000.0)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PersistentCache(tmp_path / "cache", shipped=False)
+
+
+@pytest.fixture
+def estimates(store):
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    EstimateFiles(store.path).put(found)
+    return found
+
+
+def chain(store, **options):
+    return ConfigSelectorChain(ConfigCache(), store, **options)
+
+
+# --- the schedule of a compiled program ---
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true
+
+%fused_computation.1 (p.1: f32[64]) -> f32[64] {
+  %p.1 = f32[64]{0:T(64)} parameter(0)
+  ROOT %add.1 = f32[64]{0:T(64)} add(%p.1, %p.1)
+}
+
+%fused_computation.2 (p.2: f32[64]) -> f32[64] {
+  %p.2 = f32[64]{0:T(64)} parameter(0)
+  ROOT %add.2 = f32[64]{0:T(64)} add(%p.2, %p.2), metadata={op_name="another"}
+}
+
+%body (state: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %one = s32[] constant(1)
+  %state = (s32[], f32[64]{0:T(64)}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %i.copy = s32[]{:T(128)S(6)} copy(%i)
+  %next = s32[] add(%i.copy, %one)
+  %x = f32[64]{0:T(64)} get-tuple-element(%state), index=1
+  %fusion.9 = f32[64]{0:T(64)} fusion(%x), kind=kLoop, calls=%fused_computation.2
+  ROOT %both = (s32[], f32[64]{0:T(64)}) tuple(%next, %fusion.9)
+}
+
+%condition (state.1: (s32[], f32[64])) -> pred[] {
+  %state.1 = (s32[], f32[64]{0:T(64)}) parameter(0)
+  %last = s32[] constant(7)
+  %now = s32[] get-tuple-element(%state.1), index=0
+  ROOT %less = pred[] compare(%now, %last), direction=LT
+}
+
+ENTRY %main (a: f32[64], b: f32[1000]) -> f32[64] {
+  %zero = s32[] constant(0)
+  %a = f32[64]{0:T(64)} parameter(0)
+  %b = f32[1000]{0:T(64)} parameter(1)
+  %copy-start = (f32[1000]{0:T(64)S(1)}, f32[1000]{0:T(64)}, u32[]{:S(2)}) copy-start(%b)
+  %fusion.1 = f32[64]{0:T(64)} fusion(%a), kind=kLoop, calls=%fused_computation.1, backend_config={"n":{}}
+  %copy-done = f32[1000]{0:T(64)S(1)} copy-done(%copy-start)
+  %first = (s32[], f32[64]{0:T(64)}) tuple(%zero, %fusion.1)
+  %while = (s32[], f32[64]{0:T(64)}) while(%first), condition=%condition, body=%body
+  ROOT %result = f32[64]{0:T(64)} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_kernels_are_added_and_loops_repeat_theirs():
+    """The loop's kernel is equal to the first, so the simulator has one estimate for both."""
+    assert cycles_of(PROGRAM, {"fusion.1": 100}, bytes_per_cycle=1000.0) == 100 + 7 * 100
+
+
+def test_a_copy_beside_the_kernels_counts_if_it_takes_longer():
+    assert cycles_of(PROGRAM, {"fusion.1": 100}, bytes_per_cycle=10.0) == 400 + 7 * 100
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("constant(7)", "parameter(1)", r"a loop of unknown length \(while\)"),
+        ("while(%first), condition", "conditional(%first), condition", "the program branches"),
+        ("fusion(%a), kind=kLoop", "fusion(%a), kind=kOutput", r"no estimate for fusion.9 \(fusion\)"),
+    ],
+)
+def test_programs_whose_time_the_estimates_do_not_state_are_refused(before, after, says):
+    with pytest.raises(CandidateError, match=says):
+        cycles_of(PROGRAM.replace(before, after), {"fusion.1": 100}, bytes_per_cycle=1000.0)
+
+
+def test_kernels_that_the_simulator_is_wrong_for_are_found_in_the_traced_program():
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def body(number, x, out):
+        out[...] = x[...]
+
+    def prefetched(number, x):
+        block = pl.BlockSpec((8, 128), lambda i, number: (number[0], 0))
+        grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(2,), in_specs=[block], out_specs=block)
+        return pl.pallas_call(body, grid_spec=grid, out_shape=x)(number, x)
+
+    def with_grid(number, x):
+        block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        copy = pl.pallas_call(lambda x, y: None, grid=(number[0],), in_specs=[block], out_specs=block, out_shape=x)
+        return copy(x)
+
+    number, x = jnp.zeros((1,), jnp.int32), jnp.zeros((16, 128), jnp.int8)
+    facts = [compat.kernel_facts(jax.jit(jax.jit(f)).trace(number, x).jaxpr) for f in (prefetched, with_grid)]
+    assert [(each.scalar_prefetch, each.dynamic_grid) for each in facts] == [(True, False), (False, True)]
+    assert "int8" in facts[0].dtypes
+
+
+# --- estimating ---
+
+
+def test_each_candidate_has_an_estimate_or_a_reason(estimates):
+    rows = {row.config: (row.us, row.is_heuristic, row.reason) for row in estimates.rows}
+    assert {config: us for config, (us, _, _) in rows.items()} == {
+        20: 11.4286,
+        12: 6.8571,
+        10: 5.7143,
+        13: 7.4286,
+        7: None,
+        8: None,
+    }  # microseconds at 1.75 GHz
+    assert [config for config, (_, is_heuristic, _) in rows.items() if is_heuristic] == [20]
+    assert rows[7][2] == "not estimated: the worker was killed by SIGABRT: Check failed: no such unit"
+    assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
+
+
+@pytest.mark.parametrize("name", ["tpu7x", "tpu_v4", "nvidia_h200"])
+def test_a_target_without_a_simulator_is_an_error_that_names_the_others(name):
+    with pytest.raises(ConfigError, match=rf"one of the targets tpu_v5e, tpu_v5p, tpu_v6e; got '{name}'"):
+        check_simulated(Target.named(name))
+
+
+def test_a_file_says_that_nothing_was_measured_and_by_what_it_was_estimated(estimates, store):
+    (file,) = EstimateFiles(store.path).files()
+    stored = json.loads(file.read_text())
+    assert stored["status"] == "estimated"
+    assert stored["key"]["device"] == "tpu:tpu_v6_lite"
+    assert stored["method"].startswith("simulated by libtpu")
+    assert {"jax", "libtpu"} == stored["versions"].keys()
+    assert EstimateFiles(store.path).load(CALL.key) == estimates
+
+
+@pytest.mark.parametrize(
+    "change", [{"schema": 9}, {"key": {"device": "tpu:other", "op": "a@v0", "call": "b"}}, {"rows": [{"us": -1.0}]}]
+)
+def test_an_unusable_file_is_skipped_with_a_warning(estimates, store, change):
+    (file,) = EstimateFiles(store.path).files()
+    change_object(file, lambda data: data.update(change))
+    with pytest.warns(CacheWarning, match="ignoring the estimates"):
+        assert EstimateFiles(store.path).load(CALL.key) is None
+
+
+# --- their place among the tiers ---
+
+
+def test_an_estimate_answers_a_call_that_nothing_else_answers(estimates, store):
+    why = explain_call(chain(store), CALL, "")
+    assert (why.source, why.config) == ("estimated", 10)
+    assert "5.7 us, the heuristic 11.4 us; estimated by the simulator of libtpu" in why.tiers[-1].note
+    assert why.tiers[-1].note.endswith("not measured")
+
+
+def test_a_measured_configuration_ranks_above_an_estimate(estimates, store):
+    store.put(CALL.key, 13)
+    assert chain(store).resolve(CALL, KERNEL).source == "persistent"
+
+
+def test_within_the_simulators_error_the_heuristic_stays(store, monkeypatch):
+    monkeypatch.setattr(Estimated, "heuristic_cfg", lambda self, inv: 10.9)
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    EstimateFiles(store.path).put(found)
+    answers = {each.tier: each.note for each in chain(store).consult(CALL, KERNEL)}
+    assert answers["estimated"].startswith("the heuristic's 6.2 us is within the error of the best, 5.7 us")
+    assert list(answers)[-1] == "heuristic"
+
+
+def test_an_estimate_is_never_saved_as_an_entry(estimates, store):
+    asked = chain(store)
+    assert asked.resolve(CALL, KERNEL).source == "estimated"
+    assert store.load(CALL.key) is None
+    rows = tuple(Outcome(config=config, status="estimated") for config in (20, 10))
+    searched = AutotuneData(inv=CALL, config=10, outcomes=rows, seconds=1.0, checked=("outputs",))
+    assert why_not_saved(searched, validated=True) == "nothing was measured"
+    measured = dataclasses.replace(rows[0], status="measured")
+    with pytest.raises(AdmissionError, match="has no samples; its status is estimated"):
+        why_not_saved(dataclasses.replace(searched, outcomes=(measured, rows[1])), validated=True)
+
+
+# --- in a later search ---
+
+
+def test_a_search_starts_from_the_estimates_and_prunes_the_slow_ones(store, monkeypatch):
+    monkeypatch.setattr(Estimated, "config_space", lambda self, inv: [12, 10, 13, 30])
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    EstimateFiles(store.path).put(found)
+    asked = {}
+
+    class Tuner:
+        def tune(self, inv, kernel, *, records, rejected, **options):
+            asked.update(records=records, rejected=rejected)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chain(store, tuner=Tuner()).search(CALL, KERNEL)
+    (record,) = asked["records"]
+    assert (record.label, [config for config, _ in record.times]) == ("estimated", [10, 12, 13, 20, 30])
+    # 13 is 1.3 times the best; 20 is the heuristic, with which all others are compared
+    assert {each.config: each.status for each in asked["rejected"]} == {13: "pruned", 30: "pruned"}
+    assert asked["rejected"][-1].reason == "its estimated time is 3.00 times the best estimate; it was not measured"
+
+
+@pytest.mark.slow
+def test_a_pruned_candidate_is_not_run():
+    here = Invocation(kernel=KERNEL, args=(X,))
+    pruned = [Outcome(config=config, status="pruned", reason="slow") for config in (10, 13, 7, 8)]
+    data = Autotuner(rounds=1, warmup=0).tune(here, KERNEL, rejected=pruned)
+    assert [each.config for each in data.outcomes if each.status == "pruned"] == [10, 13, 7, 8]
+    assert data.progress.state.is_finished
