@@ -245,11 +245,16 @@ class Simulator:
             )
         return self._process
 
-    def close(self) -> None:
-        """End the process."""
+    def end(self) -> None:
+        """End the process; the next case starts another one."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        self.end()
         self._folder.cleanup()
 
 
@@ -322,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if given.out:
                     _write(given.out, kept)
             finish(group, kept, simulator)
+            simulator.end()  # the compiler keeps gigabytes of finished programs
             if given.out:
                 _write(given.out, kept)
     finally:
