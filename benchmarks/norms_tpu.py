@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ def lowered(chip: str, operation: str, program: str, implementation: str) -> Any
     vectors = (vector,) * (1 + (operation == "layer_norm"))
     has_residual = program.endswith("residual")
     args = (rows, *vectors, *((rows,) if has_residual else ()))
-    run: Callable[..., Any] = functools.partial(getattr(modules, operation), implementation=implementation)
+    function = getattr(modules, operation)
+
+    def run(rows: Any, *more: Any) -> Any:
+        vectors, residual = more[: len(args) - 1 - has_residual], more[-1] if has_residual else None
+        return function(rows, *vectors, residual=residual, implementation=implementation)
+
     if program.startswith("forward"):
         return jax.jit(run).lower(*args)
     cotangents = (rows, rows) if has_residual else rows
