@@ -51,7 +51,7 @@ test-all: $(STAMP)
 test-tpu: $(STAMP)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[tpu]'
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
-		$(BIN)/python -m pytest -n0 tests/tpu $(PYTEST_ARGS)
+		ALLOW_MULTIPLE_LIBTPU_LOAD=1 $(BIN)/python -m pytest tests/tpu $(PYTEST_ARGS)
 
 doctest: $(STAMP)
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \

@@ -2,12 +2,18 @@
 """`python -m benchmarks.attention_tpu`: attention on TPUs in simulated cycles; needs `jax[tpu]`, but no TPU.
 
 Google's compiler for TPUs estimates the cycles of each kernel that it compiles. Nothing runs on a TPU. A figure is the
-cycles of one head: those of three heads, minus those of one, halved, which leaves out the first copies. XLA's
-transpositions beside the kernels are not counted. Ratios below 1.1 are within the simulator's error.
+cycles of one query head: those of three heads, minus those of one, halved, which leaves out the first copies. Each
+configuration is simulated with three heads, and the best of each kernel and case with one, too; `<` marks a third of
+the cycles of three heads. XLA's operations beside the kernels are not counted. Ratios below 1.1 are within the
+simulator's error.
 
-The simulator knows no scalar that a kernel reads from memory, so splash attention is simulated without its tables, i.e.
-with full attention only. A process simulates one configuration after the other; if the simulator aborts, the
-configuration counts as failed, and another process goes on.
+The simulator knows no scalar that a kernel reads from memory, so splash attention is simulated without its tables. With
+a mask, its figure is a proxy in its favour: all blocks, masked by a function as in the kernel, times the share of
+blocks that it would run, as if skipped steps took no time. Flash attention has no windows, and as many key heads as
+query heads. On v5p a figure is for one of the two cores.
+
+A process simulates one configuration after the other; if the simulator aborts, the configuration counts as failed, and
+another process goes on. `benchmarks.attention_tpu_cases` lists the cases.
 """
 
 from __future__ import annotations
@@ -23,114 +29,41 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-CHIPS = ("v5e", "v6e")
-LENGTH = 4096
+import numpy as np
+
+from benchmarks.attention_tpu_cases import SWEEPS, cases
+
 MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}, "window 1024": {"left": 1023, "right": 0}}
-DIRECTIONS = ("forward", "backward")
-_MEMORY = 96 << 10  # KiB of vector memory for the kernels that JAX ships
-Params = dict[str, Any]
-
-
-def _forward(blocks: str, **more: Any) -> Params:
-    """Return forward parameters from `block_q/chunk/rows/strip/unroll`."""
-    names = ("block_q", "chunk", "rows", "strip", "unroll")
-    return dict(zip(names, map(int, blocks.split("/")), strict=True)) | more
-
-
-def _backward(blocks: str, **more: Any) -> Params:
-    """Return backward parameters from `block_kv/chunk/strip/unroll`."""
-    return dict(zip(("block_kv", "chunk", "strip", "unroll"), map(int, blocks.split("/")), strict=True)) | more
-
-
-OURS: dict[tuple[str, str], list[Params]] = {
-    ("full", "forward"): [
-        _forward("1024/1024/1024/512/4"),
-        _forward("2048/1024/2048/512/4"),
-        _forward("2048/1024/2048/512/2"),
-        _forward("1024/1024/1024/512/2"),
-        _forward("1024/512/1024/512/4"),
-        _forward("512/1024/512/512/4"),
-    ],
-    ("causal", "forward"): [
-        _forward("2048/2048/2048/512/2"),
-        _forward("2048/2048/2048/512/1"),
-        _forward("2048/1024/512/256/2"),
-        _forward("2048/1024/2048/256/2"),
-        _forward("2048/1024/2048/512/2"),
-        _forward("1024/1024/1024/256/2"),
-        _forward("1024/1024/1024/512/4"),
-    ],
-    ("window 1024", "forward"): [
-        _forward("1024/1024/1024/256/2"),
-        _forward("1024/1024/1024/512/2"),
-        _forward("1024/1024/1024/128/2"),
-        _forward("512/512/512/256/2"),
-    ],
-    ("full", "backward"): [
-        _backward("1024/2048/512/1"),
-        _backward("1024/1024/512/1"),
-        _backward("1024/1024/512/2"),
-        _backward("2048/1024/512/1"),
-    ],
-    ("causal", "backward"): [
-        _backward("2048/1024/512/2"),
-        _backward("2048/1024/256/1"),
-        _backward("1024/1024/256/1"),
-        _backward("1024/1024/512/2"),
-    ],
-    ("window 1024", "backward"): [
-        _backward("1024/1024/256/1"),
-        _backward("1024/1024/512/1"),
-        _backward("512/512/256/1"),
-    ],
-}
-FLASH: list[Params] = [
-    {"block_q": q, "block_k_major": major, "block_k": k}
-    for q, major, k in ((2048, 2048, 1024), (2048, 1024, 1024), (1024, 1024, 1024), (1024, 2048, 2048))
-]
-SPLASH: list[Params] = [
-    {"block_q": q, "block_kv": kv, "block_kv_compute": compute}
-    for q, kv, compute in ((2048, 2048, 1024), (1024, 2048, 1024), (1024, 1024, 1024), (512, 512, 512))
-]
-
-
-def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the cases to simulate: chip, kernel, mask, direction, sizes and parameters."""
-
-    def chosen(candidates: list[Params]) -> list[Params]:
-        numbers = arguments.candidates
-        return candidates if numbers is None else [candidates[at] for at in numbers if at < len(candidates)]
-
-    for chip, mask, direction, dim in itertools.product(
-        arguments.chips, arguments.masks, arguments.directions, arguments.head_dims
-    ):
-        case = {"chip": chip, "mask": mask, "direction": direction, "head_dim": dim, "length": arguments.length}
-        flag = "sum_by_product" if direction == "forward" else "transpose"
-        # a product of 128 columns fills half of the matrix unit of v6e, and one of 64 half of that of v5e
-        flags = (True, False) if arguments.both_flags else (chip == "v6e" or dim == 64,)
-        for kernel in arguments.kernels:
-            if kernel == "pallas_tpu":
-                for params, value in itertools.product(chosen(OURS[mask, direction]), flags):
-                    yield case | {"kernel": kernel, "params": params | {flag: value}}
-            elif kernel == "flash" and "window" not in mask:
-                yield from (case | {"kernel": kernel, "params": params} for params in chosen(FLASH))
-            elif kernel == "splash" and mask == "full":
-                yield from (case | {"kernel": kernel, "params": params} for params in chosen(SPLASH))
+_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
+_MEMORY = {"v5e": 96, "v6e": 96, "v5p": 48}  # MiB of vector memory for the kernels that JAX ships
+_SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
 
 # --- in the process that simulates ---
 
 
-def cycles_per_head(case: dict[str, Any], folder: Path) -> float:
-    """Return the simulated cycles of one head."""
+def cycles(case: dict[str, Any], groups: int, folder: Path) -> float:
+    """Return the simulated cycles of some key heads and their query heads."""
     # our kernels state their own limit
-    options = {} if case["kernel"] == "pallas_tpu" else {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY)}
-    one, three = (_cycles(_lowered(case, heads), options, folder) for heads in (1, 3))
-    return (three - one) / 2
+    options = {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[case["chip"]] << 10)}
+    found = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
+    return found * _visible_share(case) if case["kernel"] == "splash" else found
+
+
+def _visible_share(case: dict[str, Any]) -> float:
+    """Return the share of blocks that have a visible pair."""
+    window, rows, columns = MASKS[case["mask"]], case["params"]["block_q"], case["params"]["block_kv"]
+    found = [
+        start <= first + rows - 1 + window.get("right", case["length"])
+        and start + columns - 1 >= first - window.get("left", case["length"])
+        for first in range(0, case["length"], rows)
+        for start in range(0, case["length"], columns)
+    ]
+    return sum(found) / len(found)
 
 
 def _cycles(lowered: Any, options: dict[str, str], folder: Path) -> int:
@@ -150,30 +83,40 @@ def _cycles(lowered: Any, options: dict[str, str], folder: Path) -> int:
     return sum(found.values())
 
 
-def _lowered(case: dict[str, Any], heads: int) -> Any:
+def _lowered(case: dict[str, Any], groups: int) -> Any:
     import jax
 
     from ejkernel.kernels.flash_attention.common import Operands
 
     like: Any = functools.partial(jax.ShapeDtypeStruct, sharding=_sharding(case["chip"]))
-    x = like((1, case["length"], heads, case["head_dim"]), "bfloat16")
-    lse = like((1, heads, case["length"]), "float32")
+    heads, length, dim = groups * case["repeats"], case["length"], case["head_dim"]
+    lse = like((1, heads, length), "float32")
     if case["kernel"] == "pallas_tpu":
-        run, operands = _ours(case), Operands(x, x, x)
-        return jax.jit(run).lower(*((operands,) if case["direction"] == "forward" else (operands, (x, lse), x)))
-    first = like((1, heads, case["length"], case["head_dim"]), "bfloat16")
+        query, key = (like((1, length, count, dim), "bfloat16") for count in (heads, groups))
+        run, operands = _ours(case), Operands(query, key, key)
+        return jax.jit(run).lower(*((operands,) if case["direction"] == "forward" else (operands, (query, lse), query)))
+    query, key = (like((1, count, length, dim), "bfloat16") for count in (heads, groups))
     forward, backward = _flash(case) if case["kernel"] == "flash" else _splash(case)
     if case["direction"] == "forward":
-        return jax.jit(forward).lower(first, first, first)
-    return jax.jit(backward).lower(first, first, first, lse, first, lse)
+        return jax.jit(forward).lower(query, key, key)
+    return jax.jit(backward).lower(query, key, key, lse, query, lse)
 
 
 @functools.cache
 def _sharding(chip: str) -> Any:
     import jax
     from jax.experimental import topologies
+    from jax.experimental.pallas import tpu as pltpu
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:2x2")
+    if chip == "v5p":
+        # each core would take a half of a "parallel" axis, and the simulator shows the first core
+        made = pltpu.CompilerParams
+
+        def on_one_core(*, dimension_semantics: Any = None, **more: Any) -> Any:
+            return made(dimension_semantics=dimension_semantics and ("arbitrary",) * len(dimension_semantics), **more)
+
+        setattr(pltpu, "CompilerParams", on_one_core)  # noqa: B010 - the type of a module's class is fixed
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGIES[chip])
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
@@ -215,26 +158,33 @@ def _flash(case: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]
 
 
 def _splash(case: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return splash attention without tables: forward and fused backward."""
+    """Return splash attention without tables, all blocks masked by a function: forward and fused backward."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
 
     splash: Any = module
-    none, blocks = masks.MaskInfo(None, None, None, None, None), case["params"]
-    common = {"mask_value": splash.DEFAULT_MASK_VALUE, "is_mqa": False, "mask_function": None, "interpret": False}
-    common["attn_logits_soft_cap"] = None
+    blocks, window = case["params"], MASKS[case["mask"]]
+
+    def visible(query: Any, key: Any) -> Any:
+        found = key <= query + window["right"]
+        return found & (key >= query - window["left"]) if "left" in window else found
+
+    rows = np.arange(case["length"], dtype=np.int32) if window else None
+    common = {"mask_value": splash.DEFAULT_MASK_VALUE, "is_mqa": False, "interpret": False}
+    common |= {"attn_logits_soft_cap": None, "mask_function": visible if window else None}
+    mask = masks.MaskInfo(None, None, None, None, rows)
 
     def forward(*arrays: Any) -> Any:
         sizes = splash.BlockSizes(**blocks)
         more = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": False}
-        return splash._splash_attention_forward(none, *(x[0] for x in arrays), None, None, **more, **common)
+        return splash._splash_attention_forward(mask, *(x[0] for x in arrays), None, None, **more, **common)
 
     def backward(query: Any, key: Any, value: Any, *rows: Any) -> Any:
         layouts = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
         sizes = {"bq": blocks["block_q"], "bkv": blocks["block_kv"], "bkv_compute": blocks["block_kv_compute"]}
         arrays = [x[0] for x in (query, key, value)]
         rows = tuple(x[0] for x in rows)
-        more = {"use_fused_bwd_kernel": True, "mask_info": none, **sizes, **layouts}
+        more = {"use_fused_bwd_kernel": True, "mask_info": mask, **sizes, **layouts}
         return splash._splash_attention_bwd_dkv(*arrays, None, None, *rows, **more, **common)
 
     return forward, backward
@@ -244,8 +194,9 @@ def simulate() -> None:
     """Read cases from standard input, one JSON object a line, and write their cycles or an error to standard output."""
     folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
     for line in sys.stdin:
+        case, groups = json.loads(line)
         try:
-            answer: dict[str, Any] = {"cycles": cycles_per_head(json.loads(line), folder)}
+            answer: dict[str, Any] = {"cycles": cycles(case, groups, folder)}
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
             answer = {"error": " ".join(str(error).split())[:600]}
         print(json.dumps(answer), flush=True)
@@ -261,19 +212,19 @@ class Simulator:
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
 
-    def __call__(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Return the case with its cycles, or with an error."""
+    def __call__(self, case: dict[str, Any], groups: int) -> dict[str, Any]:
+        """Return the cycles of some key heads and their query heads, or an error."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(case) + "\n")
+        process.stdin.write(json.dumps([case, groups]) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         if not answer:
             self._process = None
-            return case | {"error": f"the simulator ended with {process.wait()}"}
+            return {"error": f"the simulator ended with {process.wait()}"}
         found: dict[str, Any] = json.loads(answer)
-        return case | found
+        return found
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
@@ -295,53 +246,76 @@ class Simulator:
             )
         return self._process
 
-    def close(self) -> None:
-        """End the process."""
+    def end(self) -> None:
+        """End the process; the next case starts another one."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        self.end()
         self._folder.cleanup()
+
+
+def add(group: Sequence[dict[str, Any]], kept: list[dict[str, Any]], simulator: Simulator) -> None:
+    """Add the configurations of one kernel and case, each with the cycles of three key heads or an error."""
+    for case in group:
+        if any(case.items() <= one.items() for one in kept):
+            continue
+        found = simulator(case, 3)
+        kept.append(case | {"three_heads" if name == "cycles" else name: value for name, value in found.items()})
+        print(json.dumps(kept[-1]), flush=True)
+    simulator.end()  # the compiler keeps gigabytes of finished programs
+
+
+def finish(group: Sequence[dict[str, Any]], kept: list[dict[str, Any]], simulator: Simulator) -> None:
+    """Add the cycles of one query head to the best configuration of one kernel and case."""
+    results = [one for one in kept if any(case.items() <= one.items() for case in group) and "three_heads" in one]
+    best = min(results, key=lambda one: float(one["three_heads"]), default=None)
+    if best is not None and "cycles" not in best:
+        found = simulator(group[0] | {"params": best["params"]}, 1)
+        if "cycles" in found:
+            best["cycles"] = (best["three_heads"] - found["cycles"]) / 2 / best["repeats"]
+        print(json.dumps(best), flush=True)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the best configuration of each kernel and case, as a Markdown table."""
     lines = [
-        "| chip | direction | mask | head_dim | kernel | simulated cycles per head | configurations | the best |",
-        "|---|---|---|---|---|---|---|---|",
+        "| chip | direction | mask | head_dim | query heads per key head | kernel | simulated cycles per head "
+        "| configurations | the best |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    names = ("chip", "direction", "mask", "head_dim", "kernel")
-    ordered = sorted(results, key=lambda found: [str(found[name]) for name in names])
-    for group, found in itertools.groupby(ordered, key=lambda found: [found[name] for name in names]):
+    ordered = sorted(results, key=lambda found: [str(found[name]) for name in _SHOWN])
+    for group, found in itertools.groupby(ordered, key=lambda found: [found[name] for name in _SHOWN]):
         several = list(found)
-        done = [one for one in several if "cycles" in one]
-        if not done:
-            lines.append(f"| {' | '.join(map(str, group))} | - | 0 of {len(several)} | {several[0]['error'][:60]} |")
+        if not any("three_heads" in one for one in several):
+            lines.append(
+                f"| {' | '.join(map(str, group))} | - | 0 of {len(several)} | {several[0].get('error', '')[:60]} |"
+            )
             continue
-        best = min(done, key=lambda one: one["cycles"])
+        best = min(several, key=lambda one: float(one.get("three_heads", "inf")))
+        figure = f"{best['cycles']:,.0f}" if "cycles" in best else f"< {best['three_heads'] / 3 / best['repeats']:,.0f}"
         shown = ", ".join(f"{name}={value}" for name, value in best["params"].items())
-        count = f"{len(done)} of {len(several)}"
-        lines.append(f"| {' | '.join(map(str, group))} | {best['cycles']:,.0f} | {count} | {shown} |")
+        count = f"{sum('error' not in one for one in several)} of {len(several)}"
+        lines.append(f"| {' | '.join(map(str, group))} | {figure} | {count} | {shown} |")
     return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:
     """Return versions and date."""
     own = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return own | {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat()}
+    return {"device": "simulated", **own, "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, print a line for each configuration, and write results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulate", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
-    parser.add_argument("--kernels", nargs="+", default=("pallas_tpu", "flash", "splash"))
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=tuple(MASKS))
-    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
-    parser.add_argument("--head-dims", nargs="+", type=int, default=(128,))
-    parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--both-flags", action="store_true", help="try `sum_by_product` and `transpose` both ways")
-    parser.add_argument("--candidates", nargs="+", type=int, help="simulate only these of each kernel's, from 0")
+    parser.add_argument("--only", nargs="*", default=(), help="words that a case must have, such as v6e, causal, flash")
+    parser.add_argument("--first", type=int, help="simulate only so many configurations of each kernel and case")
     parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
     given = parser.parse_args(arguments)
     if given.simulate:
@@ -350,11 +324,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
     simulator = Simulator()
     try:
-        for case in cases(given):
-            if any(case.items() <= one.items() for one in kept):
-                continue
-            kept.append(simulator(case))
-            print(json.dumps(kept[-1]), flush=True)
+        groups = [group[: given.first] for group in itertools.chain.from_iterable(map(cases, SWEEPS))]
+        groups = [group for group in groups if {*given.only} <= set(map(str, group[0].values()))]
+        for step, group in itertools.product((add, finish), groups):
+            step(group, kept, simulator)
             if given.out:
                 _write(given.out, kept)
     finally:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from tests.kernels.conformance import Backend, Subject
 
-from ejkernel.kernels.layer_norm.pallas import PallasParams
+from ejkernel.kernels._row_norms.pallas import PallasParams
 from ejkernel.modules import LayerNorm
 
 
@@ -52,7 +52,7 @@ SUBJECT = Subject(
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16", "float32")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16")),
-        "pallas": Backend(params=(PallasParams(block_rows=16), None), simulate=interpret_pallas),
+        "pallas": Backend(params=(PallasParams(block_rows=16),) * 2, simulate=interpret_pallas),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"many rows": in_use},

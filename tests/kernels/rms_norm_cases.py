@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tests.kernels.conformance import Backend, Subject
+from tests.kernels.layer_norm_cases import interpret_pallas
 
+from ejkernel.kernels._row_norms.pallas import PallasParams
 from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm
 
@@ -47,6 +49,7 @@ SUBJECT = Subject(
         "xla": Backend(
             dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=4), XlaParams(block_rows=5))
         ),
+        "pallas": Backend(params=(PallasParams(block_rows=16),) * 2, simulate=interpret_pallas),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"many rows": in_use(8192, 4096), "many short rows": in_use(65536, 128)},

@@ -2,7 +2,8 @@
 """Kernels for TPUs, compiled by Google's compiler for TPUs that are not here: `make test-tpu`.
 
 A program for a TPU is only compiled, never run. The compiler reports the vector memory that each kernel takes; our
-estimate must not be lower, because it decides which configurations are refused.
+estimate must not be lower, because it decides which configurations are refused. How far it may be higher is stated
+with each test; calls have many examples, because XLA keeps short arrays in vector memory, which makes windows smaller.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import re
 import jax
 import pytest
 
+from ejkernel.kernels._row_norms import pallas as row_norms
 from ejkernel.kernels.flash_attention import splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
+from ejkernel.kernels.layer_norm.operation import LayerNormCall
+from ejkernel.kernels.layer_norm.pallas import Pallas as LayerNormPallas
+from ejkernel.kernels.rms_norm.operation import RmsNormCall
+from ejkernel.kernels.rms_norm.pallas import Pallas as RmsNormPallas
 from ejkernel.ops.utils.fingerprint import fingerprint_of
 
 pytest.importorskip("libtpu")
@@ -27,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 CHIPS = ("v5e", "v6e")
 SAMPLE = int(os.environ.get("TPU_SAMPLE", "4"))  # configurations of each space
+EXAMPLES = 16
 
 
 @pytest.fixture(scope="module", params=CHIPS)
@@ -52,6 +59,12 @@ def used_memory(function, *args):
     return found
 
 
+def check_estimate(estimate, used, params, *, most):
+    """Check that an estimate is not below the bytes used, and at most `most` times as high, with 1 MiB to spare."""
+    assert used <= estimate, params
+    assert estimate <= most * used + 2**20, params
+
+
 def sampled(space, seed, most=SAMPLE):
     space = list(space)
     return random.Random(seed).sample(space, min(most, len(space)))
@@ -70,10 +83,10 @@ def attention_operands(sharding, *, length=4096, head_dim=128, value_dim=None, d
     def like(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    ids = like(1, length, dtype="int32") if segments else None
-    query, key = like(1, length, 8, head_dim), like(1, length, 4, head_dim)
-    value = like(1, length, 4, value_dim or head_dim)
-    residuals = like(1, length, 8, value_dim or head_dim), like(1, 8, length, dtype="float32")
+    ids = like(EXAMPLES, length, dtype="int32") if segments else None
+    query, key = like(EXAMPLES, length, 8, head_dim), like(EXAMPLES, length, 4, head_dim)
+    value = like(EXAMPLES, length, 4, value_dim or head_dim)
+    residuals = like(EXAMPLES, length, 8, value_dim or head_dim), like(EXAMPLES, 8, length, dtype="float32")
     return Operands(query, key, value, query_segments=ids, key_segments=ids), residuals
 
 
@@ -95,7 +108,8 @@ def test_splash_compiles_within_the_estimate(sharding, case, backward):
             )
         else:
             used = used_memory(lambda o, params=params: implementation.attend(o, rules, params), operands)
-        assert max(used) <= splash.vector_memory(call, params), params
+        # in float32, with ids or with a cap the compiler's intermediates vary more
+        check_estimate(splash.vector_memory(call, params), max(used), params, most=1.3 if case == "causal" else 2.5)
 
 
 OWN = ATTENTION | {
@@ -158,4 +172,37 @@ def test_megablox_compiles_within_the_estimate(sharding, case, implementation):
     args = (like(call.rows, call.inner), rhs, like(call.groups, dtype="int32"))
     for params in [implementation.heuristic(call), *sampled(implementation.space(call), case)]:
         used = used_memory(lambda *args, params=params: implementation.forward(call, *args, params=params)[0], *args)
-        assert max(used) <= implementation.memory(call, params), params
+        # XLA keeps the short operands of the odd sizes in vector memory
+        check_estimate(implementation.memory(call, params), max(used), params, most=2 if case == "odd sizes" else 1.3)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("operation", ["rms_norm", "layer_norm"])
+def test_row_norms_compile_within_the_estimate(sharding, operation, backward):
+    implementation, call_type = (
+        (RmsNormPallas(), RmsNormCall) if operation == "rms_norm" else (LayerNormPallas(), LayerNormCall)
+    )
+    dim, residual = (4096, False) if operation == "rms_norm" else (1000, True)
+    call = call_type(
+        rows=16_001, dim=dim, dtype="bfloat16", eps=1e-6, residual=residual, platform="tpu", backward=backward
+    )
+
+    def like(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    x, vector, column = like(call.rows, dim), like(dim), like(call.rows, dtype="float32")
+    args = (x, vector) if operation == "rms_norm" else (x, vector, vector, x)
+    stats, out = (column, (x,)) if operation == "rms_norm" else ((column, column), (x, x))
+    for params in [implementation.heuristic(call), *sampled(implementation.space(call), operation)]:
+        if backward:
+            used = used_memory(
+                lambda stats, out, *args, params=params: implementation.backward(
+                    call, stats, out, out, *args, params=params
+                ),
+                *(stats, out, *args),
+            )
+        else:
+            used = used_memory(
+                lambda *args, params=params: implementation.forward(call, *args, params=params)[0], *args
+            )
+        check_estimate(row_norms.memory(call, params), max(used), params, most=2)

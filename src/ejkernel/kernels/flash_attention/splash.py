@@ -217,8 +217,8 @@ def clipped_blocks(queries: int, keys: int, blocks: tuple[int, int, int]) -> com
 def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> int:
     """Return an upper bound on the bytes of vector memory that a kernel of `params` takes.
 
-    It adds two of each window, the sums, and the intermediate values of one step. In 46 calls compiled for v5e and v6e,
-    no kernel took more; some took much less, because XLA keeps short arrays in vector memory anyway.
+    It adds two of each window, the sums, and the intermediate values. In 60 kernels compiled for v5e and v6e, none took
+    more. A kernel takes less if XLA keeps its arrays, because they are short, in vector memory anyway.
     """
     blocks = (params.block_q, params.block_kv, params.block_kv_compute)
     if isinstance(params, SplashParams):
@@ -231,34 +231,55 @@ def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -
 
 def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, value, per_row = _window(call, block)
+    arrays, value = _window(call, block)
     lse, sums = 8 * block.queries * LANES, 4 * block.queries * (2 * LANES + value)
-    step = 4 * block.compute * value + 4 * 4 * block.queries * block.compute
-    return arrays + per_row * block.queries + lse + sums + step
+    scores = 4 * block.queries * block.compute
+    if call.dtype != "bfloat16":
+        intermediates = 4 * scores + 4 * block.compute * value
+    else:
+        share = 0.7 if block.queries <= 256 else 1.25 if block.queries <= 512 else 1.75
+        share += 0.3 * (block.keys // block.compute - 1) + 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
+        intermediates = int(min(share, 4) * scores)
+    return arrays + _ids_memory(call, block.queries, masked=True) + lse + sums + intermediates
 
 
 def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bool) -> int:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, value, per_row = _window(call, block)
+    arrays, value = _window(call, block)
     size, head = jnp.dtype(call.dtype).itemsize, _lanes(call.query[3])
     out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
-    return arrays + per_row * block.keys + out + 3 * 4 * block.queries * block.compute
+    share = 1.35 + 0.3 * (block.keys // block.compute - 1) if _is_plain(call) else 3.0
+    intermediates = int(min(share, 3) * 4 * block.queries * block.compute)
+    return arrays + _ids_memory(call, block.keys, masked=False) + out + 192 * block.queries + intermediates
 
 
 def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, _, per_row = _window(call, block)
+    arrays, _ = _window(call, block)
     out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * _lanes(call.query[3])
-    return arrays + per_row * block.queries + out + 2 * 4 * block.queries * block.keys
+    scores = 4 * block.queries * block.keys
+    return arrays + _ids_memory(call, block.queries, masked=True) + out + (1 if _is_plain(call) else 2) * scores
 
 
-def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int, int]:
-    """Return the bytes of query, key, value and output windows, the value's lanes, and the bytes of ids by row."""
+def _is_plain(call: AttentionCall) -> bool:
+    """Return whether the compiler's intermediate values were measured: without ids and cap, in bfloat16."""
+    return call.dtype == "bfloat16" and not _has_ids(call) and call.rules.soft_cap is None
+
+
+def _has_ids(call: AttentionCall) -> bool:
+    return call.segments or call.query_lengths or call.key_lengths or call.rules.right != 0  # padding has ids, too
+
+
+def _ids_memory(call: AttentionCall, rows: int, *, masked: bool) -> int:
+    """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
+    has_mask = masked and (call.rules.left is not None or call.rules.right is not None)
+    return (2 * 4 * LANES * (_has_ids(call) + has_mask) + 64 * _has_ids(call)) * rows
+
+
+def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int]:
+    """Return the bytes of the windows of query, key, value and output, and the value's lanes."""
     head, value = _lanes(call.query[3]), _lanes(call.value[3])
-    arrays = 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value)
-    has_ids = call.segments or call.query_lengths or call.key_lengths
-    has_mask = call.rules.left is not None or call.rules.right is not None
-    return arrays, value, 2 * 4 * LANES * (has_ids + has_mask) + 64 * has_ids
+    return 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value), value
 
 
 def _lanes(size: int) -> int:

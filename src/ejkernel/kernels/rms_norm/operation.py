@@ -69,6 +69,7 @@ class RmsNorm(RowNorm[RmsNormConfig, RmsNormCall]):
         {
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
+            "pallas": LazyImplementation(f"{__package__}.pallas:Pallas", platforms=("tpu",)),
         }
     )
 

@@ -105,6 +105,7 @@ def _preferred(call: AttentionCall) -> Iterator[Any]:
     elif wide:
         yield ForwardParams(block_q=2048, chunk=2048, rows=2048, unroll=1, sum_by_product=sums)
     else:
+        yield ForwardParams(block_q=4096, chunk=1024, rows=512, strip=256, sum_by_product=sums)
         yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, sum_by_product=sums)
     yield ForwardParams(strip=256, sum_by_product=sums)
 
@@ -137,8 +138,8 @@ def _candidates(call: AttentionCall) -> Iterable[Any]:
     else:
         for (q, chunk), strip, unroll, flag in itertools.product(_FORWARD_BLOCKS, strips, (2, 4), flags):
             yield ForwardParams(block_q=q, chunk=chunk, rows=q, strip=strip, unroll=unroll, sum_by_product=flag)
-        for unroll in (1, 2):
-            yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, unroll=unroll)
+        for q in (2048, 4096):
+            yield ForwardParams(block_q=q, chunk=1024, rows=512, strip=256)
     fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
     residents = (None,) if fits_whole else _RESIDENT
     blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024), (512, 512))

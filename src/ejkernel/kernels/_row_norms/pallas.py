@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation on TPUs, which reads each block of rows once; subclasses supply the formula.
+
+XLA's fusions read the rows again for each statistic: `benchmarks/results/norms_tpu.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from .common import RowNormCall
+from .plan import Formula
+
+CallT = TypeVar("CallT", bound=RowNormCall)
+
+# Rows of one tile of vector memory, by dtype.
+_TILE = {"float32": 8, "bfloat16": 16}
+_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
+_SUMS = 8  # rows of the sums over rows: one tile of float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PallasParams:
+    """Parameters of a forward or backward.
+
+    Attributes:
+        block_rows: Rows per block, a multiple of 8, or of 16 in bfloat16.
+    """
+
+    block_rows: int = 64
+
+    def __post_init__(self) -> None:
+        if type(self.block_rows) is not int or self.block_rows < _SUMS or self.block_rows % _SUMS:
+            raise ConfigError(f"block_rows must be a multiple of {_SUMS}, got {self.block_rows!r}; try 64.")
+
+
+class Pallas(Implementation[CallT], Generic[CallT]):
+    """Normalises rows, and sums gradients, in vector memory."""
+
+    name = "pallas"
+    params = PallasParams
+
+    def formula(self, call: CallT) -> Formula:
+        """Return the formula of a row."""
+        raise NotImplementedError
+
+    def unsupported(self, call: CallT) -> str | None:
+        """Return why the kernels do not support `call`, with an alternative; `None` if they do."""
+        if call.platform not in (None, "tpu"):
+            device = call.device_fingerprint or call.platform
+            return f"implementation='pallas' needs a TPU, and this call is for {device}; use 'xla'."
+        if not is_known(call.all_rows, call.dim) or not call.rows:
+            return "it needs a known number of rows, at least 1; use 'xla'."
+        if call.dtype not in _TILE:
+            return f"x has dtype {call.dtype}, and 'pallas' takes {' and '.join(_TILE)}; cast it, or use 'xla'."
+        if memory(call, PallasParams(block_rows=_TILE[call.dtype])) > _MEMORY:
+            return f"x has rows of {call.dim} elements, and 'pallas' keeps {_TILE[call.dtype]} in memory; use 'xla'."
+        if call.partitioned:
+            return (
+                "'pallas' in a program that XLA partitions would gather x; call it inside jax.shard_map, or use 'xla'."
+            )
+        return None
+
+    def preference(self, call: CallT) -> int:
+        """Rank behind `xla`: no TPU has measured these kernels for us."""
+        return -1
+
+    def params_fault(self, call: CallT, params: PallasParams) -> str | None:
+        """Return why the kernel cannot use this block size; `None` if it can."""
+        tile, needed = _TILE[call.dtype], memory(call, params)
+        if params.block_rows % tile:
+            return f"block_rows must be a multiple of {tile} for {call.dtype}."
+        if needed > _MEMORY:
+            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
+        return None
+
+    def heuristic(self, call: CallT) -> PallasParams:
+        """Return the largest block of `space`."""
+        return self.space(call)[-1]
+
+    def space(self, call: CallT) -> list[PallasParams]:
+        """Return the block sizes that fit in memory and are not larger than all rows need."""
+        tile = _TILE[call.dtype]
+        found = [PallasParams(block_rows=tile << power) for power in range(8)]
+        found = [params for params in found if params.block_rows == tile or params.block_rows < 2 * call.rows]
+        return [params for params in found if self.params_fault(call, params) is None]
+
+    def forward(self, call: CallT, /, *args: Any, params: PallasParams) -> tuple[Any, Any]:
+        """Return the output, and the statistics of each row."""
+        formula, shape = self.formula(call), args[0].shape
+        x, *vectors, residual = unify_varying(args if call.residual else (*args, None))
+        rows = [x] if residual is None else [x, residual]
+        launch = _Launch(call, params, x)
+        found = launch(
+            functools.partial(_normalize, formula=formula),
+            [*map(launch.rows, rows), *map(launch.vector, _given(vectors))],
+            [launch.row_shape(x.dtype)] * len(rows) + [launch.column_shape()] * (1 + formula.centred),
+        )
+        outs, stats = [out.reshape(shape) for out in found[: len(rows)]], found[len(rows) :]
+        stats = [one.reshape(shape[:-1]) for one in stats]
+        return (tuple(outs) if call.residual else outs[0]), (tuple(stats) if formula.centred else stats[0])
+
+    def backward(
+        self, call: CallT, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: PallasParams
+    ) -> tuple[jax.Array | None, ...]:
+        """Return the gradients."""
+        formula = self.formula(call)
+        # The forward returned the normalised sum: the backward reads it instead of its terms.
+        x, *vectors, _ = args if call.residual else (*args, None)
+        stats = residuals if formula.centred else (residuals,)
+        given = (out[1] if call.residual else x, *cotangents, *_given(vectors)[:1], *stats)
+        arrays = unify_varying(given)
+        several, weights = 1 + len(cotangents), len(given) - 1 - len(cotangents) - len(stats)
+        launch = _Launch(call, params, arrays[0])
+        dx, *sums = launch(
+            functools.partial(_differentiate, formula=formula, total=call.rows),
+            [
+                *map(launch.rows, arrays[:several]),
+                *map(launch.vector, arrays[several : several + weights]),
+                *map(launch.column, arrays[several + weights :]),
+            ],
+            [launch.row_shape(x.dtype)] + [launch.sum_shape()] * (weights + formula.bias),
+        )
+        totals = iter([found.sum(axis=0) for found in sums])
+        gradients = [None if v is None else next(totals).astype(v.dtype) for v in vectors]
+        dx = dx.reshape(x.shape)
+        return (dx, *gradients, dx) if call.residual else (dx, *gradients)
+
+
+def memory(call: RowNormCall, params: PallasParams) -> int:
+    """Return an upper bound on the bytes of vector memory: two of each window, and float32 intermediates."""
+    dim, size = -(-call.dim // 128) * 128, jnp.dtype(call.dtype).itemsize
+    arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual
+    columns = 2 * 2 * 4 * 128 * params.block_rows
+    vectors = 2 * 4 * _SUMS * dim * (4 if call.backward else 2)
+    return params.block_rows * dim * (2 * size * arrays + (12 if call.backward else 8)) + columns + vectors
+
+
+def _given(vectors: Sequence[Any]) -> list[Any]:
+    return [vector for vector in vectors if vector is not None]
+
+
+class _Launch:
+    """One launch over blocks of rows: adds arrays and results with their block specifications."""
+
+    def __init__(self, call: RowNormCall, params: PallasParams, x: Any) -> None:
+        self._sizes, self._block = (call.rows, call.dim), params.block_rows
+        # Under `shard_map` the type of a result includes the mesh axes over which it varies.
+        self._struct = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+    def __call__(self, kernel: Any, given: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]]) -> list[Any]:
+        found = pl.pallas_call(
+            kernel,
+            grid=(pl.cdiv(self._sizes[0], self._block),),
+            in_specs=[spec for _, spec in given],
+            out_specs=[spec for _, spec in results],
+            out_shape=[shape for shape, _ in results],
+            name="row_norm",
+        )(*(array for array, _ in given))
+        return list(found)
+
+    def rows(self, x: Any) -> tuple[Any, Any]:
+        return x.reshape(self._sizes), self._spec(self._sizes[1])
+
+    def column(self, x: Any) -> tuple[Any, Any]:
+        return x.reshape(self._sizes[0], 1), self._spec(1)
+
+    def vector(self, x: Any) -> tuple[Any, Any]:
+        return x[None], pl.BlockSpec((1, self._sizes[1]), lambda i: (0, 0))
+
+    def row_shape(self, dtype: Any) -> tuple[Any, Any]:
+        return self._struct(self._sizes, dtype), self._spec(self._sizes[1])
+
+    def column_shape(self) -> tuple[Any, Any]:
+        return self._struct((self._sizes[0], 1), jnp.float32), self._spec(1)
+
+    def sum_shape(self) -> tuple[Any, Any]:
+        shape = (_SUMS, self._sizes[1])
+        return self._struct(shape, jnp.float32), pl.BlockSpec(shape, lambda i: (0, 0))
+
+    def _spec(self, columns: int) -> Any:
+        return pl.BlockSpec((self._block, columns), lambda i: (i, 0))
+
+
+def _normalize(*refs: Any, formula: Formula) -> None:
+    left = list(refs)
+    x = left.pop(0)[...]
+    if formula.residual:
+        x = x + left.pop(0)[...]
+    weight = None if formula.weight is None else left.pop(0)[...].astype(jnp.float32) + formula.weight
+    bias = left.pop(0)[...].astype(jnp.float32) if formula.bias else None
+    out, *left = left
+    if formula.residual:
+        left.pop(0)[...] = x
+    normal = x.astype(jnp.float32)
+    if formula.centred:
+        mean = normal.mean(axis=-1, keepdims=True)
+        left.pop(0)[...] = mean
+        normal = normal - mean
+    scale = lax.rsqrt((normal * normal).mean(axis=-1, keepdims=True) + formula.eps)
+    left.pop(0)[...] = scale
+    normal = normal * scale
+    normal = normal if weight is None else normal * weight
+    out[...] = (normal if bias is None else normal + bias).astype(out.dtype)
+
+
+def _differentiate(*refs: Any, formula: Formula, total: int) -> None:
+    left = list(refs)
+    x, dout = left.pop(0)[...].astype(jnp.float32), left.pop(0)[...].astype(jnp.float32)
+    dsum = left.pop(0)[...] if formula.residual else None
+    weight = None if formula.weight is None else left.pop(0)[...].astype(jnp.float32) + formula.weight
+    centred = x - left.pop(0)[...] if formula.centred else x
+    scale = left.pop(0)[...]
+    dx, *sums = left
+    normal = centred * scale
+    dnormal = dout if weight is None else dout * weight
+    found = dnormal - normal * (dnormal * normal).mean(axis=-1, keepdims=True)
+    if formula.centred:
+        found = found - dnormal.mean(axis=-1, keepdims=True)
+    found = (found * scale).astype(dx.dtype)
+    dx[...] = found if dsum is None else found + dsum
+    terms = [*([] if weight is None else [dout * normal]), *([dout] if formula.bias else [])]
+    # Rows behind the last one may hold anything.
+    inside = pl.program_id(0) * x.shape[0] + lax.broadcasted_iota(jnp.int32, x.shape, 0) < total
+    for ref, term in zip(sums, terms, strict=True):
+        _add(ref, jnp.where(inside, term, 0) if total % x.shape[0] else term)
+
+
+def _add(ref: Any, term: Any) -> None:
+    """Add the rows of a block to eight running sums."""
+    part = term.reshape(-1, _SUMS, term.shape[1]).sum(axis=0)
+    first = pl.program_id(0) == 0
+
+    @pl.when(first)
+    def _() -> None:
+        ref[...] = part
+
+    @pl.when(~first)
+    def _() -> None:
+        ref[...] += part
