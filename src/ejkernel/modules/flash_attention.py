@@ -94,6 +94,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Literal[False] = False,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -122,6 +125,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Literal[True],
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -150,6 +156,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Flag,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -178,6 +187,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Flag = False,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -269,6 +281,8 @@ def flash_attention(
             "deterministic": deterministic,
             "return_lse": return_lse,
         }
+    if not (axis_name is gather_keys is None and zigzag is False):
+        more |= {"axis_name": axis_name, "zigzag": zigzag, "gather_keys": gather_keys}
     found = run(
         *arrays,
         causal=causal,
