@@ -251,6 +251,14 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         """Return the arguments of a shard; its queries see the keys of all shards of the sequence."""
         return args, options | ({"axis_name": part.axes("queries")} if part.is_split("queries") else {})
 
+    def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call on one shard of the sequence as the call without the other shards, whose configuration it uses.
+
+        The other blocks of the call have its size or less.
+        """
+        options = inv.abstract_kwargs
+        return inv.abstract_args, {name: x for name, x in options.items() if name not in arguments.CONTEXT}
+
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the cost of the forward: two products for every pair that the static rules make visible.
 
@@ -279,7 +287,7 @@ class BucketedFlashAttention(FlashAttention):
 
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
-        own, options = inv.abstract_args, inv.abstract_kwargs
+        own, options = super().bucket(inv)
         query, key, value, bias, mask, segments, *others = all_arguments(own)
         rounded = (
             *(bucketed(x, 1) for x in (query, key, value)),
