@@ -263,6 +263,17 @@ def canonical_context(
     return {name: value for name, value in found.items() if value not in (None, False) or name == "gather_keys"}
 
 
+def check_axis(axis_name: Any) -> None:
+    """Raise unless the program is inside a `shard_map` over these mesh axes."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except (NameError, TypeError) as error:
+        raise ArgumentError(
+            f"axis_name must be a mesh axis of an enclosing jax.shard_map, or several, got {axis_name!r}; under jit "
+            "over a mesh, leave it out."
+        ) from error
+
+
 def _cast(x: Any, dtype: Any) -> Any:
     if x is None or x.dtype == dtype:
         return x

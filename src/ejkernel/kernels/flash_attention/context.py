@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ejkernel import compat
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import Tree, unify_varying
+from ejkernel.ops.errors import ArgumentError
 
 from .common import EMPTY_ROW_LSE, Operands, Residuals, accumulator, returned_lse
 
@@ -46,9 +47,10 @@ class Keys(NamedTuple):
     value: jax.Array
     segments: jax.Array | None
 
-    def columns(self, columns: slice) -> Keys:
+    def part(self, columns: slice) -> Keys:
         """Return some of the keys."""
-        return jax.tree.map(lambda x: x[:, columns], self)
+        found: Keys = jax.tree.map(lambda x: x[:, columns], self)
+        return found
 
 
 class Block(NamedTuple):
@@ -75,11 +77,8 @@ class Pull(Protocol):
         """Return the gradients of query, key and value, from the cotangents of the output and the log-sum-exp."""
 
 
-class Visit(Protocol):
-    """The computation of a block in one direction."""
-
-    def __call__(self, operands: Operands, block: Block, state: State) -> tuple[State, Sums]:
-        """Return the new state, and the gradients of the keys in `operands`, which has the rows and columns."""
+Visit = Callable[[Operands, Block, State], tuple[State, Sums]]
+"""The computation of a block, whose rows and columns the operands have: `(operands, block, state) -> (state, sums)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,10 @@ class Context:
             return self._back(out, 1), self._back(lse, 2)
         dtype = accumulator(operands.query.dtype)
         batch, length, heads, _ = operands.query.shape
-        empty = jnp.zeros((batch, length, heads, operands.value.shape[3]), dtype), jnp.full((batch, heads, length), -jnp.inf, dtype)
+        empty = (
+            jnp.zeros((batch, length, heads, operands.value.shape[3]), dtype),
+            jnp.full((batch, heads, length), -jnp.inf, dtype),
+        )
 
         def visit(given: Operands, block: Block, state: State) -> tuple[State, Sums]:
             return _combined(state, block.rows, self.attend(given, block.sides)), ()
@@ -124,7 +126,7 @@ class Context:
             residuals: Output and log-sum-exp of this device's queries, over all keys and including sinks.
             cotangents: Those of the output and, if it is a result, of the log-sum-exp.
         """
-        rows = (*residuals, *cotangents)
+        rows = [*residuals, *cotangents]
         if self._wants_natural_order:
             rows = [self._forth(x, axis) for x, axis in zip(rows, _LENGTH_AXES, strict=False)]
             found = self._natural.backward(self._reordered(operands), (rows[0], rows[1]), rows[2:])
@@ -165,8 +167,8 @@ class Context:
 
         Each device has one piece of even number and one of odd number, in both orders.
         """
-        even, odd = self._swapped(*jnp.split(x, 2, axis))
-        return jnp.concatenate([self._permuted(piece, moves) for piece, moves in zip((even, odd), self._moves(), strict=True)], axis)
+        pieces = zip(self._swapped(*jnp.split(x, 2, axis)), self._moves(), strict=True)
+        return jnp.concatenate([self._permuted(piece, moves) for piece, moves in pieces], axis)
 
     def _back(self, x: jax.Array, axis: int) -> jax.Array:
         """Return this device's shard in zig-zag order, given its shard in natural order."""
@@ -185,8 +187,9 @@ class Context:
         is_even = lax.axis_index(self.axes) % 2 == 0
         return jnp.where(is_even, first, second), jnp.where(is_even, second, first)
 
-    def _permuted(self, tree: Any, moves: Sequence[tuple[int, int]]) -> Any:
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, list(moves)), tree)
+    def _permuted(self, x: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+        permuted: jax.Array = lax.ppermute(x, self.axes, moves)
+        return permuted
 
 
 _BALANCED: tuple[Sides, ...] = ((None, None), (None, 0))  # full and causal attention
@@ -232,13 +235,18 @@ class _Walk:
         return Keys(self.operands.key, self.operands.value, self.operands.key_segments)
 
     @property
-    def everywhere(self) -> slice:
-        """All rows; or all columns, if there are as many of them."""
+    def rows(self) -> slice:
+        """All rows."""
         return slice(0, self.operands.query.shape[1])
+
+    @property
+    def columns(self) -> slice:
+        """All columns of a shard."""
+        return slice(0, self.operands.key.shape[1])
 
     def everything(self, state: State) -> tuple[State, Sums]:
         """Return the state after all blocks, and the gradients of this device's keys."""
-        _, state, sums = unify_varying((self.operands, state, self.blank(self.keys)))
+        state, sums = self._varying(state, self.blank(self.keys))
         if self.sides not in _BALANCED:
             return self._bands(state, sums)
         return self._gathered(state, sums) if self._gathers else self._ring(state, sums)
@@ -250,61 +258,45 @@ class _Walk:
             state, sums, keys = carry
             sums = self._shifted(sums, 1)
             following = keys if last else self._shifted(keys, 1)  # while this device computes
-            return *self._step((self.index - number) % self.count, keys, state, sums), following
+            shard = (self.index - number) % self.count
+            return *self._step(*self._blocks(shard), keys, self._key_lengths(shard), state, sums), following
 
         following = self._shifted(self.keys, 1)
-        state, sums = self._own(state, sums)
-        carry = state, sums, following
+        carry = *self._own(state, sums), following
         if self.count > 2:
             carry = lax.fori_loop(1, self.count - 1, step, carry)
-        state, sums, _ = step(self.count - 1, carry, last=True)
-        return state, self._shifted(sums, 1)
+        if self.count > 1:
+            carry = step(self.count - 1, carry, last=True)
+        return carry[0], self._shifted(carry[1], 1)
 
-    def _step(self, shard: Any, keys: Keys, state: State, sums: Sums) -> tuple[State, Sums]:
-        """Visit the visible blocks of another shard."""
-
-        def run(block: Block) -> Callable[..., Any]:
-            def visited(keys: Keys, state: State, sums: Sums) -> Any:
-                part = keys.columns(block.columns)
-                state, added = self._visited(block, part, self._key_lengths(shard, block.columns), state)
-                return unify_varying((self.index, state, _all_added(sums, added, block.columns)))[1:]
-
-            return visited
-
-        half, everywhere = self.operands.query.shape[1] // 2, self.everywhere
-        columns = slice(0, keys.key.shape[1])
-        blocks, choice = [Block(everywhere, columns)], jnp.int32(1)
-        if self.sides[1] == 0 and self.context.zigzag:
-            blocks = [Block(everywhere, slice(0, half)), Block(slice(half, everywhere.stop), columns)]
-            choice = jnp.where(shard < self.index, 1, 2)
-        elif self.sides[1] == 0:
-            choice = jnp.where(shard < self.index, 1, 0)
-        choice = jnp.where(self._is_visible(keys, self._key_lengths(shard, columns)), choice, 0)
-        skip: Callable[..., Any] = lambda keys, state, sums: (state, sums)  # noqa: E731
-        return lax.switch(choice, [skip, *map(run, blocks)], keys, state, sums)
+    def _blocks(self, shard: Any) -> tuple[Any, list[Block]]:
+        """Return the possible blocks of another shard, and the number of the visible one; 0 for none."""
+        half, rows, columns = self.rows.stop // 2, self.rows, self.columns
+        if self.sides[1] is None:
+            return 1, [Block(rows, columns)]
+        if not self.context.zigzag:
+            return jnp.where(shard < self.index, 1, 0), [Block(rows, columns)]
+        blocks = [Block(rows, slice(0, half)), Block(slice(half, rows.stop), columns)]
+        return jnp.where(shard < self.index, 1, 2), blocks
 
     # --- windows ---
 
     def _bands(self, state: State, sums: Sums) -> tuple[State, Sums]:
-        bands = []
-        for distance in range(1 - self.count, self.count):
-            block = None if distance == 0 else _band(self.sides, distance, self.operands.query.shape[1])
-            if block is not None:  # each shard's part, directly from its owner
-                bands.append((distance, block, self._shifted(self.keys.columns(block.columns), -distance, wraps=False)))
+        found = [(d, _band(self.sides, d, self.rows.stop)) for d in range(1 - self.count, self.count) if d]
+        # each shard's part comes directly from its owner
+        bands = [
+            (distance, band, self._shifted(self.keys.part(band.columns), -distance, wraps=False))
+            for distance, band in found
+            if band is not None
+        ]
         state, sums = self._own(state, sums)
-        for distance, block, part in bands:
+        for distance, (rows, columns, sides), part in bands:
             shard = self.index + distance
-            lengths = self._key_lengths(shard, block.columns)
-
-            def run(part: Keys, state: State) -> Any:
-                return unify_varying((self.index, *self._visited(block, part, lengths, state)))[1:]
-
-            def skip(part: Keys, state: State) -> Any:
-                return unify_varying((self.index, state, self.blank(part)))[1:]
-
-            there = (shard >= 0) & (shard < self.count) & self._is_visible(part, lengths)
-            state, added = lax.cond(there, run, skip, part, state)
-            sums = _all_added(sums, self._shifted(added, distance, wraps=False), block.columns)
+            choice = jnp.where((shard >= 0) & (shard < self.count), 1, 0)
+            block = Block(rows, slice(0, columns.stop - columns.start), sides)
+            lengths = _within(self._key_lengths(shard), columns)
+            state, added = self._step(choice, [block], part, lengths, state, self.blank(part))
+            sums = _all_added(sums, self._shifted(added, distance, wraps=False), columns)
         return state, sums
 
     # --- gathered keys ---
@@ -316,79 +308,90 @@ class _Walk:
         return self.count * (self.operands.key.size + self.operands.value.size) <= self.operands.query.size
 
     def _gathered(self, state: State, sums: Sums) -> tuple[State, Sums]:
-        axes, order = self.context.axes, self._natural_order()
+        axes, zigzag = self.context.axes, self.context.zigzag
         whole = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=1, tiled=True), self.keys)
-        whole = whole if order is None else jax.tree.map(lambda x: _pieces(x, order), whole)
+        whole = from_zigzag(whole, self.count) if zigzag else whole
         every = slice(0, whole.key.shape[1])
-        _, far = unify_varying((self.index, self.blank(whole)))
-        if self.sides == (None, None):
-            state, added = self._visited(Block(self.everywhere, every), whole, self.operands.key_lengths, state)
-            far = _all_added(far, added, every)
+        state, far = self._varying(state, self.blank(whole))
+        if self.sides[1] is None:
+            state, far = self._visited(Block(self.rows, every), whole, self.operands.key_lengths, state, far)
         for rows, start in self._starts() if self.sides[1] == 0 else ():
-            own = self.keys.columns(rows)
-            state, added = self._visited(Block(rows, rows, self.sides), own, self._key_lengths(self.index, rows), state)
-            sums = _all_added(sums, added, rows)
-            before = jnp.broadcast_to(start, (self.operands.query.shape[0],)).astype(jnp.int32)
+            own = Block(rows, rows, self.sides)
+            state, sums = self._visited(own, self.keys, self._key_lengths(self.index), state, sums)
+            before = jnp.full(self.operands.query.shape[:1], start, jnp.int32)
             if self.operands.key_lengths is not None:
                 before = jnp.minimum(before, self.operands.key_lengths)
-            state, added = self._visited(Block(rows, every), whole, before, state)
-            far = _all_added(far, added, every)
-        if order is not None:
-            far = jax.tree.map(lambda x: _pieces(x, [order.index(piece) for piece in range(len(order))]), far)
+            state, far = self._visited(Block(rows, every), whole, before, state, far)
+        far = to_zigzag(far, self.count) if zigzag else far
         far = jax.tree.map(lambda x: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True), far)
         return state, jax.tree.map(jnp.add, sums, far)
-
-    def _natural_order(self) -> list[int] | None:
-        """Return the place of each piece among the gathered ones; `None` if they are in order."""
-        if not self.context.zigzag:
-            return None
-        pieces = zigzag_pieces(self.count)
-        return [pieces.index(piece) for piece in range(len(pieces))]
 
     # --- blocks ---
 
     def _own(self, state: State, sums: Sums) -> tuple[State, Sums]:
-        columns = slice(0, self.operands.key.shape[1])
-        block = Block(self.everywhere, columns, self.sides)
-        state, added = self._visited(block, self.keys, self._key_lengths(self.index, columns), state)
-        state, sums = state, _all_added(sums, added, columns)
-        return unify_varying((self.index, state, sums))[1:]
+        return self._visited(
+            Block(self.rows, self.columns, self.sides), self.keys, self._key_lengths(self.index), state, sums
+        )
 
-    def _visited(self, block: Block, keys: Keys, key_lengths: jax.Array | None, state: State) -> tuple[State, Sums]:
-        own = self.operands
+    def _step(
+        self, choice: Any, blocks: Sequence[Block], keys: Keys, lengths: jax.Array | None, state: State, sums: Sums
+    ) -> tuple[State, Sums]:
+        """Visit one of several blocks; none if `choice` is 0, or if segments or lengths hide all keys."""
+
+        def visiting(block: Block) -> Callable[..., Any]:
+            return lambda keys, lengths, state, sums: self._visited(block, keys, lengths, state, sums)
+
+        def skip(keys: Keys, lengths: jax.Array | None, state: State, sums: Sums) -> tuple[State, Sums]:
+            return self._varying(state, sums)
+
+        choice = jnp.where(self._is_visible(keys, lengths), choice, 0)
+        found: tuple[State, Sums] = lax.switch(choice, [skip, *map(visiting, blocks)], keys, lengths, state, sums)
+        return found
+
+    def _visited(
+        self, block: Block, keys: Keys, lengths: jax.Array | None, state: State, sums: Sums
+    ) -> tuple[State, Sums]:
+        """Visit a block of these keys, of which each example has so many."""
+        own, part = self.operands, keys.part(block.columns)
         given = own._replace(
             query=own.query[:, block.rows],
-            key=keys.key,
-            value=keys.value,
+            key=part.key,
+            value=part.value,
             query_segments=None if own.query_segments is None else own.query_segments[:, block.rows],
-            key_segments=keys.segments,
-            query_lengths=self._local(own.query_lengths, self.index, block.rows, own.query.shape[1]),
-            key_lengths=key_lengths,
+            key_segments=part.segments,
+            query_lengths=_within(self._local(own.query_lengths, self.index, self.rows), block.rows),
+            key_lengths=_within(lengths, block.columns),
         )
-        return self.visit(given, block, state)
+        state, added = self.visit(given, block, state)
+        return self._varying(state, _all_added(sums, added, block.columns))
 
-    def _is_visible(self, keys: Keys, key_lengths: jax.Array | None) -> jax.Array:
+    def _varying(self, state: State, sums: Sums) -> tuple[State, Sums]:
+        """Return both with the types of all branches and steps: varying over all axes."""
+        _, state, sums = unify_varying((self.operands, state, sums))
+        return state, sums
+
+    def _is_visible(self, keys: Keys, lengths: jax.Array | None) -> jax.Array:
         """Return whether segments and lengths let any query see any key."""
-        visible = jnp.bool_(True)
-        if key_lengths is not None:
-            visible &= jnp.any(key_lengths > 0)
+        visible: jax.Array = jnp.bool_(True)
+        if lengths is not None:
+            visible &= jnp.any(lengths > 0)
         own = self.operands.query_segments
         if own is not None and keys.segments is not None:
-            apart = (keys.segments.max(1) < own.min(1)) | (own.max(1) < keys.segments.min(1))
-            visible &= ~jnp.all(apart)
+            visible &= jnp.any((keys.segments.max(1) >= own.min(1)) & (own.max(1) >= keys.segments.min(1)))
         return visible
 
-    def _key_lengths(self, shard: Any, columns: slice) -> jax.Array | None:
-        return self._local(self.operands.key_lengths, shard, columns, self.operands.key.shape[1])
+    def _key_lengths(self, shard: Any) -> jax.Array | None:
+        return self._local(self.operands.key_lengths, shard, self.columns)
 
-    def _local(self, lengths: jax.Array | None, shard: Any, part: slice, length: int) -> jax.Array | None:
-        """Return how many entries of a part of a shard are within the lengths of the whole sequences."""
+    def _local(self, lengths: jax.Array | None, shard: Any, entries: slice) -> jax.Array | None:
+        """Return how many entries of a shard are within the lengths of the whole sequences."""
         if lengths is None:
             return None
-        # the entries of a shard ascend, so those within a length come first
-        size = length // len(self._numbers(shard))
-        within = sum(jnp.clip(lengths - number * size, 0, size) for number in self._numbers(shard))
-        return jnp.clip(within - part.start, 0, part.stop - part.start).astype(lengths.dtype)
+        numbers = self._numbers(shard)
+        size = entries.stop // len(numbers)
+        # the positions in a shard ascend, so those within a length come first
+        counts = [jnp.clip(lengths - number * size, 0, size) for number in numbers]
+        return sum(counts[1:], counts[0]).astype(lengths.dtype)
 
     def _numbers(self, shard: Any) -> list[Any]:
         """Return the numbers of a shard's pieces."""
@@ -407,9 +410,52 @@ class _Walk:
         return jax.tree.map(lambda x: lax.ppermute(x, self.context.axes, moves), tree)
 
 
-def zigzag_pieces(count: int) -> list[int]:
-    """Return the numbers of the pieces in zig-zag order, for so many devices."""
-    return [piece for i in range(count) for piece in (i, 2 * count - 1 - i)]
+def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
+    """Return arrays with their sequences in zig-zag order, for `flash_attention(..., axis_name=..., zigzag=True)`.
+
+    The sequence is cut into `2 * devices` pieces, and device `i` gets the pieces `i` and `2 * devices - 1 - i`. Reorder
+    everything that belongs to tokens, before it is sharded: tokens, targets, segment ids and positions, e.g.
+    `to_zigzag(jnp.arange(length), devices, axis=0)`.
+
+    Args:
+        tree: Arrays, of NumPy or JAX.
+        devices: The number of devices that share a sequence.
+        axis: The axis of the sequence in each array.
+
+    Raises:
+        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+    """
+    return _reordered(tree, _zigzag_pieces(devices), axis)
+
+
+def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
+    """Return arrays in natural order: the inverse of `to_zigzag`, with the same arguments."""
+    return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
+
+
+def _zigzag_pieces(devices: int) -> list[int]:
+    return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
+    """Return arrays with the pieces of one axis in another order."""
+
+    def reordered(x: Any) -> Any:
+        at, length = axis % x.ndim, x.shape[axis]
+        if length % len(order):
+            raise ArgumentError(
+                f"axis {axis} of each array must be divisible by 2 * devices = {len(order)}, got shape "
+                f"{tuple(x.shape)}; pad the sequence."
+            )
+        pieces = x.reshape(*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
+        return pieces.take(np.asarray(order), axis=at).reshape(x.shape)
+
+    found: Tree = jax.tree.map(reordered, tree)
+    return found
 
 
 def _band(sides: Sides, distance: int, length: int) -> Block | None:
@@ -449,15 +495,14 @@ def _rows(x: jax.Array, rows: slice, axis: int) -> jax.Array:
     return lax.slice_in_dim(x, rows.start, rows.stop, axis=axis)
 
 
+def _within(lengths: jax.Array | None, part: slice) -> jax.Array | None:
+    """Return how many entries of a part are within lengths of the whole."""
+    return None if lengths is None else jnp.clip(lengths - part.start, 0, part.stop - part.start)
+
+
 def _added(whole: jax.Array, part: jax.Array, where: slice) -> jax.Array:
     return whole.at[:, where].add(part.astype(whole.dtype))
 
 
 def _all_added(sums: Sums, added: Sums, columns: slice) -> Sums:
     return jax.tree.map(lambda whole, part: _added(whole, part, columns), sums, added)
-
-
-def _pieces(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Return the pieces of a sequence in another order."""
-    pieces = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
-    return pieces[:, jnp.asarray(order)].reshape(x.shape)
