@@ -226,7 +226,7 @@ def test_what_a_sharded_sequence_does_not_support_is_an_error_with_the_fix(wrong
 
 
 def test_causal_attention_needs_as_many_queries_as_keys():
-    with pytest.raises(ArgumentError, match="query must have key's length with axis_name and a causal mask.*7 and 8"):
+    with pytest.raises(ArgumentError, match=r"query must have key's length with axis_name and a causal mask.*7 and 8"):
         jax.eval_shape(over(4), *operands(28, keys=32))
     arrays = operands(keys=16)
     function = functools.partial(plain, causal=False)
