@@ -4,6 +4,8 @@
 from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from .flash_attention import flash_attention as flash_attention
+from .flash_attention import from_zigzag as from_zigzag
+from .flash_attention import to_zigzag as to_zigzag
 from .grouped_matmul import GroupedMatmul as GroupedMatmul
 from .grouped_matmul import GroupedMatmulActivation as GroupedMatmulActivation
 from .grouped_matmul import GroupedMatmulActivationConfig as GroupedMatmulActivationConfig
@@ -43,10 +45,12 @@ __all__ = [
     "RmsNorm",
     "RmsNormConfig",
     "flash_attention",
+    "from_zigzag",
     "grouped_matmul",
     "grouped_matmul_wgrad",
     "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
+    "to_zigzag",
     "token_log_probs",
 ]

@@ -9,8 +9,11 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from ejkernel.kernels.flash_attention import _arguments as arguments
 from ejkernel.kernels.flash_attention import _batches as batches
 from ejkernel.kernels.flash_attention._arguments import SlidingWindow
+from ejkernel.kernels.flash_attention.context import from_zigzag as from_zigzag
+from ejkernel.kernels.flash_attention.context import to_zigzag as to_zigzag
 from ejkernel.kernels.flash_attention.operation import FlashAttention as FlashAttention
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import bucketed_flash_attention as _bucketed_flash_attention
@@ -94,6 +97,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Literal[False] = False,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -122,6 +128,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Literal[True],
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -150,6 +159,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Flag,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -178,6 +190,9 @@ def flash_attention(
     precision: str | jax.lax.Precision | None = None,
     deterministic: Flag = False,
     return_lse: Flag = False,
+    axis_name: str | Sequence[str] | None = None,
+    zigzag: Flag = False,
+    gather_keys: Flag | None = None,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
@@ -219,6 +234,14 @@ def flash_attention(
         deterministic: Use only implementations with bitwise reproducible results, including gradients. It is implied
             if `XLA_FLAGS` contain `--xla_gpu_deterministic_ops`.
         return_lse: Return the log-sum-exp as well. It has a gradient.
+        axis_name: Inside `jax.shard_map`: the mesh axis, or several, over which the sequence is sharded. Query, key,
+            value and segment ids are then this device's shards, and lengths count tokens of the whole sequence. The
+            output is that of this device's queries over the keys of all devices. With the same number of queries and
+            keys, `jit` over a mesh needs no `axis_name`. `bias`, `attention_mask` and `dropout_rate` are not available.
+        zigzag: With `axis_name`: the sequence is in the order of `to_zigzag`, which balances causal attention.
+        gather_keys: With `axis_name`: whether every device receives all keys and values at once (`True`), or from its
+            neighbour in a ring, while it computes (`False`). By default it gathers if all keys and values are no larger
+            than one device's queries. A window exchanges only the keys inside it, in either case.
         implementation: An implementation (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`, `splash`, `pallas_tpu`), or
             several in order of preference; the call raises if none of them supports it. `None` leaves the choice to the
             configuration.
@@ -237,6 +260,8 @@ def flash_attention(
         UnsupportedError: `implementation` cannot run this call; the message says why. An unsupported platform is
             found when the program is lowered.
     """
+    if axis_name is not None:
+        arguments.check_axis(axis_name)
     run = _bucketed_flash_attention if bucket_lengths else _flash_attention
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
@@ -269,6 +294,8 @@ def flash_attention(
             "deterministic": deterministic,
             "return_lse": return_lse,
         }
+    if axis_name is not None or gather_keys is not None or zigzag is not False:
+        more |= {"axis_name": axis_name, "zigzag": zigzag, "gather_keys": gather_keys}
     found = run(
         *arrays,
         causal=causal,

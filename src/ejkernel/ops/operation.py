@@ -350,6 +350,26 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise ConfigError(f"{self._called(call)}: {params!r} is invalid for this call: {fault}")
         return Selected(chosen, call, params)
 
+    def _fitting(
+        self, cfg: OpCfg, args: tuple[Any, ...], options: Mapping[str, Any], *, backward: bool = False
+    ) -> OpCfg:
+        """Return `cfg`, found for another call, for this call; the heuristic replaces what does not run it.
+
+        Raises:
+            UnsupportedError: No implementation, or none of those that the caller requested, runs the call.
+        """
+        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
+        if not chosen.runs_everywhere(call):
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
+        if self.implementations.unsupported(chosen.name, call) is None:
+            fits = params is None or chosen.params_fault(call, params) is None
+            return cfg if fits else dataclasses.replace(cfg, **{"bwd" if backward else "fwd": None})
+        found, reasons = self._select(call, self._considered(options, call), anywhere=False)
+        if not found:
+            raise UnsupportedError(f"{self._called(call)}: {' '.join(reasons.values())}")
+        return self._config(found[0], call, self.implementations[found[0]].heuristic(call))
+
     def _fallback(
         self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
     ) -> Implementation[Any]:

@@ -218,6 +218,67 @@ def canonical_more(
     return {name: value for name, value in found.items() if value}
 
 
+CONTEXT = ("axis_name", "zigzag", "gather_keys")
+
+
+def canonical_context(
+    axis_name: Any, zigzag: Any, gather_keys: Any, arrays: Sequence[Any], mask: tuple[bool, Any]
+) -> dict[str, Any]:
+    """Return the options of a call on one shard of the sequence; none for a call on the whole sequence.
+
+    Args:
+        axis_name, zigzag, gather_keys: The options.
+        arrays: The canonical arrays.
+        mask: The result of `canonical_window`.
+    """
+    names = _axis_names(axis_name)
+    zigzag = canonical_flag("zigzag", zigzag)
+    gather = None if gather_keys is None else canonical_flag("gather_keys", gather_keys)
+    if not names:
+        for name, value in (("zigzag", zigzag or None), ("gather_keys", gather)):
+            if value is not None:
+                raise ArgumentError(f"{name} needs axis_name, the mesh axis of the sequence; got {name}={value}.")
+        return {}
+    query, key, _, bias, attention_mask, *_, dropout_key = arrays
+    for name, array, instead in (
+        ("bias", bias, "shard heads or examples instead"),
+        ("attention_mask", attention_mask, "use segment_ids or key_lengths instead"),
+        ("dropout_rate", dropout_key, "drop elsewhere, or shard heads or examples instead"),
+    ):
+        if array is not None:
+            raise ArgumentError(f"{name} is not available with a sharded sequence, axis_name={axis_name!r}; {instead}.")
+    queries, keys = query.shape[1], key.shape[1]
+    if queries != keys and mask != (False, None):
+        raise ArgumentError(
+            f"query must have key's length with axis_name and a causal mask or a window, got {queries} and {keys} on "
+            "each device; shard heads or examples instead."
+        )
+    if zigzag and (queries % 2 or keys % 2):
+        raise ArgumentError(
+            f"zigzag needs shards of even length, two pieces each; got {queries} queries and {keys} keys: pad them."
+        )
+    found = {"axis_name": names, "zigzag": zigzag, "gather_keys": gather}
+    return {name: value for name, value in found.items() if value not in (None, False) or name == "gather_keys"}
+
+
+def check_axis(axis_name: Any) -> None:
+    """Raise unless the program is inside a `shard_map` over these mesh axes."""
+    try:
+        jax.lax.axis_size(_axis_names(axis_name))
+    except NameError as error:
+        raise ArgumentError(
+            f"axis_name must be a mesh axis of an enclosing jax.shard_map, or several, got {axis_name!r}; under jit "
+            "over a mesh, leave it out."
+        ) from error
+
+
+def _axis_names(axis_name: Any) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else () if axis_name is None else axis_name
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"axis_name must be the name of a mesh axis, several names, or None; got {axis_name!r}.")
+    return tuple(names)
+
+
 def _cast(x: Any, dtype: Any) -> Any:
     if x is None or x.dtype == dtype:
         return x

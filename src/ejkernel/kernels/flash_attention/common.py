@@ -178,7 +178,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
         found = self.differentiate(operands._replace(sinks=None), (out, lse), dout, call.rules, params, **more)
-        dsinks = None if operands.sinks is None else _gradient_of_sinks(operands.sinks, out, lse, dout, dlse)
+        dsinks = gradient_of_sinks(operands.sinks, out, lse, (dout, *more.values()))
         return (*found, None, None, None, dsinks, None)[: len(args)]
 
 
@@ -199,12 +199,16 @@ def returned_lse(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == EMPTY_ROW_LSE, -jnp.inf, lse)
 
 
-def _gradient_of_sinks(
-    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-) -> jax.Array:
+def gradient_of_sinks(
+    sinks: jax.Array | None, out: jax.Array, lse: jax.Array, cotangents: Sequence[jax.Array]
+) -> jax.Array | None:
+    """Return the gradient of the sinks, given the cotangents of the output and, if it is a result, the log-sum-exp."""
+    if sinks is None:
+        return None
     # the sink's value is zero, so its gradient depends only on the product of output and cotangent
-    pull = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=lse.dtype)
-    pull = -pull if dlse is None else dlse - pull
+    pull = -jnp.einsum("bqhe,bqhe->bhq", out, cotangents[0], preferred_element_type=lse.dtype)
+    for dlse in cotangents[1:]:
+        pull += jnp.where(lse == EMPTY_ROW_LSE, 0, dlse.astype(lse.dtype))
     # rounding may leave a large log-sum-exp below the sink
     weight = jnp.exp(jnp.minimum(sinks.astype(lse.dtype)[None, :, None] - lse, 0))
     return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
@@ -220,6 +224,26 @@ def operands_of(args: Sequence[Any]) -> Operands:
     *main, segments, lengths, sinks, dropout_key = all_arguments(args)
     none = (None, None)
     return Operands._make([*main, *(segments or none), *(lengths or none), sinks, dropout_key])
+
+
+def arguments_of(operands: Operands) -> tuple[Any, ...]:
+    """Return operands as positional arguments of the operation, the inverse of `operands_of`."""
+    segments, lengths = (
+        None if all(x is None for x in pair) else pair
+        for pair in (
+            (operands.query_segments, operands.key_segments),
+            (operands.query_lengths, operands.key_lengths),
+        )
+    )
+    return without_trailing((*operands[:5], segments, lengths, operands.sinks, operands.dropout_key))
+
+
+def without_trailing(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the positional arguments of the operation that are part of a call's key."""
+    given = max((index for index, array in enumerate(args) if array is not None), default=0)
+    # The first six arguments existed from the start. Later ones are omitted at their default, so that earlier keys
+    # remain valid.
+    return args[: max(6, given + 1)]
 
 
 def describe(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,24 +14,41 @@ import numpy as np
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
-from .common import AttentionCall, Operands, Rules, all_arguments, describe, operands_of, returned_lse, visible_pairs
+from .common import (
+    AttentionCall,
+    Operands,
+    Residuals,
+    Rules,
+    all_arguments,
+    arguments_of,
+    describe,
+    gradient_of_sinks,
+    operands_of,
+    returned_lse,
+    visible_pairs,
+    with_sinks,
+    without_trailing,
+)
+from .context import Context, Sides
 from .reference import attention
 
 _Invocation = Invocation["FlashAttentionConfig", jax.Array]
-# Sequences are not sharded. Query and output share the axis name, so that a sharded query can give a sharded output.
+# Query and output share the name of their sequence, so that a sharded query can give a sharded output. Keys have it too
+# if the sequence may be sharded.
 _AXES = {
     "query": "batch queries heads _",
-    "key": "batch _ groups _",
-    "value": "batch _ groups _",
+    "key": "batch keys groups _",
+    "value": "batch keys groups _",
     "bias": "batch heads _ _",
     "attention_mask": "batch heads _ _",
-    "query_segments": "batch _",
-    "key_segments": "batch _",
+    "query_segments": "batch queries",
+    "key_segments": "batch keys",
     "query_lengths": "batch",
     "key_lengths": "batch",
     "sinks": "heads",
@@ -93,6 +111,9 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         precision: Any = None,
         deterministic: bool = False,
         return_lse: bool = False,
+        axis_name: Any = None,
+        zigzag: bool = False,
+        gather_keys: bool | None = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments and return the canonical form of the call.
@@ -133,7 +154,69 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         # the order of cap and bias matters only if both are given
         if cap is None or bias is None:
             more.pop("soft_cap_after_bias", None)
-        return _without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
+        more |= arguments.canonical_context(axis_name, zigzag, gather_keys, arrays, (causal, window))
+        return without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
+
+    def run(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> Any:
+        """Return the output; with `axis_name`, of this device's queries over the keys of all devices."""
+        if not options.get("axis_name"):
+            return super().run(*args, cfg=cfg, **options)
+        return self.fwd_with_residuals(*args, cfg=cfg, **options)[0]
+
+    def fwd_with_residuals(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp; see `run`."""
+        if not options.get("axis_name"):
+            return super().fwd_with_residuals(*args, cfg=cfg, **options)
+        operands = operands_of(args)
+        out, lse = self._context(cfg, options).forward(operands._replace(sinks=None))
+        if operands.sinks is not None:
+            out, lse = with_sinks(out, lse, operands.sinks)
+        return ((out, returned_lse(lse)) if options.get("return_lse") else out), lse
+
+    def vjp(
+        self,
+        residuals: Any,
+        out: Any,
+        cotangents: tuple[Any, ...],
+        *args: Any,
+        cfg: FlashAttentionConfig,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Return the gradient of each positional argument; see `run`."""
+        if not options.get("axis_name"):
+            return super().vjp(residuals, out, cotangents, *args, cfg=cfg, **options)
+        operands, out = operands_of(args), out[0] if options.get("return_lse") else out
+        context = self._context(cfg, options)
+        found = context.backward(operands._replace(sinks=None), (out, residuals), cotangents)
+        dsinks = gradient_of_sinks(operands.sinks, out, residuals, cotangents)
+        return (*found, None, None, None, None, dsinks, None)[: len(args)]
+
+    def _context(self, cfg: FlashAttentionConfig, options: dict[str, Any]) -> Context:
+        """Return the computation of a call on one device's shard of the sequence."""
+        own = {name: value for name, value in options.items() if name not in arguments.CONTEXT}
+        forward, backward = super().fwd_with_residuals, super().vjp
+
+        def attend(operands: Operands, sides: Sides) -> Residuals:
+            args, more = arguments_of(operands), own | _options_of(sides) | {"return_lse": False}
+            found: Residuals = forward(*args, cfg=self._fitting(cfg, args, more), **more)
+            return found
+
+        def pull(operands: Operands, sides: Sides, residuals: Residuals, cotangents: Any) -> Any:
+            args, more = arguments_of(operands), own | _options_of(sides)
+            out, lse = residuals
+            given = (out, returned_lse(lse)) if own.get("return_lse") else out
+            config = self._fitting(cfg, args, more, backward=True)
+            return backward(lse, given, tuple(cotangents), *args, cfg=config, **more)[:3]
+
+        rules = _rules(options)
+        return Context(
+            axes=options["axis_name"],
+            sides=(rules.left, rules.right),
+            zigzag=options.get("zigzag", False),
+            gather=options.get("gather_keys"),
+            attend=attend,
+            pull=pull,
+        )
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
         """Return the abstract call: shapes and rules."""
@@ -161,8 +244,20 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return (query, key, value, bias, mask, segments, lengths, *others)[: len(args)], kwargs
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
-        """Return the rule that shards examples and heads."""
-        return _attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
+        """Return the rule that shards examples, heads, and sequences of queries and keys of the same length."""
+        return _attention_rule(operands_of(inv.args), inv.kwargs)
+
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a shard; its queries see the keys of all shards of the sequence."""
+        return args, options | ({"axis_name": part.axes("queries")} if part.is_split("queries") else {})
+
+    def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call on one shard of the sequence as the call without the other shards, whose configuration it uses.
+
+        The other blocks of the call have its size or less.
+        """
+        options = inv.abstract_kwargs
+        return inv.abstract_args, {name: x for name, x in options.items() if name not in arguments.CONTEXT}
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the cost of the forward: two products for every pair that the static rules make visible.
@@ -192,7 +287,7 @@ class BucketedFlashAttention(FlashAttention):
 
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
-        own, options = inv.abstract_args, inv.abstract_kwargs
+        own, options = super().bucket(inv)
         query, key, value, bias, mask, segments, *others = all_arguments(own)
         rounded = (
             *(bucketed(x, 1) for x in (query, key, value)),
@@ -221,13 +316,6 @@ def _rules(options: dict[str, Any]) -> Rules:
     )
 
 
-def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
-    # The first six arguments existed from the start. Later ones are omitted at their default, so that earlier keys
-    # remain valid.
-    return arrays[: max(6, given + 1)]
-
-
 def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1))
 
@@ -236,16 +324,27 @@ def _random_lengths(shape: tuple[int, ...], most: int, rng: np.random.Generator)
     return jnp.asarray(rng.integers(1, most + 1, shape), jnp.int32)
 
 
-def _attention_rule(operands: Operands, *, return_lse: bool) -> ShardingRule | None:
+def _options_of(sides: Sides) -> dict[str, Any]:
+    causal, window = arguments.canonical_window(sides, causal=False)
+    return {"causal": causal, "sliding_window": window}
+
+
+def _attention_rule(operands: Operands, options: Mapping[str, Any]) -> ShardingRule | None:
     """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
     if operands.dropout_key is not None:
         return None
     given = [(name, array) for name, array in operands._asdict().items() if array is not None]
     arguments = [_AXES[name] if name in _MAIN else _broadcast(_AXES[name], array) for name, array in given]
-    lse = ", batch heads queries" if return_lse else ""
+    lse = ", batch heads queries" if options.get("return_lse") else ""
+    may_split = (
+        operands.bias is operands.attention_mask is None
+        and operands.query.shape[1] == operands.key.shape[1]
+        and not options.get("axis_name")
+    )
+    axes = f"{', '.join(arguments)} -> batch queries heads _{lse}"
     return ShardingRule(
-        f"{', '.join(arguments)} -> batch queries heads _{lse}",
-        split="batch heads",
+        axes.replace("keys", "queries") if may_split else axes,
+        split="batch heads queries" if may_split else "batch heads",
         residuals="batch heads queries",
         follows={"groups": "heads"},
     )

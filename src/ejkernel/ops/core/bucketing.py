@@ -87,7 +87,7 @@ def _checked(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
         spec, types = retake(tuple(answer[0]), dict(answer[1]))
     except (TypeError, ArgumentError) as error:
         raise KernelError(f"{op_id}: bucket must return arguments of the kernel: {error}") from error
-    if spec.structure != own[0].structure:
+    if spec.array_structure != own[0].array_structure:
         raise KernelError(
             f"{op_id}: bucket must return arguments with the same structure as the call's, "
             f"{_shown(own)}; got {_shown((spec, types))}."

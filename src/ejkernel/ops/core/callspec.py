@@ -93,6 +93,13 @@ class CallSpec:
         """The structure of `(args, kwargs)`, and a flag for each leaf: whether it is an array."""
         return self.treedef, tuple(hold is _placeholder for hold in self.held[1:])
 
+    @property
+    def array_structure(self) -> tuple[Any, ...]:
+        """The structure without static keyword arguments, which the representative of a bucket may omit."""
+        args, kwargs = jax.tree.unflatten(*self.structure)
+        named = {name: flags for name, flags in kwargs.items() if any(jax.tree.leaves(flags))}
+        return jax.tree.flatten((args, named))[::-1]
+
     def weak(self) -> CallSpec:
         """Return an equal value for long-lived caches: it keeps neither the kernel nor the user's objects alive."""
         # A set stays strong: it is our copy, without other references.

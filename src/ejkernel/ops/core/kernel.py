@@ -105,8 +105,8 @@ class Kernel(Computation[Cfg, Out]):
             inv: The call. Under `vmap` its arguments have the shapes of one example; batch sizes stay in the key.
 
         Returns:
-            Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. The hook must be
-            idempotent: these arguments represent themselves.
+            Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. Static keyword
+            arguments may be omitted. The hook must be idempotent: these arguments represent themselves.
         """
         return inv.abstract_args, inv.abstract_kwargs
 
