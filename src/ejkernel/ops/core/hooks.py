@@ -47,7 +47,7 @@ class Computation(Noted, Generic[Cfg, Out]):
             cls.config_type = named
 
     def __init__(self, name: str | None = None) -> None:
-        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        if name is not None and not _is_name(name):
             raise KernelError(
                 f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
             )
@@ -159,6 +159,10 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
         if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
             return args[0]
     return None
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def overrides(kernel: Computation[Cfg, Out], name: str) -> bool:
