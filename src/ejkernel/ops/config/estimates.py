@@ -123,7 +123,7 @@ class Estimates:
         return next((row for row in self.ranked if row.is_heuristic), None)
 
     def times(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[tuple[Any, float]]:
-        """Return the decoded configurations with estimated seconds, the fastest first; skip what cannot be decoded."""
+        """Return the decoded configurations with estimated seconds, the fastest first, without undecodable ones."""
         note_config_types(inv, kernel)
         found = []
         for row in self.ranked:
@@ -134,7 +134,7 @@ class Estimates:
         return found
 
     def source(self) -> str:
-        """Return what made the estimates, as text."""
+        """Return the simulator, its version and the date, as text."""
         return f"estimated by the simulator of libtpu {self.versions.get('libtpu')}, {self.time[:10]}, not measured"
 
 
@@ -148,7 +148,7 @@ def row_of(config: object, **known: Any) -> EstimatedRow:
 
 
 def chosen(found: Estimates) -> tuple[EstimatedRow | None, str]:
-    """Return the fastest configuration and what its estimate is, or `None` and why none is chosen.
+    """Return the fastest configuration with a note on its estimate, or `None` with the reason.
 
     The fastest is chosen only if it leads the heuristic by more than the simulator's error.
     """

@@ -130,7 +130,7 @@ class _Schedule:
         return float(cycles)
 
     def _code(self, each: _Instruction, inside: str) -> str:
-        """Return an instruction without the names in it: with the types of its operands, and with what it calls."""
+        """Return an instruction without names: with the types of its operands, and its called computations."""
         types = {other.name: other.type for other in self._computations[inside]}
         operands, _, attributes = each.rest.partition(")")
         operands = _NAME.sub(lambda match: types.get(match[1], ""), operands)
