@@ -50,14 +50,14 @@ def cycles(case: dict[str, Any], groups: int, folder: Path) -> float:
     """Return the simulated cycles of some key heads and their query heads."""
     # our kernels state their own limit
     options = {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[case["chip"]] << 10)}
-    found = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
-    return found * _visible_share(case) if case["kernel"] == "splash" else found
+    found: float = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
+    return found * (_visible_share(case) if case["kernel"] == "splash" else 1)
 
 
 def _visible_share(case: dict[str, Any]) -> float:
     """Return the share of blocks that have a visible pair."""
     window, rows, columns = MASKS[case["mask"]], case["params"]["block_q"], case["params"]["block_kv"]
-    found = [
+    found: list[bool] = [
         start <= first + rows - 1 + window.get("right", case["length"])
         and start + columns - 1 >= first - window.get("left", case["length"])
         for first in range(0, case["length"], rows)
@@ -110,7 +110,7 @@ def _sharding(chip: str) -> Any:
 
     if chip == "v5p":
         # each core would take a half of a "parallel" axis, and the simulator shows the first core
-        made = pltpu.CompilerParams
+        made: Any = pltpu.CompilerParams
 
         def on_one_core(*, dimension_semantics: Any = None, **more: Any) -> Any:
             return made(dimension_semantics=dimension_semantics and ("arbitrary",) * len(dimension_semantics), **more)
