@@ -24,6 +24,7 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -57,13 +58,13 @@ def cycles(case: dict[str, Any], groups: int, folder: Path) -> float:
 def _visible_share(case: dict[str, Any]) -> float:
     """Return the share of blocks that have a visible pair."""
     window, rows, columns = MASKS[case["mask"]], case["params"]["block_q"], case["params"]["block_kv"]
-    found: list[bool] = [
+    found = [
         start <= first + rows - 1 + window.get("right", case["length"])
         and start + columns - 1 >= first - window.get("left", case["length"])
         for first in range(0, case["length"], rows)
         for start in range(0, case["length"], columns)
     ]
-    return sum(found) / len(found)
+    return float(np.mean(found))
 
 
 def _cycles(lowered: Any, options: dict[str, str], folder: Path) -> int:
@@ -291,12 +292,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     ordered = sorted(results, key=lambda found: [str(found[name]) for name in _SHOWN])
     for group, found in itertools.groupby(ordered, key=lambda found: [found[name] for name in _SHOWN]):
         several = list(found)
-        if not any("three_heads" in one for one in several):
+        if all("error" in one for one in several):
             lines.append(
                 f"| {' | '.join(map(str, group))} | - | 0 of {len(several)} | {several[0].get('error', '')[:60]} |"
             )
             continue
-        best = min(several, key=lambda one: float(one.get("three_heads", "inf")))
+        best = min(several, key=lambda one: float(one.get("three_heads", 3 * one.get("cycles", math.inf))))
         figure = f"{best['cycles']:,.0f}" if "cycles" in best else f"< {best['three_heads'] / 3 / best['repeats']:,.0f}"
         shown = ", ".join(f"{name}={value}" for name, value in best["params"].items())
         count = f"{sum('error' not in one for one in several)} of {len(several)}"
