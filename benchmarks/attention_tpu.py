@@ -24,6 +24,7 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -50,8 +51,8 @@ def cycles(case: dict[str, Any], groups: int, folder: Path) -> float:
     """Return the simulated cycles of some key heads and their query heads."""
     # our kernels state their own limit
     options = {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[case["chip"]] << 10)}
-    found = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
-    return found * _visible_share(case) if case["kernel"] == "splash" else found
+    found: float = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
+    return found * (_visible_share(case) if case["kernel"] == "splash" else 1)
 
 
 def _visible_share(case: dict[str, Any]) -> float:
@@ -63,7 +64,7 @@ def _visible_share(case: dict[str, Any]) -> float:
         for first in range(0, case["length"], rows)
         for start in range(0, case["length"], columns)
     ]
-    return sum(found) / len(found)
+    return float(np.mean(found))
 
 
 def _cycles(lowered: Any, options: dict[str, str], folder: Path) -> int:
@@ -110,7 +111,7 @@ def _sharding(chip: str) -> Any:
 
     if chip == "v5p":
         # each core would take a half of a "parallel" axis, and the simulator shows the first core
-        made = pltpu.CompilerParams
+        made: Any = pltpu.CompilerParams
 
         def on_one_core(*, dimension_semantics: Any = None, **more: Any) -> Any:
             return made(dimension_semantics=dimension_semantics and ("arbitrary",) * len(dimension_semantics), **more)
@@ -291,12 +292,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     ordered = sorted(results, key=lambda found: [str(found[name]) for name in _SHOWN])
     for group, found in itertools.groupby(ordered, key=lambda found: [found[name] for name in _SHOWN]):
         several = list(found)
-        if not any("three_heads" in one for one in several):
+        if all("error" in one for one in several):
             lines.append(
                 f"| {' | '.join(map(str, group))} | - | 0 of {len(several)} | {several[0].get('error', '')[:60]} |"
             )
             continue
-        best = min(several, key=lambda one: float(one.get("three_heads", "inf")))
+        best = min(several, key=lambda one: float(one.get("three_heads", 3 * one.get("cycles", math.inf))))
         figure = f"{best['cycles']:,.0f}" if "cycles" in best else f"< {best['three_heads'] / 3 / best['repeats']:,.0f}"
         shown = ", ".join(f"{name}={value}" for name, value in best["params"].items())
         count = f"{sum('error' not in one for one in several)} of {len(several)}"

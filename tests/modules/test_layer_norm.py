@@ -46,11 +46,11 @@ def test_pallas_gives_the_reason_for_unsupported_calls(shape, dtype, words):
         KERNEL.heuristic_cfg(Invocation(kernel=KERNEL, args=args, kwargs=options, device="tpu:v5"))
 
 
-def test_a_program_for_a_tpu_runs_the_kernel_and_its_gradient_is_xlas():
+def test_a_program_for_a_tpu_runs_the_kernels_of_both_directions():
     def loss(x):
         return layer_norm(x, VECTOR, VECTOR, implementation=["pallas", "xla"]).sum()
 
     text = jax.jit(jax.grad(loss)).trace(X).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 1
+    assert text.count("tpu_custom_call") == 2
     with pytest.raises(UnsupportedError, match=r"needs a TPU, and this call is for cpu.*use 'xla'"):
         jax.jit(lambda x: layer_norm(x, VECTOR, VECTOR, implementation="pallas")).lower(X).compile()

@@ -101,8 +101,8 @@ def rms_norm(
         eps: Added to the mean of squares.
         weight_offset: Added to the weight; 1 for models that store weights around zero.
         axis: The axis to normalise, or several to normalise together.
-        implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
-            none of them supports it. `None` leaves the choice to the configuration.
+        implementation: An implementation (`mosaic_gpu`, `xla`, `pallas`), or several in order of preference; the call
+            raises if none of them supports it. `None` leaves the choice to the configuration.
         cfg: The configuration of this call and its gradient; `None` looks one up. A direction without parameters in
             `cfg` uses the implementation's heuristic.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.flash_attention._tpu import LANES
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
@@ -105,9 +106,15 @@ def _preferred(call: AttentionCall) -> Iterator[Any]:
     elif wide:
         yield ForwardParams(block_q=2048, chunk=2048, rows=2048, unroll=1, sum_by_product=sums)
     else:
-        yield ForwardParams(block_q=4096, chunk=1024, rows=512, strip=256, sum_by_product=sums)
+        if _takes_long_blocks(call):
+            yield ForwardParams(block_q=4096, chunk=1024, rows=512, strip=256)
         yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, sum_by_product=sums)
     yield ForwardParams(strip=256, sum_by_product=sums)
+
+
+def _takes_long_blocks(call: AttentionCall) -> bool:
+    """Return whether blocks of 4,096 queries compile: with 64 dimensions, XLA ran out of vector memory beside them."""
+    return call.query[3] == call.value[3] == LANES
 
 
 def _fallbacks(call: AttentionCall) -> Iterator[Any]:
@@ -138,7 +145,7 @@ def _candidates(call: AttentionCall) -> Iterable[Any]:
     else:
         for (q, chunk), strip, unroll, flag in itertools.product(_FORWARD_BLOCKS, strips, (2, 4), flags):
             yield ForwardParams(block_q=q, chunk=chunk, rows=q, strip=strip, unroll=unroll, sum_by_product=flag)
-        for q in (2048, 4096):
+        for q in (2048, 4096) if _takes_long_blocks(call) else (2048,):
             yield ForwardParams(block_q=q, chunk=1024, rows=512, strip=256)
     fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
     residents = (None,) if fits_whole else _RESIDENT
