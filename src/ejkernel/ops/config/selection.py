@@ -415,7 +415,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
         return "its forward call has no measured configuration either"
 
-    def _from_estimates(self, request: _Request) -> Answer:
+    def _from_estimates(self, request: _Request) -> _Answer:
         """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""
         folder = getattr(self.persistent, "path", None)
         if request.key is None or folder is None:
