@@ -237,7 +237,7 @@ def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     if call.dtype != "bfloat16":
         intermediates = 4 * scores + 4 * block.compute * value
     else:
-        share = 0.7 if block.queries <= 256 else 1.25 if block.queries <= 512 else 1.75
+        share = 0.7 if block.queries <= 256 else 1.25 if block.queries <= 512 else 1.85
         share += 0.3 * (block.keys // block.compute - 1) + 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
         intermediates = int(min(share, 4) * scores)
     return arrays + _ids_memory(call, block.queries, masked=True) + lse + sums + intermediates
@@ -248,7 +248,7 @@ def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bo
     arrays, value = _window(call, block)
     size, head = jnp.dtype(call.dtype).itemsize, _lanes(call.query[3])
     out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
-    share = 1.35 + 0.3 * (block.keys // block.compute - 1) if _is_plain(call) else 3.0
+    share = 1.5 + 0.3 * (block.keys // block.compute - 1) if _is_plain(call) else 3.0
     intermediates = int(min(share, 3) * 4 * block.queries * block.compute)
     return arrays + _ids_memory(call, block.keys, masked=False) + out + 192 * block.queries + intermediates
 

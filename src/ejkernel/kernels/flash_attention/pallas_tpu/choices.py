@@ -113,8 +113,8 @@ def _preferred(call: AttentionCall) -> Iterator[Any]:
 
 
 def _takes_long_blocks(call: AttentionCall) -> bool:
-    """Return whether blocks of 4,096 queries compile: with 64 dimensions, XLA ran out of vector memory beside them."""
-    return call.query[3] == call.value[3] == LANES
+    """Return whether blocks of 4,096 queries were compiled: with 64 dimensions, XLA ran out of memory beside them."""
+    return call.query[3] == call.value[3] == LANES and max(call.query[1], call.key[1]) <= 4096
 
 
 def _fallbacks(call: AttentionCall) -> Iterator[Any]:
