@@ -432,7 +432,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
             return f"the estimated configuration cannot be read: {error}"
         misfit = self._misfit(request, config, "the estimated configuration")
-        return misfit or request.kernel.why_not(request.inv, config) or (request.answer(config, tiers.ESTIMATED), note)
+        misfit = misfit or request.kernel.why_not(request.inv, config)
+        return misfit or Consulted(tiers.ESTIMATED.name, request.answer(config, tiers.ESTIMATED), note)
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.heuristic:
