@@ -231,9 +231,7 @@ def canonical_context(
         arrays: The canonical arrays.
         mask: The result of `canonical_window`.
     """
-    names = (axis_name,) if isinstance(axis_name, str) else () if axis_name is None else axis_name
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ArgumentError(f"axis_name must be the name of a mesh axis, several names, or None; got {axis_name!r}.")
+    names = _axis_names(axis_name)
     zigzag = canonical_flag("zigzag", zigzag)
     gather = None if gather_keys is None else canonical_flag("gather_keys", gather_keys)
     if not names:
@@ -259,19 +257,26 @@ def canonical_context(
         raise ArgumentError(
             f"zigzag needs shards of even length, two pieces each; got {queries} queries and {keys} keys: pad them."
         )
-    found = {"axis_name": tuple(names), "zigzag": zigzag, "gather_keys": gather}
+    found = {"axis_name": names, "zigzag": zigzag, "gather_keys": gather}
     return {name: value for name, value in found.items() if value not in (None, False) or name == "gather_keys"}
 
 
 def check_axis(axis_name: Any) -> None:
     """Raise unless the program is inside a `shard_map` over these mesh axes."""
     try:
-        jax.lax.axis_size(axis_name)
-    except (NameError, TypeError) as error:
+        jax.lax.axis_size(_axis_names(axis_name))
+    except NameError as error:
         raise ArgumentError(
             f"axis_name must be a mesh axis of an enclosing jax.shard_map, or several, got {axis_name!r}; under jit "
             "over a mesh, leave it out."
         ) from error
+
+
+def _axis_names(axis_name: Any) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else () if axis_name is None else axis_name
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"axis_name must be the name of a mesh axis, several names, or None; got {axis_name!r}.")
+    return tuple(names)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
