@@ -135,13 +135,14 @@ def test_key_heads_fewer_than_devices_are_replicated(mode, groups):
 
 
 @pytest.mark.parametrize("batch", [8, 1])
-def test_a_split_sequence_is_moved_to_examples_or_heads(batch):
+def test_a_split_sequence_with_a_mask_is_moved_to_examples_or_heads(batch):
     arrays = [x[:batch] for x in ATTENTION[2]]
+    masked = functools.partial(attention, attention_mask=jnp.ones((1, 1, 1, 16), bool))
     mesh = mesh_of("auto")
     given = placed(arrays, [P(None, "model")] * 3, mesh)
-    shapes = [inv.array_types[0].shape for inv in discover(attention, *given)]
+    shapes = [inv.array_types[0].shape for inv in discover(masked, *given)]
     assert shapes == [(2, 16, 8, 8) if batch == 8 else (1, 16, 2, 8)]
-    close(jax.jit(attention)(*given), plain_attention(*arrays))
+    close(jax.jit(masked)(*given), plain_attention(*arrays))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,9 @@ def test_a_split_sequence_is_moved_to_examples_or_heads(batch):
 )
 def test_an_indivisible_explicit_axis_is_an_error_with_the_fix(spec, says):
     mesh = mesh_of("explicit")
+    masked = functools.partial(attention, attention_mask=jnp.ones((1, 1, 1, 16), bool))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"flash_attention: {says}.*jax\.sharding\.reshard"):
-        jax.jit(attention)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
+        jax.jit(masked)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
 
 
 def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
