@@ -47,9 +47,7 @@ def programs(name: str, length: int, direction: str) -> tuple[list[Program], lis
     arrays = [jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes)]
     alone = functools.partial(flash_attention, **{k: v for k, v in options.items() if k not in ONLY_SHARDED})
     local = functools.partial(flash_attention, axis_name="context", **options)
-    over_all = jax.shard_map(
-        lambda q, k, v: local(q, k, v), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
-    )
+    over_all = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     ordered = to_zigzag(arrays, mesh.size) if options.get("zigzag") else arrays
     given = [
         [jax.device_put(x, jax.devices()[0]) for x in arrays],

@@ -119,8 +119,8 @@ def on_one_device() -> Iterator[None]:
     """
     # With a mesh from `jax.set_mesh`, JAX 0.11.2 and 0.12 put shardings into the shard's program, and XLA fails: "No
     # registered implementation for untyped custom call to Sharding".
-    # XLA may mix up the stack frames of the shard's program and of the whole; with a cycle among them, it inlines a loop
-    # forever. A location of one frame has no chain to follow.
+    # XLA may mix up the stack frames of the shard's program and of the whole. If the frames then form a cycle, XLA
+    # never ends while it inlines a loop. Locations of one frame have no chain to follow.
     one_frame = _config.include_full_tracebacks_in_locations(False)
     with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors(), one_frame:
         yield
