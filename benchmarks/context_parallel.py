@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.mesh import Program, seconds, with_gradient
+from benchmarks.mesh import seconds, with_gradient
 from benchmarks.report import environment
 from ejkernel.modules import flash_attention, from_zigzag, to_zigzag
 
-CALLS = {  # heads, key heads, head dimension, options
+CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # heads, key heads, head dimension, options
     "causal, zig-zag": (16, 8, 128, {"causal": True, "zigzag": True}),
     "causal": (16, 8, 128, {"causal": True}),
     "causal, zig-zag, gathered": (16, 8, 128, {"causal": True, "zigzag": True, "gather_keys": True}),
@@ -37,7 +37,7 @@ CALLS = {  # heads, key heads, head dimension, options
 ONLY_SHARDED = ("zigzag", "gather_keys")
 
 
-def programs(name: str, length: int, direction: str) -> tuple[list[Program], list[list[jax.Array]]]:
+def programs(name: str, length: int, direction: str) -> tuple[list[Any], list[list[jax.Array]]]:
     """Return the compiled programs for one device and for all, with their arguments."""
     heads, groups, dim, options = CALLS[name]
     mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(AxisType.Auto,))

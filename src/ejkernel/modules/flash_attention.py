@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ejkernel.kernels.flash_attention import _arguments as arguments
 from ejkernel.kernels.flash_attention import _batches as batches
 from ejkernel.kernels.flash_attention._arguments import SlidingWindow
-from ejkernel.kernels.flash_attention.context import from_zigzag as from_zigzag
-from ejkernel.kernels.flash_attention.context import to_zigzag as to_zigzag
+from ejkernel.kernels.flash_attention._zigzag import from_zigzag as from_zigzag
+from ejkernel.kernels.flash_attention._zigzag import to_zigzag as to_zigzag
 from ejkernel.kernels.flash_attention.operation import FlashAttention as FlashAttention
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import bucketed_flash_attention as _bucketed_flash_attention

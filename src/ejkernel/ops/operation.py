@@ -359,8 +359,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if not chosen.runs_everywhere(call):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
         if self.implementations.unsupported(chosen.name, call) is None:
-            fits = params is None or chosen.params_fault(call, params) is None
-            return cfg if fits else dataclasses.replace(cfg, **{"bwd" if backward else "fwd": None})
+            if params is None or chosen.params_fault(call, params) is None:
+                return cfg
+            return dataclasses.replace(cfg, bwd=None) if backward else dataclasses.replace(cfg, fwd=None)
         found, reasons = self._select(call, self._considered(options, call), anywhere=False)
         if not found:
             raise UnsupportedError(f"{self._called(call)}: {' '.join(reasons.values())}")

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ejkernel.kernels._varying import Tree, unify_varying
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.kernels._varying import unify_varying
 
+from ._zigzag import from_zigzag, to_natural_shard, to_zigzag, to_zigzag_shard
 from .common import EMPTY_ROW_LSE, Operands, Residuals, accumulator, returned_lse
 
 Sides = tuple[int | None, int | None]
@@ -104,7 +103,7 @@ class Context:
         """Return the output and the log-sum-exp, without sinks."""
         if self._wants_natural_order:
             out, lse = self._natural.forward(self._reordered(operands))
-            return self._back(out, 1), self._back(lse, 2)
+            return to_zigzag_shard(out, 1, self.axes), to_zigzag_shard(lse, 2, self.axes)
         dtype = accumulator(operands.query.dtype)
         batch, length, heads, _ = operands.query.shape
         empty = (
@@ -128,9 +127,9 @@ class Context:
         """
         rows = [*residuals, *cotangents]
         if self._wants_natural_order:
-            rows = [self._forth(x, axis) for x, axis in zip(rows, _LENGTH_AXES, strict=False)]
+            rows = [to_natural_shard(x, axis, self.axes) for x, axis in zip(rows, _LENGTH_AXES, strict=False)]
             found = self._natural.backward(self._reordered(operands), (rows[0], rows[1]), rows[2:])
-            return [self._back(x, 1) for x in found]
+            return [to_zigzag_shard(x, 1, self.axes) for x in found]
         dtype = accumulator(operands.query.dtype)
 
         def visit(given: Operands, block: Block, state: State) -> tuple[State, Sums]:
@@ -159,37 +158,8 @@ class Context:
     def _reordered(self, operands: Operands) -> Operands:
         names = ("query", "key", "value", "query_segments", "key_segments")
         return operands._replace(
-            **{name: self._forth(x, 1) for name in names if (x := getattr(operands, name)) is not None}
+            **{name: to_natural_shard(x, 1, self.axes) for name in names if (x := getattr(operands, name)) is not None}
         )
-
-    def _forth(self, x: jax.Array, axis: int) -> jax.Array:
-        """Return this device's shard in natural order, given its shard in zig-zag order.
-
-        Each device has one piece of even number and one of odd number, in both orders.
-        """
-        pieces = zip(self._swapped(*jnp.split(x, 2, axis)), self._moves(), strict=True)
-        return jnp.concatenate([self._permuted(piece, moves) for piece, moves in pieces], axis)
-
-    def _back(self, x: jax.Array, axis: int) -> jax.Array:
-        """Return this device's shard in zig-zag order, given its shard in natural order."""
-        pieces = zip(jnp.split(x, 2, axis), self._moves(), strict=True)
-        found = [self._permuted(piece, [(to, source) for source, to in moves]) for piece, moves in pieces]
-        return jnp.concatenate(self._swapped(*found), axis)
-
-    def _moves(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield the moves of pieces with even numbers, and of those with odd ones."""
-        count = lax.axis_size(self.axes)
-        for odd in (0, 1):
-            held = [i if i % 2 == odd else 2 * count - 1 - i for i in range(count)]
-            yield [(i, piece // 2) for i, piece in enumerate(held)]
-
-    def _swapped(self, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-        is_even = lax.axis_index(self.axes) % 2 == 0
-        return jnp.where(is_even, first, second), jnp.where(is_even, second, first)
-
-    def _permuted(self, x: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
-        permuted: jax.Array = lax.ppermute(x, self.axes, moves)
-        return permuted
 
 
 _BALANCED: tuple[Sides, ...] = ((None, None), (None, 0))  # full and causal attention
@@ -408,54 +378,6 @@ class _Walk:
         ends = [(i, i + by) for i in range(self.count)]
         moves = [(i, to % self.count) for i, to in ends if wraps or 0 <= to < self.count]
         return jax.tree.map(lambda x: lax.ppermute(x, self.context.axes, moves), tree)
-
-
-def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
-    """Return arrays with their sequences in zig-zag order, for `flash_attention(..., axis_name=..., zigzag=True)`.
-
-    The sequence is cut into `2 * devices` pieces, and device `i` gets the pieces `i` and `2 * devices - 1 - i`. Reorder
-    everything that belongs to tokens, before it is sharded: tokens, targets, segment ids and positions, e.g.
-    `to_zigzag(jnp.arange(length), devices, axis=0)`.
-
-    Args:
-        tree: Arrays, of NumPy or JAX.
-        devices: The number of devices that share a sequence.
-        axis: The axis of the sequence in each array.
-
-    Raises:
-        ArgumentError: A sequence's length is not divisible by `2 * devices`.
-    """
-    return _reordered(tree, _zigzag_pieces(devices), axis)
-
-
-def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
-    """Return arrays in natural order: the inverse of `to_zigzag`, with the same arguments."""
-    return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
-
-
-def _zigzag_pieces(devices: int) -> list[int]:
-    return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
-    """Return arrays with the pieces of one axis in another order."""
-
-    def reordered(x: Any) -> Any:
-        at, length = axis % x.ndim, x.shape[axis]
-        if length % len(order):
-            raise ArgumentError(
-                f"axis {axis} of each array must be divisible by 2 * devices = {len(order)}, got shape "
-                f"{tuple(x.shape)}; pad the sequence."
-            )
-        pieces = x.reshape(*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
-        return pieces.take(np.asarray(order), axis=at).reshape(x.shape)
-
-    found: Tree = jax.tree.map(reordered, tree)
-    return found
 
 
 def _band(sides: Sides, distance: int, length: int) -> Block | None:

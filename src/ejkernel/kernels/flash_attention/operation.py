@@ -249,7 +249,8 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a shard; its queries see the keys of all shards of the sequence."""
-        return args, options | ({"axis_name": part.axes("queries")} if part.is_split("queries") else {})
+        axes = part.axes("queries")
+        return args, options | ({"axis_name": axes} if axes else {})
 
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call on one shard of the sequence as the call without the other shards, whose configuration it uses.

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zig-zag order: the order of a sharded sequence in which every device has the same causal work.
+
+The sequence is cut into `2 n` pieces for `n` devices, and device `i` has the pieces `i` and `2 n - 1 - i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.kernels._varying import Tree
+from ejkernel.ops.errors import ArgumentError
+
+
+def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
+    """Return arrays with their sequences in zig-zag order, for `flash_attention(..., axis_name=..., zigzag=True)`.
+
+    The sequence is cut into `2 * devices` pieces, and device `i` gets the pieces `i` and `2 * devices - 1 - i`. Reorder
+    everything that belongs to tokens, before it is sharded: tokens, targets, segment ids and positions, e.g.
+    `to_zigzag(jnp.arange(length), devices, axis=0)`.
+
+    Args:
+        tree: Arrays, of NumPy or JAX.
+        devices: The number of devices that share a sequence.
+        axis: The axis of the sequence in each array.
+
+    Raises:
+        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+    """
+    return _reordered(tree, _zigzag_pieces(devices), axis)
+
+
+def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
+    """Return arrays in natural order: the inverse of `to_zigzag`, with the same arguments."""
+    return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
+
+
+def _zigzag_pieces(devices: int) -> list[int]:
+    return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
+    """Return arrays with the pieces of one axis in another order."""
+
+    def reordered(x: Any) -> Any:
+        at, length = axis % x.ndim, x.shape[axis]
+        if length % len(order):
+            raise ArgumentError(
+                f"axis {axis} of each array must be divisible by 2 * devices = {len(order)}, got shape "
+                f"{tuple(x.shape)}; pad the sequence."
+            )
+        pieces = x.reshape(*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
+        return pieces.take(np.asarray(order), axis=at).reshape(x.shape)
+
+    found: Tree = jax.tree.map(reordered, tree)
+    return found
+
+
+def to_natural_shard(x: jax.Array, axis: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return this device's shard in natural order, given its shard in zig-zag order.
+
+    Each device has one piece of even number and one of odd number, in both orders.
+
+    Args:
+        x: The shard.
+        axis: The axis of the sequence.
+        axes: The mesh axes of the sequence.
+    """
+    first, second = jnp.split(x, 2, axis)
+    pieces = zip(_swapped(first, second, axes), _moves(axes), strict=True)
+    return jnp.concatenate([lax.ppermute(piece, axes, moves) for piece, moves in pieces], axis)
+
+
+def to_zigzag_shard(x: jax.Array, axis: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return this device's shard in zig-zag order, given its shard in natural order: the inverse."""
+    pieces = zip(jnp.split(x, 2, axis), _moves(axes), strict=True)
+    even, odd = (lax.ppermute(piece, axes, [(to, source) for source, to in moves]) for piece, moves in pieces)
+    return jnp.concatenate(_swapped(even, odd, axes), axis)
+
+
+def _moves(axes: tuple[str, ...]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the moves to natural order of pieces with even numbers, and of those with odd ones."""
+    count = lax.axis_size(axes)
+    for odd in (0, 1):
+        held = [i if i % 2 == odd else 2 * count - 1 - i for i in range(count)]
+        yield [(i, piece // 2) for i, piece in enumerate(held)]
+
+
+def _swapped(first: jax.Array, second: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return the arrays in this order on devices with an even number, else in the other."""
+    is_even = lax.axis_index(axes) % 2 == 0
+    return jnp.where(is_even, first, second), jnp.where(is_even, second, first)
