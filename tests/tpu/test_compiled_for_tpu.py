@@ -182,7 +182,7 @@ def test_row_norms_compile_within_the_estimate(sharding, operation, backward):
     implementation, call_type = (
         (RmsNormPallas(), RmsNormCall) if operation == "rms_norm" else (LayerNormPallas(), LayerNormCall)
     )
-    dim, residual = (4096, False) if operation == "rms_norm" else (1000, True)
+    dim, residual = 4096, operation == "layer_norm"
     call = call_type(
         rows=16_001, dim=dim, dtype="bfloat16", eps=1e-6, residual=residual, platform="tpu", backward=backward
     )
