@@ -248,8 +248,8 @@ def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bo
     arrays, value = _window(call, block)
     size, head = jnp.dtype(call.dtype).itemsize, _lanes(call.query[3])
     out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
-    share = 1.5 + 0.3 * (block.keys // block.compute - 1) if _is_plain(call) else 3.0
-    intermediates = int(min(share, 3) * 4 * block.queries * block.compute)
+    share = 1.5 + 0.75 * (block.keys // block.compute - 1) if _is_plain(call) else 4.0
+    intermediates = int(min(share, 4) * 4 * block.queries * block.compute)
     return arrays + _ids_memory(call, block.keys, masked=False) + out + 192 * block.queries + intermediates
 
 
@@ -258,7 +258,12 @@ def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     arrays, _ = _window(call, block)
     out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * _lanes(call.query[3])
     scores = 4 * block.queries * block.keys
-    return arrays + _ids_memory(call, block.queries, masked=True) + out + (1 if _is_plain(call) else 2) * scores
+    return (
+        arrays
+        + _ids_memory(call, block.queries, masked=True)
+        + out
+        + (scores * 5 // 4 if _is_plain(call) else 2 * scores)
+    )
 
 
 def _is_plain(call: AttentionCall) -> bool:
