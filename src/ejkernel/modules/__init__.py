@@ -21,6 +21,11 @@ from .linear_cross_entropy import LinearCrossEntropyGradients as LinearCrossEntr
 from .linear_cross_entropy import LinearCrossEntropyGradientsConfig as LinearCrossEntropyGradientsConfig
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import token_log_probs as token_log_probs
+from .paged_attention import PagedAttention as PagedAttention
+from .paged_attention import PagedAttentionConfig as PagedAttentionConfig
+from .paged_attention import PagedPlan as PagedPlan
+from .paged_attention import paged_attention as paged_attention
+from .paged_attention import paged_plan as paged_plan
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -40,6 +45,9 @@ __all__ = [
     "LinearCrossEntropyConfig",
     "LinearCrossEntropyGradients",
     "LinearCrossEntropyGradientsConfig",
+    "PagedAttention",
+    "PagedAttentionConfig",
+    "PagedPlan",
     "RmsNorm",
     "RmsNormConfig",
     "flash_attention",
@@ -47,6 +55,8 @@ __all__ = [
     "grouped_matmul_wgrad",
     "layer_norm",
     "linear_cross_entropy",
+    "paged_attention",
+    "paged_plan",
     "rms_norm",
     "token_log_probs",
 ]
