@@ -35,7 +35,9 @@ def batch_of(lengths, *, tokens=None, heads=(4, 2), head_dim=8, dtype="float32",
 
 def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
     """Return a call of these lengths."""
-    shape = {name: options.pop(name) for name in ("tokens", "heads", "head_dim", "cache", "keys_only") if name in options}
+    shape = {
+        name: options.pop(name) for name in ("tokens", "heads", "head_dim", "cache", "keys_only") if name in options
+    }
 
     def call(dtype):
         args = batch_of(lengths, dtype=dtype, **shape)
@@ -73,9 +75,7 @@ SUBJECT = Subject(
     },
     briefly=("mixed",),
     backends={
-        "xla": Backend(
-            dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)
-        ),
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"decode": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},

@@ -12,6 +12,10 @@ from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
+from .kv_cache import OutOfPagesError as OutOfPagesError
+from .kv_cache import PagePool as PagePool
+from .kv_cache import append_to_pages as append_to_pages
+from .kv_cache import copy_pages as copy_pages
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import LayerNormConfig as LayerNormConfig
 from .layer_norm import layer_norm as layer_norm
@@ -45,11 +49,15 @@ __all__ = [
     "LinearCrossEntropyConfig",
     "LinearCrossEntropyGradients",
     "LinearCrossEntropyGradientsConfig",
+    "OutOfPagesError",
+    "PagePool",
     "PagedAttention",
     "PagedAttentionConfig",
     "PagedPlan",
     "RmsNorm",
     "RmsNormConfig",
+    "append_to_pages",
+    "copy_pages",
     "flash_attention",
     "grouped_matmul",
     "grouped_matmul_wgrad",

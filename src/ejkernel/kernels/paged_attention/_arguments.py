@@ -90,6 +90,32 @@ def check_count(name: str, value: Any) -> None:
         raise ArgumentError(f"{name} must be a positive integer, got {given_text(value)}.")
 
 
+def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
+    """Raise unless keys and values of new tokens fit the cache."""
+    kv_heads, kinds, head_dim = kv_pages.shape[2:]
+    if (v is None) != (kinds == 1):
+        raise ArgumentError(
+            f"v must be None for a cache of keys alone, {KEYS_ONLY}, and an array for one with values; got {shown(v)} "
+            f"and kv_pages of shape {tuple(kv_pages.shape)}."
+        )
+    for name, array in (("k", k), *((("v", v),) if v is not None else ())):
+        if not is_array(array) or str(array.dtype) not in (*DTYPES, str(kv_pages.dtype)):
+            raise ArgumentError(f"{name} must be an array of {', '.join(DTYPES)}; got {shown(array)}.")
+        if len(array.shape) != 3 or array.shape[0] != k.shape[0] or tuple(array.shape[1:]) != (kv_heads, head_dim):
+            raise ArgumentError(
+                f"{name} must be [tokens, kv_heads, head_dim], with heads and head_dim of the cache, {kv_heads} and "
+                f"{head_dim}; got {shown(array)}."
+            )
+
+
+def check_copies(sources: Any, targets: Any) -> None:
+    """Raise unless there is a target for each source."""
+    _check_integers("sources", sources, "[copies]")
+    _check_integers("targets", targets, "[copies]")
+    if sources.shape != targets.shape:
+        raise ArgumentError(f"targets must have one page for each of sources, {shown(sources)}; got {shown(targets)}.")
+
+
 def canonical_sinks(sinks: Any, heads: int) -> Any:
     """Return the logits of the attention sinks, `[heads]`."""
     if sinks is None:
@@ -167,9 +193,7 @@ def canonical_scale(scale: Any, head_dim: Any) -> float:
     return float(head_dim) ** -0.5 if found is None else found
 
 
-def canonical_plan(
-    plan: Any, q: Any, kv_pages: Any, sequences: int, window: int | None
-) -> tuple[Any, ...] | None:
+def canonical_plan(plan: Any, q: Any, kv_pages: Any, sequences: int, window: int | None) -> tuple[Any, ...] | None:
     """Return the arrays of a plan, a tuple so that a call can be described by plain data."""
     if plan is None or (type(plan) is tuple and len(plan) == len(PlanArrays._fields)):
         return plan

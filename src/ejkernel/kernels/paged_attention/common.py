@@ -103,3 +103,17 @@ def plan_of(call: PagedCall, operands: Operands) -> PlanArrays:
         jnp.clip(first, 0, pages),
         jnp.clip(end, 0, pages),
     )
+
+
+def as_bits(kv_pages: jax.Array) -> jax.Array:
+    """Return a cache of 8-bit floats as integers.
+
+    XLA for CPUs has no such floats, and would convert the whole cache to float16; so it only copies it.
+    """
+    small = jnp.issubdtype(kv_pages.dtype, jnp.floating) and kv_pages.dtype.itemsize == 1
+    return lax.bitcast_convert_type(kv_pages, jnp.uint8) if small else kv_pages
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return pages from `as_bits` in the cache's dtype."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -36,9 +36,9 @@ def example_batches(tokens: int, sequences: int, most: int, rng: np.random.Gener
     even = np.diff(np.linspace(0, tokens, sequences + 1).astype(np.int64))
     mixed = np.minimum(np.arange(sequences) < tokens, 1)
     chunks = max(1, int(sequences * _CHUNK_SHARE))
-    mixed[rng.choice(min(sequences, max(tokens, 1)), min(chunks, max(tokens, 1)), replace=False)] += max(
-        tokens - sequences, 0
-    ) // chunks
+    mixed[rng.choice(min(sequences, max(tokens, 1)), min(chunks, max(tokens, 1)), replace=False)] += (
+        max(tokens - sequences, 0) // chunks
+    )
     tail = np.minimum(most * (0.05 + 0.05 * rng.pareto(1.2, sequences)), most).astype(np.int64)
     return {
         "uniform": _batch(even, np.full(sequences, most), most),

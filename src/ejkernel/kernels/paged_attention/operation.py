@@ -140,9 +140,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         same = self.able(dataclasses.replace(inv, args=tuple(rounded))) == self.able(inv)
         return (tuple(rounded), options) if same else (own, options)
 
-    def example_inputs(
-        self, inv: _Invocation, rng: np.random.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random operands with one of the batches from `example_draws`."""
         draws = self.example_draws(inv, rng)
         return draws[str(rng.choice(list(draws)))]
@@ -196,9 +194,7 @@ def _with_batch(call: PagedCall, given: Operands, batch: Batch) -> Operands:
     offsets, lengths = (jnp.asarray(x, jnp.int32) for x in batch)
     plan = None
     if given.plan is not None:
-        made = plan_arrays(
-            offsets, lengths, queries=call.tile_queries, page_size=call.pages[1], window=call.window
-        )
+        made = plan_arrays(offsets, lengths, queries=call.tile_queries, page_size=call.pages[1], window=call.window)
         plan = tuple(made)
     return given._replace(query_offsets=offsets, kv_lengths=lengths, plan=plan)  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 
-from .common import Operands, PagedCall, plan_of, valid
+from .common import Operands, PagedCall, as_bits, from_bits, plan_of, valid
 from .plan import PlanArrays
 
 _BLOCK_TOKENS = 512
@@ -195,9 +195,7 @@ class _Run(NamedTuple):
         finite = jnp.where(top == -jnp.inf, 0, top)
         weights, factor = jnp.exp(logits - finite[..., None]), jnp.exp(sums.top - finite)
         total = sums.total * factor + jnp.sum(weights, axis=-1)
-        added = jnp.einsum(
-            "tkrs,tskd->tkrd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-        )
+        added = jnp.einsum("tkrs,tskd->tkrd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
         return _Sums(top, total, sums.out * factor[..., None] + added)
 
     def _block(self, index: jax.Array, tiles: _Tiles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -205,7 +203,8 @@ class _Run(NamedTuple):
         call, size = self.call, self.params.block_pages
         column = tiles.first_page[:, None] + index * size + jnp.arange(size, dtype=jnp.int32)
         page = self.operands.page_table[tiles.sequence[:, None], jnp.minimum(column, call.table[1] - 1)]
-        both = self.operands.kv_pages[page].reshape(len(page), -1, *call.pages[2:])
+        both = from_bits(as_bits(self.operands.kv_pages)[page], self.operands.kv_pages.dtype)
+        both = both.reshape(len(page), -1, *call.pages[2:])
         at = column[..., None] * call.pages[1] + jnp.arange(call.pages[1], dtype=jnp.int32)
         at = at.reshape(len(page), -1)
         key, value = both[..., 0, :], both[..., -1, :]
