@@ -76,6 +76,7 @@ SUBJECT = Subject(
     briefly=("mixed",),
     backends={
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
+        "tpu_ragged": Backend(dtypes=("bfloat16",)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"decode": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},

@@ -77,7 +77,7 @@ def test_attention_to_a_quantised_cache_is_close_to_that_of_the_values(dtype, mo
 def test_values_beyond_the_range_of_a_quantised_cache_are_clipped():
     cache, k, v, *rest = batch("float8_e4m3fn")
     written = append_to_pages(cache, k * 1e6, v, *rest)
-    assert 448 == np.abs(np.asarray(written, np.float32)).max()
+    assert np.abs(np.asarray(written, np.float32)).max() == 448
 
 
 def test_pages_are_copied_within_the_cache():
@@ -95,11 +95,12 @@ def test_arguments_are_checked():
         append_to_pages(cache, k[:, :1], v, table, offsets, lengths)
     with pytest.raises(ArgumentError, match=r"page_table must have a row for each of the 3 kv_lengths"):
         append_to_pages(cache, k, v, table[:2], offsets, lengths)
+    pool = PagePool(8, PAGE)
+    sequence = pool.allocate(9)
     with pytest.raises(ArgumentError, match=r"columns must be at least 3"):
-        pool = PagePool(8, PAGE)
-        pool.table([pool.allocate(9)], columns=2)
-    with pytest.raises(ArgumentError, match=r"sequence must be one of the pool's 0, got 7"):
-        PagePool(8, PAGE).free(7)
+        pool.table([sequence], columns=2)
+    with pytest.raises(ArgumentError, match=r"sequence must be one of the pool's 1, got 7"):
+        pool.free(7)
 
 
 class Pool(RuleBasedStateMachine):

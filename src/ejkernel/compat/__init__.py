@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ejkernel.compat.executables import abstract_gpu as abstract_gpu
+from ejkernel.compat.executables import abstract_device as abstract_device
 from ejkernel.compat.executables import compiled_for_one_run as compiled_for_one_run
 from ejkernel.compat.executables import compiled_to_be_checked as compiled_to_be_checked
 from ejkernel.compat.executables import cupti_seconds as cupti_seconds
@@ -22,6 +22,7 @@ from ejkernel.compat.kernels import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.kernels import ragged_dot_mgpu as ragged_dot_mgpu
 from ejkernel.compat.kernels import simulated_races as simulated_races
 from ejkernel.compat.kernels import store_as_it_is as store_as_it_is
+from ejkernel.compat.kernels import tpu_ragged_paged_attention as tpu_ragged_paged_attention
 from ejkernel.compat.kernels import unchecked as unchecked
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh

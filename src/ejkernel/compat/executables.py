@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from ejkernel.compat.settings import chosen_device
 
 
-def abstract_gpu(device_kind: str, num_cores: int) -> Any:
-    """Return a context in which Pallas lowers for this kind of GPU."""
+def abstract_device(device_kind: str, num_cores: int, platform: str = "gpu") -> Any:
+    """Return a context in which Pallas lowers for this kind of device."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform="gpu")
+    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
     return use_abstract_mesh(AbstractMesh((1,), ("target",), axis_types=(AxisType.Auto,), abstract_device=device))
 
 

@@ -30,6 +30,7 @@ from .paged_attention import PagedAttentionConfig as PagedAttentionConfig
 from .paged_attention import PagedPlan as PagedPlan
 from .paged_attention import paged_attention as paged_attention
 from .paged_attention import paged_plan as paged_plan
+from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -65,6 +66,7 @@ __all__ = [
     "linear_cross_entropy",
     "paged_attention",
     "paged_plan",
+    "ragged_paged_attention",
     "rms_norm",
     "token_log_probs",
 ]

@@ -60,12 +60,12 @@ def append_to_pages(
     arguments.check_pages(kv_pages)
     arguments.check_batch(page_table, query_offsets, kv_lengths)
     arguments.check_new_tokens(k, v, kv_pages)
-    scales = [
+    scales = tuple(
         arguments.canonical_scales(name, python_numbers(scale, Takes.NUMBERS), kv_pages.shape[2])
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
-    integers = map(arguments.int32, (page_table, query_offsets, kv_lengths))
-    found: jax.Array = cache.append(kv_pages, k, v, *integers, *scales)
+    )
+    batch = tuple(map(arguments.int32, (page_table, query_offsets, kv_lengths)))
+    found: jax.Array = cache.append(kv_pages, (k, v), batch, scales)
     return found
 
 

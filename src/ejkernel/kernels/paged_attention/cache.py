@@ -11,15 +11,12 @@ from .common import as_bits, from_bits
 
 def appended(
     kv_pages: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    page_table: jax.Array,
-    query_offsets: jax.Array,
-    kv_lengths: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    new_tokens: tuple[jax.Array, jax.Array | None],
+    batch: tuple[jax.Array, jax.Array, jax.Array],
+    scales: tuple[jax.Array | None, jax.Array | None],
 ) -> jax.Array:
     """Return the cache with the new tokens' keys and values; see `ejkernel.modules.append_to_pages`."""
+    (k, v), (page_table, query_offsets, kv_lengths), (k_scale, v_scale) = new_tokens, batch, scales
     if not page_table.size or not k.shape[0]:
         return kv_pages
     count, size = kv_pages.shape[:2]

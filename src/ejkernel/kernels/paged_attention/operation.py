@@ -14,7 +14,7 @@ from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
-from ejkernel.ops.implementation import Implementations, OperationConfig
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -40,6 +40,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
     implementations = Implementations(
         {
             "xla": f"{__package__}.xla:Xla",
+            "tpu_ragged": LazyImplementation(f"{__package__}.tpu_ragged:TpuRagged", platforms=("tpu",)),
         }
     )
     why_no_gradient = "it reads a cache, for inference; to train, use flash_attention."
@@ -47,7 +48,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
     def __init__(self) -> None:
         super().__init__(name="paged_attention")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional
         self,
         q: Any,
         kv_pages: Any,

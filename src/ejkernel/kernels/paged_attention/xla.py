@@ -180,7 +180,6 @@ class _Run(NamedTuple):
         """Return the sums with one more block of keys."""
         call = self.call
         key, value, at = self._block(index, tiles)
-        # [tiles, kv_heads, rows, keys]
         logits = jnp.einsum("tkrd,tskd->tkrs", q, key, preferred_element_type=jnp.float32) * call.scale
         if self.operands.k_scale is not None:
             logits = logits * self.operands.k_scale[:, None, None]

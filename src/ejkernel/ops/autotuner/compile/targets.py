@@ -81,7 +81,7 @@ class Target:
             return
         cores = int(_field(self.description, "core_count"))
         # Kernels choose by the name and the number of multiprocessors of the device.
-        with compat.abstract_gpu(_field(self.description, "device_description_str"), cores):
+        with compat.abstract_device(_field(self.description, "device_description_str"), cores):
             yield
 
     def placed(self, like: Any) -> jax.ShapeDtypeStruct:
