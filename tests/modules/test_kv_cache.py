@@ -38,6 +38,7 @@ def test_new_tokens_are_written_to_their_places_and_nothing_else_changes():
     np.testing.assert_array_equal(written, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_donated_cache_is_written_in_place(dtype):
     """The program has no operation on the whole cache except the write, such as a copy or a conversion."""
@@ -61,6 +62,7 @@ def test_tokens_without_a_place_are_dropped():
     assert not np.asarray(written).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most", "error"), [("int8", 127, 0.004), ("float8_e4m3fn", 448, 0.04)])
 def test_attention_to_a_quantised_cache_is_close_to_that_of_the_values(dtype, most, error):
     _, k, v, table, offsets, lengths = batch()
@@ -172,5 +174,5 @@ class Pool(RuleBasedStateMachine):
         assert 12 - len(used) == self.pool.free_pages
 
 
-TestPool = Pool.TestCase
+TestPool = pytest.mark.slow(Pool.TestCase)
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
