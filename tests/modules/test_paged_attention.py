@@ -70,7 +70,7 @@ def test_batches_of_all_lengths_are_right_and_unused_values_never_matter(window,
 
 
 def test_indices_that_lead_out_of_the_arrays_change_no_other_sequence():
-    args, cached = random_batch(np.random.default_rng(3))
+    args, _ = random_batch(np.random.default_rng(3))
     q, pages, table, _, lengths = args
     lengths[:], offsets = [3, 4, 99, 8, -5, 6], np.array([0, 1, 2, 3, 3, 4, 4 + 10**6], np.int32)
     table[2] = [-(2**31), 10**9, -1, 2**31 - 1, len(pages)]
@@ -91,7 +91,7 @@ def test_a_plan_serves_every_window_but_not_a_larger_one_than_its_own():
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
     plan = paged_plan(*args[3:], **shape, sliding_window=4)
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
-    with pytest.raises(ArgumentError, match="plan must not leave out pages that sliding_window=None sees; got .* 4"):
+    with pytest.raises(ArgumentError, match=r"plan must not leave out pages that sliding_window=None sees; got .* 4"):
         paged_attention(*args, plan=plan)
     with pytest.raises(ArgumentError, match="plan must be of a batch with the same sequences, heads and kv_heads"):
         paged_attention(*args, plan=paged_plan(*args[3:], heads=8, kv_heads=2, page_size=PAGE))
