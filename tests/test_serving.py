@@ -16,10 +16,10 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "serving"
 def test_every_request_gets_the_text_of_the_model_without_a_cache(monkeypatch, capsys):
     """With forks, early stops, cancelled and preempted requests; the script fails otherwise."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import run
+    import serve
 
-    monkeypatch.setattr(sys, "argv", ["run.py", "--requests", "24"])
-    assert run.main() == 0
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--requests", "24"])
+    assert serve.main() == 0
     report = capsys.readouterr().out
     assert "missing requests: 0, wrong texts: 0, lost pages: 0" in report
     for what in ("forked", "cancelled", "preempted", "copied pages", "generated tokens"):

@@ -51,7 +51,7 @@ def parameters(model: Model, seed: int = 0) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(seed), 1 + model.layers * len(shapes)))
 
     def normal(shape: tuple[int, ...]) -> jax.Array:
-        return (jax.random.normal(next(keys), shape) * shape[0] ** -0.5).astype(model.dtype)
+        return jnp.asarray(jax.random.normal(next(keys), shape) * shape[0] ** -0.5, model.dtype)
 
     layers = [{name: normal(shape) for name, shape in shapes.items()} for _ in range(model.layers)]
     return {"embedding": normal((model.vocabulary, model.width)) * 16, "layers": layers}
@@ -130,7 +130,8 @@ def _rotated(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 def _rest_of_layer(layer: Any, x: jax.Array, attended: jax.Array) -> jax.Array:
     x = x + attended.reshape(len(x), -1) @ layer["out"]
-    return x + jax.nn.gelu(rms_norm(x) @ layer["up"]) @ layer["down"]
+    out: jax.Array = x + jax.nn.gelu(rms_norm(x) @ layer["up"]) @ layer["down"]
+    return out
 
 
 def _next_tokens(weights: Any, x: jax.Array) -> jax.Array:

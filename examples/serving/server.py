@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,14 @@ class Request:
         """Whether its text is complete."""
         generated = len(self.tokens) > self.prompt
         return len(self.tokens) >= self.limit or (generated and self.tokens[-1] == self.stop)
+
+
+class Scheduled(NamedTuple):
+    """A request in a step, its sequence in the pool, and the number of its new tokens."""
+
+    request: Request
+    sequence: int
+    tokens: int
 
 
 @dataclasses.dataclass
@@ -128,9 +136,9 @@ class Server:
         chosen = self._scheduled()
         found, self._caches = self._step(self._weights, self._caches, self._batch(chosen))
         finished = []
-        for (request, count), token in zip(chosen, np.asarray(found).tolist(), strict=False):
-            self.counts.cache_bytes += self.pool.length(request.sequence) * self._bytes_per_key
-            if not count or self.pool.length(request.sequence) < len(request.tokens):
+        for (request, sequence, count), token in zip(chosen, np.asarray(found).tolist(), strict=False):
+            self.counts.cache_bytes += self.pool.length(sequence) * self._bytes_per_key
+            if not count or self.pool.length(sequence) < len(request.tokens):
                 continue  # its prompt is not complete
             request.tokens.append(token)
             self.counts.generated += 1
@@ -145,16 +153,18 @@ class Server:
     def _has_room_for(self, request: Request) -> bool:
         return not self.running or self.pool.pages_for(len(request.tokens) + 1) <= self.pool.free_pages
 
-    def _scheduled(self) -> list[tuple[Request, int]]:
-        """Return the requests of a step, oldest first, each with its number of new tokens; they have the pages."""
-        chosen, copies, left = [], [], self._chunk
+    def _scheduled(self) -> list[Scheduled]:
+        """Return the requests of a step, oldest first; their sequences have the pages."""
+        chosen: list[Scheduled] = []
+        copies: list[tuple[int, int]] = []
+        left = self._chunk
         for request in list(self.running):
             if request.sequence is None:  # preempted by an older one
                 continue
             count = min(len(request.tokens) - self.pool.length(request.sequence), left)
             copies += self._extended(request, count)
             if request.sequence is not None:
-                chosen.append((request, count))
+                chosen.append(Scheduled(request, request.sequence, count))
                 left -= count
         if copies:
             self.counts.copied_pages += len(copies)
@@ -181,18 +191,18 @@ class Server:
         request.sequence = None
         self.running.remove(request)
 
-    def _batch(self, chosen: list[tuple[Request, int]]) -> Batch:
+    def _batch(self, chosen: list[Scheduled]) -> Batch:
         """Return the arrays of a step, padded to one of two sizes."""
         columns, lengths = self.pool.pages_for(self._longest), np.zeros(self._slots, np.int32)
         table, offsets = np.zeros((self._slots, columns), np.int32), np.zeros(self._slots + 1, np.int32)
         new: list[int] = []
         positions: list[int] = []
-        for row, (request, count) in enumerate(chosen):
-            lengths[row] = end = self.pool.length(request.sequence)
+        for row, (request, sequence, count) in enumerate(chosen):
+            lengths[row] = end = self.pool.length(sequence)
             new += request.tokens[end - count : end]
             positions += range(end - count, end)
             offsets[row + 1 :] = len(new)
-        table[: len(chosen)] = self.pool.table([request.sequence for request, _ in chosen], columns=columns)
+        table[: len(chosen)] = self.pool.table([each.sequence for each in chosen], columns=columns)
         size = self._slots if len(new) <= self._slots else self._chunk
         padding = [0] * (size - len(new))
         tokens, places = (np.asarray(x + padding, np.int32) for x in (new, positions))

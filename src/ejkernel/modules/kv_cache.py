@@ -246,6 +246,6 @@ class PagePool:
         return self._sequences[sequence]
 
     @staticmethod
-    def _check_tokens(tokens: int) -> None:
+    def _check_tokens(tokens: object) -> None:
         if not isinstance(tokens, int | np.integer) or tokens < 0:
             raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")

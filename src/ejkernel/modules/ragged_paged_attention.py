@@ -100,10 +100,9 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
         jnp.where(number <= count, cu_q_lens, cu_q_lens[count]),
         jnp.where(number[:-1] < count, kv_lens, 0),
     )
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     if update_kv_cache:
-        new = [_padded(x, padded) for x in (keys, values)]
-        kv_pages = append_to_pages(kv_pages, *new, *batch, **scales)
+        kv_pages = append_to_pages(kv_pages, _padded(keys, padded), _padded(values, padded), *batch, **scales)
     out = paged_attention(
         _padded(queries, padded),
         kv_pages,

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from .common import as_bits, from_bits
+
+_limits: Any = jnp.finfo  # it has no annotations
 
 
 def appended(
@@ -43,7 +47,7 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
     wide = wide if scale is None else wide / scale[:, None]
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(wide), -127, 127).astype(dtype)
-    most = float(jnp.finfo(dtype).max)  # beyond it, float8_e4m3fn has NaN
+    most = float(_limits(dtype).max)  # beyond it, float8_e4m3fn has NaN
     return jnp.clip(wide, -most, most).astype(dtype)
 
 

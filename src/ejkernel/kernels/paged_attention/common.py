@@ -33,9 +33,9 @@ class PagedCall(OperationCall):
         sinks, scales, planned: Whether the call has sinks, scales of keys or values, and a plan.
     """
 
-    q: tuple[int, int, int]
-    pages: tuple[int, int, int, int, int]
-    table: tuple[int, int]
+    q: tuple[int, ...]
+    pages: tuple[int, ...]
+    table: tuple[int, ...]
     dtype: str
     cache_dtype: str
     scale: float

@@ -70,9 +70,10 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         """Check the arguments, and drop options with default values, which the key omits."""
         arguments.check_main(q, kv_pages)
         arguments.check_batch(page_table, query_offsets, kv_lengths)
+        window = arguments.canonical_window(sliding_window)
         options = {
             "logits_soft_cap": arguments.positive("logits_soft_cap", logits_soft_cap),
-            "sliding_window": arguments.canonical_window(sliding_window),
+            "sliding_window": window,
             "value_dim": arguments.canonical_value_dim(value_dim, v_scale, kv_pages),
             "return_lse": canonical_flag("return_lse", return_lse) or None,
         }
@@ -83,7 +84,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             arguments.canonical_sinks(sinks, q.shape[1]),
             arguments.canonical_scales("k_scale", k_scale, kv_pages.shape[2]),
             arguments.canonical_scales("v_scale", v_scale, kv_pages.shape[2]),
-            arguments.canonical_plan(plan, q, kv_pages, page_table.shape[0], options["sliding_window"]),
+            arguments.canonical_plan(plan, q, kv_pages, page_table.shape[0], window),
         )
         scale = arguments.canonical_scale(softmax_scale, q.shape[2])
         said = {name: value for name, value in options.items() if value is not None}
@@ -126,7 +127,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         if not is_known(given.q.shape[0], given.kv_pages.shape[0], *given.page_table.shape):
             return own, options
         lengths = bucketed(given.kv_lengths, 0)
-        offsets = jax.ShapeDtypeStruct((lengths.shape[0] + 1,), jnp.int32)
+        offsets: Any = jax.ShapeDtypeStruct((lengths.shape[0] + 1,), jnp.int32)
         rounded = given._replace(
             q=bucketed(given.q, 0),
             kv_pages=bucketed(given.kv_pages, 0),
@@ -136,8 +137,8 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         )
         if given.plan is not None:
             order, decodes, _, first, end = given.plan
-            plan = (*(bucketed(x, 0) for x in (order, decodes)), offsets, *(bucketed(x, 0) for x in (first, end)))
-            rounded = rounded._replace(plan=plan)
+            rows: Any = (*(bucketed(x, 0) for x in (order, decodes)), offsets, *(bucketed(x, 0) for x in (first, end)))
+            rounded = rounded._replace(plan=rows)
         same = self.able(dataclasses.replace(inv, args=tuple(rounded))) == self.able(inv)
         return (tuple(rounded), options) if same else (own, options)
 
@@ -152,14 +153,14 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         """Return the same random queries and cache with each kind of batch that a server meets."""
         args, kwargs = super().example_inputs(inv, rng)
         given, call = Operands(*args), self.call_of(inv)
-        table = rng.permutation(max(call.table[0] * call.table[1], 1))[: call.table[0] * call.table[1]]
-        table = jnp.asarray(table.reshape(call.table) % max(call.pages[0], 1), jnp.int32)
-        given = given._replace(page_table=table)
-        for name in ("k_scale", "v_scale"):
-            scale = getattr(given, name)
-            if scale is not None:
-                drawn = rng.uniform(0.5, 2, scale.shape) * (0.02 if call.cache_dtype == "int8" else 1)
-                given = given._replace(**{name: jnp.asarray(drawn, jnp.float32)})
+        table = rng.permutation(call.table[0] * call.table[1]).reshape(call.table) % max(call.pages[0], 1)
+        given = given._replace(page_table=jnp.asarray(table, jnp.int32))
+        step = 0.02 if call.cache_dtype == "int8" else 1.0
+        scales = [
+            None if scale is None else jnp.asarray(rng.uniform(step / 2, 2 * step, scale.shape), jnp.float32)
+            for scale in (given.k_scale, given.v_scale)
+        ]
+        given = given._replace(k_scale=scales[0], v_scale=scales[1])
         if call.cache_dtype == "int8":
             given = given._replace(kv_pages=jnp.asarray(rng.integers(-127, 128, call.pages), jnp.int8))
         batches = example_batches(call.q[0], call.table[0], call.table[1] * call.pages[1], rng)
@@ -182,7 +183,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return 16 sequences in decode."""
-        like = jax.ShapeDtypeStruct
+        like: Any = jax.ShapeDtypeStruct
         args = (
             like((16, 16, 128), jnp.bfloat16),
             like((1024, 16, 4, 2, 128), jnp.bfloat16),

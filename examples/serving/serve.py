@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve random requests with a small decoder: continuous batching over a paged cache.
 
-    python examples/serving/run.py [--requests 1000] [--compare]
+    python examples/serving/serve.py [--requests 1000] [--compare]
 
 Requests arrive, are prefilled in chunks, generate, stop early, fork and are preempted. Every text must equal that of
 the same model without a cache, token for token, and all pages must be free at the end.
