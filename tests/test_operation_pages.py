@@ -33,7 +33,7 @@ def documented(text):
 
 
 def test_every_public_function_has_one_page():
-    assert sorted(name for text in PAGES.values() for name in documented(text)) == FUNCTIONS
+    assert sorted(name for text in PAGES.values() for name in documented(text) if name.islower()) == FUNCTIONS
 
 
 def test_the_index_and_the_navigation_have_every_page():

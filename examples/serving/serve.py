@@ -10,7 +10,9 @@ the same model without a cache, token for token, and all pages must be free at t
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
+import os
 import statistics
 import sys
 import time
@@ -22,7 +24,7 @@ import numpy as np
 from model import Attend, Batch, Model, caches, gathered, paged, parameters, step, whole
 from server import Counts, Request, Server
 
-PAGES = 60  # few, so that requests are preempted
+PAGES = 100  # few, so that requests are preempted
 LARGER = Model(layers=4, width=512, heads=16, kv_heads=4, head_dim=64, dtype="bfloat16")
 
 
@@ -32,7 +34,7 @@ def serve(server: Server, count: int, rng: np.random.Generator, vocabulary: int)
     live: list[Request] = []
     forked = cancelled = 0
     while count or server.waiting or server.running:
-        for _ in range(min(count, rng.poisson(1.5))):
+        for _ in range(min(count, rng.poisson(0.4))):
             prompt = rng.integers(0, vocabulary, rng.integers(1, 60)).tolist()
             stop = int(rng.integers(vocabulary)) if rng.random() < 0.5 else None
             live.append(server.submit(prompt, len(prompt) + int(rng.integers(1, 40)), stop))
@@ -106,12 +108,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="time decode steps of a larger model instead")
     args = parser.parse_args()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores, JAX {jax.__version__}, {today}")
     if args.compare:
         compare()
         return 0
     model = Model()
     weights = parameters(model)
-    server = Server(model, weights, pages=PAGES, page_size=4, longest=100)
+    server = Server(model, weights, pages=PAGES, page_size=4, slots=12, longest=100)
     server.submit([0] * 60, 64)
     server.run()  # compiles
     server.counts = Counts()
