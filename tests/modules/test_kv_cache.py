@@ -39,7 +39,7 @@ def test_new_tokens_are_written_to_their_places_and_nothing_else_changes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_donated_cache_is_written_in_place(dtype):
     """The program has no operation on the whole cache except the write, such as a copy or a conversion."""
     cache, *rest = batch(dtype)

@@ -37,7 +37,8 @@ def append_to_pages(
     each step copies it.
 
     A cache of int8 or float8_e4m3fn stores `k / k_scale` and `v / v_scale`, rounded and clipped to its range. Pass the
-    same scales to `paged_attention`. On a CPU, XLA copies a cache of float8_e4m3fn in each call.
+    same scales to `paged_attention`. On a CPU, XLA copies a cache of float8_e4m3fn in each
+    call, and with JAX 0.10 one of bfloat16.
 
     Tokens past `query_offsets[-1]`, past the page table, or of a page outside the cache are not written.
 
