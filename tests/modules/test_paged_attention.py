@@ -20,7 +20,8 @@ from ejkernel.modules import (
     paged_plan,
     ragged_paged_attention,
 )
-from ejkernel.ops import ArgumentError, CallError, Invocation, UnsupportedError
+from ejkernel.ops import ArgumentError, CallError, ConfigSelectorChain, Invocation, UnsupportedError
+from ejkernel.ops.autotuner.bench.residuals import partners_in_force
 
 SEQUENCES, TOKENS, COLUMNS, HEADS, KV_HEADS, HEAD_DIM = 6, 24, 5, 4, 2, 8
 # None, one, whole pages, and one less or more than whole pages.
@@ -114,6 +115,12 @@ def test_differentiation_is_refused():
     for transform in (jax.grad, jax.jacfwd):
         with pytest.raises(UnsupportedError, match=r"paged_attention has no gradient: .* use flash_attention"):
             transform(lambda q: paged_attention(q, *rest).sum())(q)
+
+
+def test_tuning_looks_for_no_backward():
+    kernel = PagedAttention()
+    args, options = kernel.prepare(*batch_of(DECODE))
+    assert not partners_in_force(ConfigSelectorChain(), Invocation(kernel=kernel, args=args, kwargs=options), kernel)
 
 
 @pytest.mark.slow

@@ -58,7 +58,6 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     """
 
     implementations: ClassVar[Implementations] = Implementations({})
-    why_no_gradient: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

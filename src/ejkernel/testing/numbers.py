@@ -91,8 +91,8 @@ class Numbers:
         self.wrt, self._why_none = self.subject.differentiable(), ""
         self.own_error: Exception | None = None
         known, rule = True, has_gradient_rule(self.subject.kernel)
-        if self.subject.why_no_gradient:
-            self._why_none = self.subject.why_no_gradient
+        if self.subject.kernel.why_no_gradient:
+            self._why_none = self.subject.kernel.why_no_gradient
         elif not any(self.wrt) or not self.cotangents[0]:
             self._why_none = f"no {'result' if any(self.wrt) else 'argument'} has a gradient"
         elif like is not None:
@@ -123,8 +123,8 @@ class Numbers:
 
     @functools.cached_property
     def _why_no_tangents(self) -> str:
-        if self.subject.why_no_gradient:
-            return self.subject.why_no_gradient
+        if self.subject.kernel.why_no_gradient:
+            return self.subject.kernel.why_no_gradient
         if not self._tangents or not self.cotangents[0]:
             return "no argument, or no result, has a tangent"
         pushes = (pushed(run, self._inexact) for run in (self.subject.executed(self._baseline), self.truth.function))
@@ -194,8 +194,7 @@ class Numbers:
         without = self._scope.without | unavailable.keys()
         yield from self._compiled_rows(config, without, fully=fully)
         several = len({array.dtype for array in self.examples[0] if is_inexact(array)}) > 1
-        has_rule = "gradient" not in without and not self.subject.why_no_gradient
-        if has_rule and (several or not self._scope.is_brief or "vmap" not in without):
+        if "gradient" not in without and (several or not self._scope.is_brief or "vmap" not in without):
             yield from rule_row(self.subject, config, self.examples[0], self.cotangents[0])
             # Under the heuristic only, because the other configurations are compared with it.
             if config is self._baseline and self.has_gradient and not self._is_independent:

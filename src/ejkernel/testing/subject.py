@@ -174,14 +174,9 @@ class Subject:
         args, kwargs = prepared(self.kernel, args, kwargs)
         return take_apart(self.kernel, args, {name: value for name, value in kwargs.items() if name != "cfg"})
 
-    @property
-    def why_no_gradient(self) -> str:
-        """Why the kernel is an operation without gradients; empty if it may have them."""
-        return self.kernel.why_no_gradient if isinstance(self.kernel, Operation) else ""
-
     def differentiable(self) -> tuple[bool, ...]:
         """Return which arrays have a gradient: floating-point arrays, with a rule only positional ones."""
-        if self.why_no_gradient:
+        if self.kernel.why_no_gradient:
             return (False,) * len(self.types)
         _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
         # A rule returns gradients of positional arguments only; JAX differentiates keyword arguments as well.
