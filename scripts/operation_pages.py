@@ -49,12 +49,14 @@ class Page(NamedTuple):
         plain: Its plain call, by dtype.
         features: More calls, by name; each adds one feature to the plain call.
         special: Options of the builders for implementations that do not run the plain call on any device.
+        has_gradient: Whether the function has a gradient.
     """
 
     function: Callable[..., Any]
     plain: Callable[..., Built]
     features: Mapping[str, Callable[..., Built]]
     special: Mapping[str, Any] = {}
+    has_gradient: bool = True
 
 
 def _array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
@@ -100,6 +102,15 @@ def _loss(dtype: str, *, arrays: Any = None, **options: Any) -> Built:
     weight = (32768, 1024) if options.get("transpose_weight") else (1024, 32768)
     args = _array(dtype, 4096, 1024), _array(dtype, *weight), _array("int32", 4096)
     return args, options | _arrays(dtype, arrays)
+
+
+def _paged(
+    dtype: str, *, cache: str = "", tokens: int = 64, dim: int = 128, kinds: int = 2, arrays: Any = None, **options: Any
+) -> Built:
+    """Return a call of 64 sequences; `kinds=1`: with one KV head without values."""
+    pages = _array(cache or dtype, 4096, 16, 8 if kinds == 2 else 1, kinds, dim)
+    integers = (_array("int32", *shape) for shape in ((64, 64), (65,), (64,)))
+    return (_array(dtype, tokens, 32, dim), pages, *integers), options | _arrays(dtype, arrays)
 
 
 def _rows(dtype: str, vectors: int, *, dim: int = 4096, weight: str = "", residual: bool = False) -> Built:
@@ -216,6 +227,26 @@ CALLS: dict[str, Page] = {
             },
         ),
     ),
+    "paged_attention": Page(
+        modules.paged_attention,
+        _paged,
+        _variants(
+            _paged,
+            {
+                "prefill of 4,096 tokens": {"tokens": 4096},
+                "`head_dim` of 64": {"dim": 64},
+                "`head_dim` of 256": {"dim": 256},
+                "`value_dim` (latent attention)": {"dim": 576, "kinds": 1, "value_dim": 512},
+                "int8 cache": {"cache": "int8", "k_scale": 0.02, "v_scale": 0.02},
+                "float8_e4m3fn cache": {"cache": "float8_e4m3fn"},
+                "`sliding_window`": {"sliding_window": 1024},
+                "`logits_soft_cap`": {"logits_soft_cap": 30.0},
+                "`sinks`": {"arrays": {"sinks": ("float32", 32)}},
+                "`return_lse`": {"return_lse": True},
+            },
+        ),
+        has_gradient=False,
+    ),
     "rms_norm": Page(modules.rms_norm, functools.partial(_rows, vectors=1), _norm_features(1)),
     "layer_norm": Page(modules.layer_norm, functools.partial(_rows, vectors=2), _norm_features(2)),
 }
@@ -268,7 +299,8 @@ class Table:
         if key not in self._calls:
             build = self._page.features[label] if label else self._page.plain
             given = self._page.special if special else {}
-            self._calls[key] = _calls_of(self._page.function, *build(dtype, **given))
+            made = build(dtype, **given)
+            self._calls[key] = _calls_of(self._page.function, *made, has_gradient=self._page.has_gradient)
         return self._calls[key]
 
 
@@ -276,9 +308,9 @@ _RANK = {"-": 0, "forward": 1, "yes": 2}
 
 
 def _calls_of(
-    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], *, has_gradient: bool = True
 ) -> list[Invocation[Any, Any]]:
-    """Return the calls of `function` and of its gradient for all arrays of numbers."""
+    """Return the calls of `function`, and of its gradient for all arrays of numbers if it has one."""
     arrays: dict[Any, Any] = dict(enumerate(args))
     arrays |= {name: value for name, value in options.items() if isinstance(value, jax.ShapeDtypeStruct)}
     static = {name: value for name, value in options.items() if name not in arrays}
@@ -292,7 +324,7 @@ def _calls_of(
 
     def gradient(others_given: Sequence[jax.Array], *wanted: jax.Array) -> Any:
         others.update(zip(names, others_given, strict=True))
-        return jax.grad(total, tuple(range(len(wanted))))(*wanted)
+        return jax.grad(total, tuple(range(len(wanted))))(*wanted) if has_gradient else total(*wanted)
 
     others: dict[Any, Any] = {}
     names = [name for name in arrays if name not in floats]
@@ -310,13 +342,14 @@ def _runs(inv: Invocation[Any, Any], name: str, device: str) -> bool:
 
 def written(text: str, name: str) -> str:
     """Return the text of a page with its tables up to date; `name` is that of the file, without its ending."""
-    blocks = iter(functions_of(text))
+    named = [function for function in functions_of(text) if function in CALLS]
+    blocks = iter(named)
 
     def block(_: re.Match[str]) -> str:
         return f"{BEGIN}\n\n{Table(CALLS[next(blocks)])}\n\n{END}"
 
     made, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", block, text, flags=re.DOTALL)
-    if count != len(functions_of(text)):
+    if count != len(named):
         raise SystemExit(f"{name}.md must have one support table for each operation that it documents.")
     return made
 

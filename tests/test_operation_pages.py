@@ -33,7 +33,7 @@ def documented(text):
 
 
 def test_every_public_function_has_one_page():
-    assert sorted(name for text in PAGES.values() for name in documented(text)) == FUNCTIONS
+    assert sorted(name for text in PAGES.values() for name in documented(text) if name.islower()) == FUNCTIONS
 
 
 def test_the_index_and_the_navigation_have_every_page():
@@ -49,7 +49,8 @@ def test_the_index_lists_the_implementations_of_each_operation(script):
     rows = dict(re.findall(r"^\| \[.*?\]\(operations/(\w+)\.md\) \| .*? \| (.*) \|$", INDEX, re.M))
     for name, cells in rows.items():
         args, options = script.CALLS[name].plain("bfloat16")
-        kernel = script._calls_of(script.CALLS[name].function, args, options)[0].kernel
+        page = script.CALLS[name]
+        kernel = script._calls_of(page.function, args, options, has_gradient=page.has_gradient)[0].kernel
         assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(kernel.implementations)
 
 

@@ -15,6 +15,7 @@ import re
 import jax
 import pytest
 
+from ejkernel import compat
 from ejkernel.kernels._row_norms import pallas as row_norms
 from ejkernel.kernels.flash_attention import splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
@@ -24,6 +25,8 @@ from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
 from ejkernel.kernels.layer_norm.operation import LayerNormCall
 from ejkernel.kernels.layer_norm.pallas import Pallas as LayerNormPallas
+from ejkernel.kernels.paged_attention.common import PagedCall
+from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged, vector_memory
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
 from ejkernel.kernels.rms_norm.pallas import Pallas as RmsNormPallas
 from ejkernel.ops.utils.fingerprint import fingerprint_of
@@ -206,3 +209,32 @@ def test_row_norms_compile_within_the_estimate(sharding, operation, backward):
                 lambda *args, params=params: implementation.forward(call, *args, params=params)[0], *args
             )
         check_estimate(row_norms.memory(call, params), max(used), params, most=2)
+
+
+PAGED = {
+    "decode": {"q": (64, 32, 128), "pages": (4096, 16, 8, 2, 128), "table": (64, 256)},
+    "prefill": {"q": (2048, 16, 128), "pages": (512, 64, 4, 2, 128), "table": (8, 32), "window": 99, "soft_cap": 9.0},
+    "one head": {"q": (100, 8, 128), "pages": (512, 16, 1, 2, 128), "table": (16, 32)},
+    "float32": {"q": (64, 16, 128), "pages": (512, 64, 4, 2, 128), "table": (16, 32), "dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("case", PAGED)
+def test_ragged_paged_attention_compiles_within_the_estimate(sharding, case):
+    shape = {"dtype": "bfloat16", **PAGED[case]}
+    call = PagedCall(**shape, cache_dtype=shape["dtype"], scale=0.1, platform="tpu")
+    implementation = TpuRagged()
+    assert implementation.unsupported(call) is None
+
+    def like(*shape, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    (sequences, _), own = call.table, {"dtype": call.dtype}
+    args = (like(*call.q, **own), like(*call.pages, **own), like(*call.table), like(sequences + 1), like(sequences))
+    (device,) = sharding.device_set
+    for params in [implementation.heuristic(call), *sampled(implementation.space(call), case)]:
+        with compat.abstract_device("tpu", device.device_kind, 1):
+            used = used_memory(
+                lambda *args, params=params: implementation.forward(call, *args, *[None] * 4, params=params)[0], *args
+            )
+        assert max(used) <= vector_memory(call, params), params

@@ -196,6 +196,40 @@ def megablox_weights_gradient(
     return unchecked(lambda: tgmm(lhs.swapaxes(0, 1), rhs, sizes, group_offset=jnp.int32(1), **how), lhs)
 
 
+def tpu_ragged_paged_attention(
+    q: Any,
+    kv_pages: Any,
+    kv_lengths: Any,
+    page_table: Any,
+    query_offsets: Any,
+    count: Any,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    blocks: tuple[int, int],
+) -> Any:
+    """Return the output of JAX's TPU kernel for paged attention; rows of padding are uninitialised.
+
+    Args:
+        q: `[tokens, heads, head_dim]`.
+        kv_pages: `[pages, page_size, 2 * kv_heads, head_dim]`; keys and values of each head alternate.
+        kv_lengths, page_table, query_offsets: The batch; int32.
+        count: `[1]`, the number of sequences; each has a new token.
+        scale: Factor on the logits.
+        window: The keys that a query sees, its own included.
+        soft_cap: Limit of the logits.
+        blocks: Pages and queries of a block.
+    """
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as module
+
+    pages, queries = blocks
+    how: dict[str, Any] = {"sm_scale": scale, "sliding_window": window, "soft_cap": soft_cap}
+    how |= {"num_kv_pages_per_block": pages, "num_queries_per_block": queries}
+    run: Any = module.ragged_paged_attention
+    return unchecked(lambda: run(q, kv_pages, kv_lengths, page_table, query_offsets, count, **how), q)
+
+
 def unchecked(compute: Callable[[], Any], like: Any) -> Any:
     """Run a kernel that does not declare the mesh axes of its results; they vary over the axes of `like`.
 

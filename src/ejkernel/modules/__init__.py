@@ -14,6 +14,10 @@ from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
+from .kv_cache import OutOfPagesError as OutOfPagesError
+from .kv_cache import PagePool as PagePool
+from .kv_cache import append_to_pages as append_to_pages
+from .kv_cache import copy_pages as copy_pages
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import LayerNormConfig as LayerNormConfig
 from .layer_norm import layer_norm as layer_norm
@@ -23,6 +27,12 @@ from .linear_cross_entropy import LinearCrossEntropyGradients as LinearCrossEntr
 from .linear_cross_entropy import LinearCrossEntropyGradientsConfig as LinearCrossEntropyGradientsConfig
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import token_log_probs as token_log_probs
+from .paged_attention import PagedAttention as PagedAttention
+from .paged_attention import PagedAttentionConfig as PagedAttentionConfig
+from .paged_attention import PagedPlan as PagedPlan
+from .paged_attention import paged_attention as paged_attention
+from .paged_attention import paged_plan as paged_plan
+from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -42,14 +52,24 @@ __all__ = [
     "LinearCrossEntropyConfig",
     "LinearCrossEntropyGradients",
     "LinearCrossEntropyGradientsConfig",
+    "OutOfPagesError",
+    "PagePool",
+    "PagedAttention",
+    "PagedAttentionConfig",
+    "PagedPlan",
     "RmsNorm",
     "RmsNormConfig",
+    "append_to_pages",
+    "copy_pages",
     "flash_attention",
     "from_zigzag",
     "grouped_matmul",
     "grouped_matmul_wgrad",
     "layer_norm",
     "linear_cross_entropy",
+    "paged_attention",
+    "paged_plan",
+    "ragged_paged_attention",
     "rms_norm",
     "to_zigzag",
     "token_log_probs",

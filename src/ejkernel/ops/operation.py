@@ -54,6 +54,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     Attributes:
         implementations: The implementations by name, in order of preference.
+        why_no_gradient: Why the operation has no gradient, and what to use instead; empty if it has one.
     """
 
     implementations: ClassVar[Implementations] = Implementations({})
@@ -224,6 +225,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         If only types are wanted and no implementation runs here, return implementations for other platforms: the
         program may be lowered for another platform than this process's.
         """
+        if self.why_no_gradient and inv.direction != "fwd":
+            raise UnsupportedError(f"{self.op_id} has no gradient: {self.why_no_gradient}")
         call = self.call_of(inv)
         found, reasons = self._select(call, self._considered(inv.kwargs, call))
         if not found and not inv.array_types:

@@ -43,7 +43,9 @@ def paired(
     """
     found = operation.implementations[forward]
     successor = operation.implementations[backward] if backward else _successor(operation, found)
-    if successor is None or not successor.has_backward() or successor.residuals != found.residuals:
+    if operation.why_no_gradient and backward is None:
+        successor = found
+    elif successor is None or not successor.has_backward() or successor.residuals != found.residuals:
         raise ArgumentError(f"backward must take the residuals of {forward!r}, {found.residuals!r}; got {backward!r}.")
     place = {} if simulated else {"platform": device_kind(), "device_fingerprint": device_fingerprint()}
 

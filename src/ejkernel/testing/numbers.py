@@ -91,7 +91,9 @@ class Numbers:
         self.wrt, self._why_none = self.subject.differentiable(), ""
         self.own_error: Exception | None = None
         known, rule = True, has_gradient_rule(self.subject.kernel)
-        if not any(self.wrt) or not self.cotangents[0]:
+        if self.subject.kernel.why_no_gradient:
+            self._why_none = self.subject.kernel.why_no_gradient
+        elif not any(self.wrt) or not self.cotangents[0]:
             self._why_none = f"no {'result' if any(self.wrt) else 'argument'} has a gradient"
         elif like is not None:
             self._why_none, self.own_error, known = like._why_none, like.own_error, not like.truth.has_rule
@@ -121,6 +123,8 @@ class Numbers:
 
     @functools.cached_property
     def _why_no_tangents(self) -> str:
+        if self.subject.kernel.why_no_gradient:
+            return self.subject.kernel.why_no_gradient
         if not self._tangents or not self.cotangents[0]:
             return "no argument, or no result, has a tangent"
         pushes = (pushed(run, self._inexact) for run in (self.subject.executed(self._baseline), self.truth.function))

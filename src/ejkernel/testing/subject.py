@@ -176,6 +176,8 @@ class Subject:
 
     def differentiable(self) -> tuple[bool, ...]:
         """Return which arrays have a gradient: floating-point arrays, with a rule only positional ones."""
+        if self.kernel.why_no_gradient:
+            return (False,) * len(self.types)
         _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
         # A rule returns gradients of positional arguments only; JAX differentiates keyword arguments as well.
         fixed = by_keyword if has_gradient_rule(self.kernel) else {}

@@ -36,6 +36,7 @@ class Computation(Noted, Generic[Cfg, Out]):
 
     version: ClassVar[str] = "0"
     keeps_residuals: ClassVar[bool] = False
+    why_no_gradient: ClassVar[str] = ""  # see `Operation`
     choices: frozenset[str] = frozenset()
     config_type: ClassVar[type | None] = None
     _interface: ClassVar[type]  # the class with the defaults of all hooks
@@ -190,7 +191,7 @@ def writes_residual_form(kernel: Computation[Cfg, Out]) -> bool:
     if forward != backward:
         there, missing = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
         raise KernelError(f"{type(kernel).__name__} has {there} but no {missing}; define both, or custom_vjp.")
-    return forward
+    return forward and not kernel.why_no_gradient
 
 
 def has_gradient_rule(kernel: Computation[Cfg, Out]) -> bool:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 def differentiable(spec: CallSpec, arrays: Sequence[jax.Array]) -> tuple[bool, ...]:
     """Return which arrays of a call have a gradient; a gradient rule covers floating-point positional arrays only."""
+    if spec.kernel.why_no_gradient:
+        return (False,) * len(arrays)
     own = sum(sum(flags) for _, flags in spec.flags_by_argument())
     count = own if has_gradient_rule(spec.kernel) else len(arrays)
     return tuple(is_inexact(array) and index < count for index, array in enumerate(arrays))

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve random requests with a small decoder: continuous batching over a paged cache.
+
+    python examples/serving/serve.py [--requests 1000] [--compare]
+
+Requests arrive, are prefilled in chunks, generate, stop early, fork and are preempted. Every text must equal that of
+the same model without a cache, token for token, and all pages must be free at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from model import Attend, Batch, Model, caches, gathered, paged, parameters, step, whole
+from server import Counts, Request, Server
+
+PAGES = 100  # few, so that requests are preempted
+LARGER = Model(layers=4, width=512, heads=16, kv_heads=4, head_dim=64, dtype="bfloat16")
+
+
+def serve(server: Server, count: int, rng: np.random.Generator, vocabulary: int) -> tuple[list[Request], int, int]:
+    """Serve random requests. Return those with a complete text, and how many were forked and how many cancelled."""
+    finished: list[Request] = []
+    live: list[Request] = []
+    forked = cancelled = 0
+    while count or server.waiting or server.running:
+        for _ in range(min(count, rng.poisson(0.4))):
+            prompt = rng.integers(0, vocabulary, rng.integers(1, 60)).tolist()
+            stop = int(rng.integers(vocabulary)) if rng.random() < 0.5 else None
+            live.append(server.submit(prompt, len(prompt) + int(rng.integers(1, 40)), stop))
+            count -= 1
+        if live and rng.random() < 0.05:
+            server.cancel(live.pop(int(rng.integers(len(live)))))
+            cancelled += 1
+        if live and rng.random() < 0.1:
+            live.append(server.fork(live[int(rng.integers(len(live)))], int(rng.integers(vocabulary))))
+            forked += 1
+        if server.waiting or server.running:
+            done = server.step()
+            finished += done
+            live = [request for request in live if request not in done]
+    return finished, forked, cancelled
+
+
+def wrong_texts(model: Model, weights: Any, requests: list[Request]) -> int:
+    """Return how many texts differ from those of the model without a cache."""
+    predict = jax.jit(functools.partial(whole, model))
+    wrong = 0
+    for request in requests:
+        tokens = jnp.asarray(request.tokens + [0] * (128 - len(request.tokens)))  # one shape
+        predicted = np.asarray(predict(weights, tokens)).tolist()
+        wrong += request.tokens[request.prompt :] != predicted[request.prompt - 1 : len(request.tokens) - 1]
+    return wrong
+
+
+def decode_step(lengths: list[int], attend: Attend, page_size: int = 16) -> Any:
+    """Return a function that runs one decode step of sequences of these lengths, and blocks until it is done."""
+    weights, count = parameters(LARGER), len(lengths)
+    columns = -(-max(lengths) // page_size)
+    table = np.random.default_rng(0).permutation(count * columns).reshape(count, columns).astype(np.int32)
+    ends = np.asarray(lengths, np.int32)
+    tokens, offsets = np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int32)
+    batch = Batch(tokens, ends - 1, *map(jnp.asarray, (table, offsets, ends)))
+    run = jax.jit(functools.partial(step, LARGER, attend=attend), donate_argnums=1)
+    cached = caches(LARGER, count * columns, page_size)
+
+    def once() -> None:
+        nonlocal cached
+        found, cached = run(weights, cached, batch)
+        found.block_until_ready()
+
+    return once
+
+
+def compare(turns: int = 15) -> None:
+    """Print the time of a decode step with `paged_attention`, and with a gather and `jax.nn`, in interleaved steps."""
+    rng = np.random.default_rng(0)
+    for name, lengths in (("16 x 1,024", [1024] * 16), ("16 of 32..2,048", rng.integers(32, 2049, 16).tolist())):
+        steps = {"paged_attention": decode_step(lengths, paged), "gather + jax.nn": decode_step(lengths, gathered)}
+        times: dict[str, list[float]] = {kind: [] for kind in steps}
+        for turn in range(turns + 1):
+            for kind, once in steps.items():
+                begin = time.perf_counter()
+                once()
+                times[kind] += [time.perf_counter() - begin] * (turn > 0)  # the first step compiles
+        medians = {kind: statistics.median(own) for kind, own in times.items()}
+        size = sum(lengths) * LARGER.layers * LARGER.kv_heads * 2 * LARGER.head_dim * jnp.dtype(LARGER.dtype).itemsize
+        for kind, seconds in medians.items():
+            rate, bandwidth = len(lengths) / seconds, size / seconds / 1e9
+            print(f"{name:16} {kind:16} {1e3 * seconds:8.1f} ms  {rate:8.0f} tokens/s  {bandwidth:6.2f} GB/s of KV")
+        print(f"{name:16} ratio {medians['gather + jax.nn'] / medians['paged_attention']:.2f}")
+
+
+def main() -> int:
+    """Serve, print the figures, and return 1 if a text is wrong or a page is lost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--compare", action="store_true", help="time decode steps of a larger model instead")
+    args = parser.parse_args()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores, JAX {jax.__version__}, {today}")
+    if args.compare:
+        compare()
+        return 0
+    model = Model()
+    weights = parameters(model)
+    server = Server(model, weights, pages=PAGES, page_size=4, slots=12, longest=100)
+    server.submit([0] * 60, 64)
+    server.run()  # compiles
+    server.counts = Counts()
+    finished, forked, cancelled = serve(server, args.requests, np.random.default_rng(args.seed), model.vocabulary)
+    counts, wrong, lost = server.counts, wrong_texts(model, weights, finished), PAGES - server.pool.free_pages
+    missing = args.requests + forked - cancelled - len(finished)
+    print(f"requests: {args.requests}, forked: {forked}, cancelled: {cancelled}, preempted: {counts.preempted}")
+    print(f"steps: {counts.steps}, copied pages: {counts.copied_pages}, generated tokens: {counts.generated}")
+    print(
+        f"{counts.generated / counts.seconds:.0f} tokens/s, {counts.cache_bytes / counts.seconds / 1e9:.3f} GB/s of KV"
+    )
+    print(f"missing requests: {missing}, wrong texts: {wrong}, lost pages: {lost}")
+    return 1 if missing or wrong or lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

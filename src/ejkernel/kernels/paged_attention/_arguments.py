@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of paged attention: validation and canonical form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._numbers import is_integer, is_number
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import given_text
+from ejkernel.ops.utils.values.signature import is_array, is_known
+
+from .plan import PagedPlan, PlanArrays, tile_queries
+
+DTYPES = ("bfloat16", "float16", "float32")
+QUANTISED = ("int8", "float8_e4m3fn")
+PAGES = "[pages, page_size, kv_heads, 2, head_dim]"
+KEYS_ONLY = "[pages, page_size, kv_heads, 1, head_dim]"
+
+
+def check_pages(kv_pages: Any) -> None:
+    """Raise unless the cache has five axes and a supported dtype."""
+    if not is_array(kv_pages) or len(kv_pages.shape) != 5 or kv_pages.shape[3] not in (1, 2):
+        raise ArgumentError(
+            f"kv_pages must be an array {PAGES}, keys first, or {KEYS_ONLY} if values are part of the keys; got "
+            f"{shown(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
+        )
+    if str(kv_pages.dtype) not in (*DTYPES, *QUANTISED):
+        raise ArgumentError(f"kv_pages must be {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
+
+
+def check_main(q: Any, kv_pages: Any) -> None:
+    """Raise unless queries and cache fit together."""
+    if not is_array(q) or len(q.shape) != 3 or str(q.dtype) not in DTYPES:
+        raise ArgumentError(
+            f"q must be an array [tokens, heads, head_dim] of {', '.join(DTYPES)}; got {shown(q)}. Reshape "
+            "[batch, length, heads, head_dim], and pass the offsets of the examples as query_offsets."
+        )
+    check_pages(kv_pages)
+    if str(kv_pages.dtype) not in (*QUANTISED, str(q.dtype)):
+        raise ArgumentError(
+            f"kv_pages must have q's dtype, {q.dtype}, or be {' or '.join(QUANTISED)}; got {kv_pages.dtype}."
+        )
+    heads, kv_heads = q.shape[1], kv_pages.shape[2]
+    if not heads or not kv_heads or heads % kv_heads:
+        raise ArgumentError(
+            f"q must have a multiple of the cache's heads, got {heads} and {kv_heads}; head i reads KV head "
+            "i // (heads // kv_heads)."
+        )
+    if q.shape[2] != kv_pages.shape[4]:
+        raise ArgumentError(f"kv_pages must have q's head_dim, {q.shape[2]}; got shape {tuple(kv_pages.shape)}.")
+
+
+def check_batch(page_table: Any, query_offsets: Any, kv_lengths: Any) -> None:
+    """Raise unless table, offsets and lengths are those of one number of sequences."""
+    _check_integers("page_table", page_table, "[sequences, pages]")
+    check_lengths(query_offsets, kv_lengths)
+    if page_table.shape[0] != kv_lengths.shape[0]:
+        raise ArgumentError(
+            f"page_table must have a row for each of the {kv_lengths.shape[0]} kv_lengths; got shape "
+            f"{tuple(page_table.shape)}."
+        )
+
+
+def check_lengths(query_offsets: Any, kv_lengths: Any) -> None:
+    """Raise unless offsets and lengths are those of one number of sequences."""
+    _check_integers("query_offsets", query_offsets, "[sequences + 1]")
+    _check_integers("kv_lengths", kv_lengths, "[sequences]")
+    wanted = (kv_lengths.shape[0] + 1,)
+    if tuple(query_offsets.shape) != wanted:
+        raise ArgumentError(
+            f"query_offsets must be [sequences + 1] = {wanted}, the cumulative numbers of new tokens with a leading 0; "
+            f"got {shown(query_offsets)}."
+        )
+
+
+def _check_integers(name: str, array: Any, axes: str) -> None:
+    rank = axes.count(",") + 1
+    if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != rank:
+        raise ArgumentError(f"{name} must be an integer array {axes}; got {shown(array)}.")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless the value is a positive integer."""
+    if not is_integer(value) or value < 1:
+        raise ArgumentError(f"{name} must be a positive integer, got {given_text(value)}.")
+
+
+def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
+    """Raise unless keys and values of new tokens fit the cache."""
+    kv_heads, kinds, head_dim = kv_pages.shape[2:]
+    if (v is None) != (kinds == 1):
+        raise ArgumentError(
+            f"v must be None for a cache of keys alone, {KEYS_ONLY}, and an array for one with values; got {shown(v)} "
+            f"and kv_pages of shape {tuple(kv_pages.shape)}."
+        )
+    for name, array in (("k", k), *((("v", v),) if v is not None else ())):
+        if not is_array(array) or str(array.dtype) not in (*DTYPES, str(kv_pages.dtype)):
+            raise ArgumentError(f"{name} must be an array of {', '.join(DTYPES)}; got {shown(array)}.")
+        if len(array.shape) != 3 or array.shape[0] != k.shape[0] or tuple(array.shape[1:]) != (kv_heads, head_dim):
+            raise ArgumentError(
+                f"{name} must be [tokens, kv_heads, head_dim], with heads and head_dim of the cache, {kv_heads} and "
+                f"{head_dim}; got {shown(array)}."
+            )
+
+
+def check_copies(sources: Any, targets: Any) -> None:
+    """Raise unless there is a target for each source."""
+    _check_integers("sources", sources, "[copies]")
+    _check_integers("targets", targets, "[copies]")
+    if sources.shape != targets.shape:
+        raise ArgumentError(f"targets must have one page for each of sources, {shown(sources)}; got {shown(targets)}.")
+
+
+def canonical_sinks(sinks: Any, heads: int) -> Any:
+    """Return the logits of the attention sinks, `[heads]`."""
+    if sinks is None:
+        return None
+    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
+        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {shown(sinks)}.")
+    return sinks
+
+
+def canonical_scales(name: str, scale: Any, kv_heads: int) -> Any:
+    """Return the factors of the cache's heads, float32 `[kv_heads]`; `None` stays."""
+    if scale is None:
+        return None
+    if is_number(scale):
+        positive(name, scale)
+        return jnp.full((kv_heads,), scale, jnp.float32)
+    wanted = is_array(scale) and jnp.issubdtype(scale.dtype, jnp.floating)
+    if not wanted or tuple(scale.shape) not in ((), (kv_heads,)):
+        raise ArgumentError(
+            f"{name} must be a positive number, or a floating-point array [kv_heads] = {(kv_heads,)}; got "
+            f"{shown(scale)}."
+        )
+    if isinstance(scale, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((kv_heads,), jnp.float32)
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (kv_heads,))
+
+
+def canonical_value_dim(value_dim: Any, v_scale: Any, kv_pages: Any) -> int | None:
+    """Return `value_dim`; `None` if the cache has values of its own."""
+    own_values = kv_pages.shape[3] == 2
+    if value_dim is None:
+        if own_values:
+            return None
+        raise ArgumentError(
+            f"value_dim must be given for a cache without values, {KEYS_ONLY}: the values are the first value_dim "
+            f"elements of the keys; got None and kv_pages of shape {tuple(kv_pages.shape)}."
+        )
+    if own_values or not is_integer(value_dim) or not 0 < value_dim <= kv_pages.shape[4]:
+        raise ArgumentError(
+            f"value_dim must be an integer up to head_dim, and needs a cache of keys alone, {KEYS_ONLY}; got "
+            f"{given_text(value_dim)} and kv_pages of shape {tuple(kv_pages.shape)}."
+        )
+    if v_scale is not None:
+        raise ArgumentError("v_scale must be None with value_dim: the values are part of the keys, scaled by k_scale.")
+    return int(value_dim)
+
+
+def canonical_window(window: Any) -> int | None:
+    """Return the number of keys that a query sees before its own; `None`: all."""
+    if isinstance(window, tuple | list) and len(window) == 2 and window[1] in (None, 0):
+        window = window[0]
+    if window is None:
+        return None
+    if not is_integer(window) or window < 0:
+        raise ArgumentError(
+            f"sliding_window must be an int >= 0, or a pair (left, 0), or None for no limit; got {given_text(window)}."
+        )
+    return int(window) if window < 1 << 30 else None
+
+
+def positive(name: str, value: Any) -> float | None:
+    """Return a positive finite number as a float; `None` stays."""
+    if value is None:
+        return None
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
+    return float(value)
+
+
+def canonical_scale(scale: Any, head_dim: Any) -> float:
+    """Return the factor on the logits; `head_dim ** -0.5` by default."""
+    if scale is None and not is_known(head_dim):
+        raise ArgumentError(f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}.")
+    found = positive("softmax_scale", scale)
+    return float(head_dim) ** -0.5 if found is None else found
+
+
+def canonical_plan(plan: Any, q: Any, kv_pages: Any, sequences: int, window: int | None) -> tuple[Any, ...] | None:
+    """Return the arrays of a plan, a tuple so that a call can be described by plain data."""
+    if plan is None or (type(plan) is tuple and len(plan) == len(PlanArrays._fields)):
+        return plan
+    if not isinstance(plan, PagedPlan):
+        raise ArgumentError(f"plan must be the result of paged_plan, or None; got {type(plan).__name__}.")
+    arrays = tuple(getattr(plan, name) for name in PlanArrays._fields)
+    queries = tile_queries(q.shape[1], kv_pages.shape[2])
+    if plan.tile_queries != queries or tuple(plan.order.shape) != (sequences,):
+        raise ArgumentError(
+            f"plan must be of a batch with the same sequences, heads and kv_heads, {sequences}, {q.shape[1]} and "
+            f"{kv_pages.shape[2]}; got one of {plan.order.shape[0]} sequences, with {plan.tile_queries} instead of "
+            f"{queries} queries per tile. Call paged_plan for this batch."
+        )
+    if plan.window is not None and (window is None or window > plan.window):
+        raise ArgumentError(
+            f"plan must not leave out pages that sliding_window={window!r} sees; got one for {plan.window}. Layers "
+            "with different windows need a plan each, or one without a window for all."
+        )
+    return arrays
+
+
+def int32(array: Any) -> Any:
+    """Return indices as int32."""
+    if array.dtype == jnp.int32:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, jnp.int32)
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def shown(value: Any) -> str:
+    """Return the type of an argument for messages."""
+    return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paged_attention`: attention of new tokens to a paged cache of keys and values, for serving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels.paged_attention import _arguments as arguments
+from ejkernel.kernels.paged_attention.operation import PagedAttention as PagedAttention
+from ejkernel.kernels.paged_attention.operation import PagedAttentionConfig as PagedAttentionConfig
+from ejkernel.kernels.paged_attention.operation import paged_attention as _paged_attention
+from ejkernel.kernels.paged_attention.plan import PagedPlan as PagedPlan
+from ejkernel.kernels.paged_attention.plan import plan_arrays, tile_queries
+from ejkernel.ops.core.types import Flag, Number
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import names_checked
+from ejkernel.ops.utils.values.scalars import Takes, python_numbers
+
+Pages = Float[Array, "pages page_size kv_heads 2 head_dim"] | Int[Array, "pages page_size kv_heads 2 head_dim"]
+Scale = Number | Float[Array, " kv_heads"]
+Output = Float[Array, "tokens heads value_dim"]
+LogSumExp = Float[Array, "tokens heads"]
+
+NAMES_ELSEWHERE = {  # in tpu-inference, Tokamax, vLLM, FlashInfer and flash-attn
+    "query": "q",
+    "queries": "q",
+    "kv_cache": "kv_pages",
+    "key_cache": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
+    "value_cache": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
+    "k_pages": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
+    "v_pages": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
+    "block_tables": "page_table",
+    "block_table": "page_table",
+    "page_indices": "page_table= has two axes, [sequences, pages]; reshape a flat table.",
+    "cu_q_lens": "query_offsets",
+    "cu_seqlens_q": "query_offsets",
+    "query_start_loc": "query_offsets",
+    "kv_lens": "kv_lengths",
+    "lengths": "kv_lengths",
+    "seq_lens": "kv_lengths",
+    "context_lens": "kv_lengths= counts the new tokens as well.",
+    "cache_seqlens": "kv_lengths= counts the new tokens as well.",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "soft_cap": "logits_soft_cap",
+    "softcap": "logits_soft_cap",
+    "attn_logits_soft_cap": "logits_soft_cap",
+    "window": "sliding_window",
+    "window_size": "sliding_window= is the number of earlier keys that a query sees.",
+    "s_aux": "sinks",
+    "attention_sink": "sinks",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
+    "causal": "attention is always causal; leave it out.",
+    "config": "cfg",
+    "block_sizes": "cfg",
+    "backend": "implementation",
+}
+
+
+@overload
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Pages,
+    page_table: Int[Array, "sequences pages_per_sequence"],
+    query_offsets: Int[Array, " sequences_and_one"],
+    kv_lengths: Int[Array, " sequences"],
+    *,
+    plan: PagedPlan | None = None,
+    softmax_scale: Number | None = None,
+    logits_soft_cap: Number | None = None,
+    sliding_window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    value_dim: int | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | Sequence[str] | None = None,
+    cfg: PagedAttentionConfig | None = None,
+) -> Output: ...
+
+
+@overload
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Pages,
+    page_table: Int[Array, "sequences pages_per_sequence"],
+    query_offsets: Int[Array, " sequences_and_one"],
+    kv_lengths: Int[Array, " sequences"],
+    *,
+    plan: PagedPlan | None = None,
+    softmax_scale: Number | None = None,
+    logits_soft_cap: Number | None = None,
+    sliding_window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    value_dim: int | None = None,
+    return_lse: Flag,
+    implementation: str | Sequence[str] | None = None,
+    cfg: PagedAttentionConfig | None = None,
+) -> Any: ...
+
+
+@names_checked(NAMES_ELSEWHERE)
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    kv_pages: Pages,
+    page_table: Int[Array, "sequences pages_per_sequence"],
+    query_offsets: Int[Array, " sequences_and_one"],
+    kv_lengths: Int[Array, " sequences"],
+    *,
+    plan: PagedPlan | None = None,
+    softmax_scale: Number | None = None,
+    logits_soft_cap: Number | None = None,
+    sliding_window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    value_dim: int | None = None,
+    return_lse: Flag = False,
+    implementation: str | Sequence[str] | None = None,
+    cfg: PagedAttentionConfig | None = None,
+) -> Any:
+    """Return the attention of each sequence's new tokens to its keys and values in a paged cache.
+
+    One batch may mix sequences in decode, with one new token, and in prefill, with several. The new tokens of a
+    sequence are its last ones, and their keys and values must be in the cache already; see `append_to_pages`. A token
+    sees the keys up to its own position.
+
+    No index leads out of an array: page indices are clamped to the cache, and lengths to the page table. The unused
+    parts of pages are never read into a result, even if they hold NaN.
+
+    There is no gradient.
+
+    Args:
+        q: The new tokens' queries, sequence after sequence. `heads` must be a multiple of `kv_heads`; head `i` reads KV
+            head `i // (heads // kv_heads)`. Tokens past `query_offsets[-1]` are padding and give zeros.
+        kv_pages: The cache, keys before values, of q's dtype, int8 or float8_e4m3fn. With `value_dim`, the cache has
+            keys alone, `[pages, page_size, kv_heads, 1, head_dim]`.
+        page_table: The pages of each sequence, in order. Entries past a sequence's length are not used.
+        query_offsets: The cumulative numbers of new tokens, with a leading 0. A sequence may have none.
+        kv_lengths: The number of each sequence's keys, including its new tokens.
+        plan: The schedule of the batch from `paged_plan`, which the layers of a model share. `None` computes it.
+        softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
+        logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`.
+        sliding_window: The number of keys that a query sees before its own position; `None`: all.
+        sinks: Attention sinks: for each head an additional logit in the softmax of every row, without a value.
+        k_scale, v_scale: Factors on cached keys and values, one number or one for each KV head. Pass those that
+            `append_to_pages` quantised with.
+        value_dim: The values are the first `value_dim` elements of the keys, as in absorbed latent attention (MLA):
+            e.g. `value_dim=512` with `head_dim=576` and one KV head. Pass the `softmax_scale` of the model then.
+        return_lse: Return the log-sum-exp as well.
+        implementation: An implementation (`xla`, `tpu_ragged`), or several in order of preference; the call raises if
+            none of them supports it. `None` leaves the choice to the configuration.
+        cfg: The configuration of this call; `None` looks one up.
+
+    Returns:
+        The output, in q's dtype; sums are computed in float32. With `return_lse` a pair: the output, and the float32
+        log-sum-exp of each row's logits, including sinks (minus infinity for a row without keys and sinks).
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations.
+        UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
+    """
+    return _paged_attention(
+        q,
+        kv_pages,
+        page_table,
+        query_offsets,
+        kv_lengths,
+        sinks,
+        k_scale,
+        v_scale,
+        plan,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        value_dim=value_dim,
+        return_lse=return_lse,
+        implementation=implementation,
+        cfg=cfg,
+    )
+
+
+def paged_plan(
+    query_offsets: Int[Array, " sequences_and_one"],
+    kv_lengths: Int[Array, " sequences"],
+    *,
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    sliding_window: int | None = None,
+) -> PagedPlan:
+    """Return the schedule of a batch for `paged_attention`: compute it once for each step, and pass it to all layers.
+
+    Args:
+        query_offsets: The cumulative numbers of new tokens, with a leading 0.
+        kv_lengths: The number of each sequence's keys, including its new tokens.
+        heads: Query heads of the layers, on all devices or on one: only the ratio to `kv_heads` counts.
+        kv_heads: KV heads of the layers.
+        page_size: Tokens of a page.
+        sliding_window: The window of the layers. A plan without a window is valid for every window, and one with a
+            window for smaller ones.
+
+    Returns:
+        A pytree of arrays on the device.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+    """
+    heads, kv_heads, page_size = python_numbers((heads, kv_heads, page_size), Takes.NUMBERS)
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("page_size", page_size)):
+        arguments.check_count(name, value)
+    if heads % kv_heads:
+        raise ArgumentError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}.")
+    arguments.check_lengths(query_offsets, kv_lengths)
+    window = arguments.canonical_window(python_numbers(sliding_window, Takes.NUMBERS))
+    queries = tile_queries(heads, kv_heads)
+    offsets, lengths = jax.tree.map(arguments.int32, (query_offsets, kv_lengths))
+    found = plan_arrays(offsets, lengths, queries=queries, page_size=page_size, window=window)
+    return PagedPlan(**found._asdict(), tile_queries=queries, window=window)

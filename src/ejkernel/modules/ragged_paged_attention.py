@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ragged_paged_attention`: `paged_attention` with the arguments of kernels for TPUs, and the write to the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels.paged_attention import _arguments as arguments
+from ejkernel.ops.core.types import Flag, Number
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import Takes, python_numbers
+from ejkernel.ops.utils.values.signature import is_array
+
+from .kv_cache import append_to_pages
+from .paged_attention import PagedAttentionConfig, paged_attention
+
+Cache = Any  # one array or a pair
+
+
+def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
+    queries: Float[Array, "tokens heads head_dim"],
+    keys: Float[Array, "tokens kv_heads head_dim"] | None,
+    values: Float[Array, "tokens kv_heads head_dim"] | None,
+    kv_cache: Cache,
+    kv_lens: Int[Array, " sequences"],
+    page_indices: Int[Array, " all_pages"] | Int[Array, "sequences pages_per_sequence"],
+    cu_q_lens: Int[Array, " sequences_and_one"],
+    distribution: Int[Array, " 3"] | Int[Array, " 1"],
+    attention_sink: Float[Array, " heads"] | None = None,
+    *,
+    sm_scale: Number = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: Number | None = None,
+    q_scale: Number | None = None,
+    k_scale: Number | None = None,
+    v_scale: Number | None = None,
+    use_causal_mask: Flag = True,
+    update_kv_cache: Flag = True,
+    implementation: str | Sequence[str] | None = None,
+    cfg: PagedAttentionConfig | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Cache]:
+    """Write the new tokens to a cache and attend to it, with the arguments that tpu-inference and sglang-jax use.
+
+    In new programs, use `append_to_pages` and `paged_attention`. Two defaults differ: `sm_scale` is 1 here, not
+    `head_dim ** -0.5`; and `sliding_window` counts the query's own key, as in these libraries.
+
+    The cache has one of three forms, in any of which the result returns it: `[pages, page_size, 2 * kv_heads / n, n,
+    head_dim]` with any packing `n`, or `[pages, page_size, 2 * kv_heads, head_dim]`, in which keys and values of each
+    head alternate; or a pair of arrays, `[pages, page_size, kv_heads, head_dim]`. Keys and values of a pair are joined
+    and separated again in each call, which copies the cache. A cache whose `head_dim` is padded, e.g. to 128, may have
+    queries of the true size.
+
+    Args:
+        queries: The new tokens' queries.
+        keys, values: The new tokens' keys and values; `None` with `update_kv_cache=False`.
+        kv_cache: The cache; donate it in the enclosing `jax.jit`.
+        kv_lens: The number of each sequence's keys, including its new tokens.
+        page_indices: The page table, flat or with two axes.
+        cu_q_lens: The cumulative numbers of new tokens, with a leading 0.
+        distribution: Its last entry is the number of sequences; later rows of the table are padding. The others, which
+            tell decode from prefill, are not needed.
+        attention_sink: For each head an additional logit in the softmax of every row.
+        sm_scale: Factor on the products of query and key.
+        sliding_window: The number of keys that a query sees, including its own; `None`: all.
+        soft_cap: Squash scaled products into `(-cap, cap)`.
+        q_scale: A further factor on the products, of quantised queries.
+        k_scale, v_scale: Factors of a quantised cache. Keys and values of another dtype than the cache's are quantised.
+        use_causal_mask: Only True is supported.
+        update_kv_cache: Whether to write the new tokens; otherwise they must be in the cache already.
+        implementation: See `paged_attention`.
+        cfg: See `paged_attention`.
+
+    Returns:
+        The output, in the dtype of the queries, with zeros for padding; and the cache.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: `implementation` cannot run this call.
+    """
+    _check(kv_cache, cu_q_lens, distribution, use_causal_mask)
+    if update_kv_cache and (keys is None or values is None):
+        raise ArgumentError("keys and values must be given with update_kv_cache=True; got None.")
+    kv_pages = _joined(kv_cache)
+    head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
+    window = _window(python_numbers(sliding_window, Takes.NUMBERS))
+    scale = python_numbers(sm_scale, Takes.NUMBERS) * (
+        1.0 if q_scale is None else python_numbers(q_scale, Takes.NUMBERS)
+    )
+    sequences = kv_lens.shape[0]
+    number = jnp.arange(sequences + 1, dtype=jnp.int32)
+    count = jnp.clip(distribution[-1], 0, sequences)
+    batch = (
+        jnp.reshape(page_indices, (sequences, -1)),
+        jnp.where(number <= count, cu_q_lens, cu_q_lens[count]),
+        jnp.where(number[:-1] < count, kv_lens, 0),
+    )
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    if update_kv_cache:
+        kv_pages = append_to_pages(kv_pages, _padded(keys, padded), _padded(values, padded), *batch, **scales)
+    out = paged_attention(
+        _padded(queries, padded),
+        kv_pages,
+        *batch,
+        softmax_scale=scale,
+        logits_soft_cap=soft_cap,
+        sliding_window=window,
+        sinks=attention_sink,
+        **scales,
+        implementation=implementation,
+        cfg=cfg,
+    )
+    return out[..., :head_dim], _separated(kv_pages, kv_cache)
+
+
+def _check(kv_cache: Any, cu_q_lens: Any, distribution: Any, use_causal_mask: Any) -> None:
+    if not use_causal_mask:
+        raise ArgumentError("use_causal_mask must be True: a paged cache has no later keys; got False.")
+    if not is_array(distribution) or len(distribution.shape) != 1 or not distribution.shape[0]:
+        raise ArgumentError(
+            f"distribution must be an integer array whose last entry is the number of sequences; got "
+            f"{arguments.shown(distribution)}."
+        )
+    if not is_array(cu_q_lens):
+        raise ArgumentError(f"cu_q_lens must be an integer array; got {arguments.shown(cu_q_lens)}.")
+    pair = kv_cache if isinstance(kv_cache, tuple | list) else None
+    fits = (
+        len(pair) == 2 and all(is_array(x) and len(x.shape) == 4 and x.shape == pair[0].shape for x in pair)
+        if pair is not None
+        else is_array(kv_cache) and len(kv_cache.shape) in (4, 5) and math.prod(kv_cache.shape[2:-1]) % 2 == 0
+    )
+    if not fits:
+        raise ArgumentError(
+            "kv_cache must be [pages, page_size, 2 * kv_heads, head_dim], with an optional axis of packing before the "
+            "last, or a pair of arrays [pages, page_size, kv_heads, head_dim]; got "
+            f"{', '.join(map(arguments.shown, [kv_cache] if pair is None else pair))}."
+        )
+
+
+def _joined(kv_cache: Cache) -> Any:
+    """Return the cache in the layout of `paged_attention`."""
+    if isinstance(kv_cache, tuple | list):
+        return jnp.stack(kv_cache, axis=-2)
+    return kv_cache.reshape(*kv_cache.shape[:2], -1, 2, kv_cache.shape[-1])
+
+
+def _separated(kv_pages: jax.Array, like: Cache) -> Cache:
+    if isinstance(like, tuple | list):
+        return type(like)((kv_pages[..., 0, :], kv_pages[..., 1, :]))
+    return kv_pages.reshape(like.shape)
+
+
+def _padded(x: Any, size: int) -> Any:
+    return x if x.shape[-1] >= size else jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))
+
+
+def _window(window: Any) -> Any:
+    """Return the number of keys before the query's own."""
+    if window is None:
+        return None
+    arguments.check_count("sliding_window", window)
+    return window - 1

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention under test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.kernels.conformance import Backend, Subject
+
+from ejkernel.kernels.paged_attention.xla import XlaParams
+from ejkernel.modules import PagedAttention, paged_plan
+
+PAGE = 4
+# New tokens and all tokens of each sequence: none, one, and whole pages among them.
+DECODE = ((1, 1), (1, 4), (0, 0), (1, 9), (1, 0), (1, 5))
+MIXED = ((5, 5), (1, 13), (0, 7), (6, 8), (3, 12), (1, 1))
+
+
+def batch_of(lengths, *, tokens=None, heads=(4, 2), head_dim=8, dtype="float32", cache=None, keys_only=False):
+    """Return the positional arguments of a call, with pages in random order."""
+    rng = np.random.default_rng(0)
+    queries, keys = np.array(lengths).T
+    columns = max(1, -(-int(keys.max()) // PAGE)) + 1
+    count = len(lengths) * columns + 2
+    table = rng.permutation(count)[: len(lengths) * columns].reshape(len(lengths), columns)
+    pages = rng.standard_normal((count, PAGE, heads[1], 1 if keys_only else 2, head_dim))
+    if cache == "int8":
+        pages = np.round(pages * 40).clip(-127, 127)
+    q = rng.standard_normal((tokens or int(queries.sum()), heads[0], head_dim))
+    offsets = np.concatenate([[0], np.cumsum(queries)])
+    integers = (jnp.asarray(x, jnp.int32) for x in (table, offsets, keys))
+    return jnp.asarray(q, dtype), jnp.asarray(pages, cache or dtype), *integers
+
+
+def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
+    """Return a call of these lengths."""
+    shape = {
+        name: options.pop(name) for name in ("tokens", "heads", "head_dim", "cache", "keys_only") if name in options
+    }
+
+    def call(dtype):
+        args = batch_of(lengths, dtype=dtype, **shape)
+        heads, kv_heads = args[0].shape[1], args[1].shape[2]
+        given = dict(options)
+        if scaled:
+            given |= {"k_scale": jnp.linspace(0.02, 0.03, kv_heads), "v_scale": jnp.linspace(0.03, 0.02, kv_heads)}
+        if sinks:
+            given["sinks"] = jnp.linspace(-1, 1, heads)
+        if planned:
+            given["plan"] = paged_plan(*args[3:], heads=heads, kv_heads=kv_heads, page_size=PAGE)
+        return args, given
+
+    return call
+
+
+def in_use(sequences, tokens, pages):
+    def call(dtype):
+        like = jax.ShapeDtypeStruct
+        cache = like((sequences * pages, 16, 8, 2, 128), dtype)
+        integers = (like(shape, jnp.int32) for shape in ((sequences, pages), (sequences + 1,), (sequences,)))
+        return (like((tokens, 32, 128), dtype), cache, *integers), {}
+
+    return call
+
+
+SUBJECT = Subject(
+    operation=PagedAttention(),
+    calls={
+        "decode": call_of(DECODE),
+        "mixed": call_of(MIXED, tokens=20, sliding_window=5, logits_soft_cap=3.0, sinks=True),
+        "planned": call_of(MIXED, planned=True, return_lse=True, softmax_scale=0.3),
+        "int8": call_of(MIXED, cache="int8", scaled=True),
+        "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),
+    },
+    briefly=("mixed",),
+    backends={
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
+        "tpu_ragged": Backend(dtypes=("bfloat16",)),
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
+    spaces={"decode": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
+)

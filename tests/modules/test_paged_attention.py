@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paged_attention` for its users: values that must not matter, keys, refused arguments, and other call forms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tests.kernels.meshes import bytes_in_collectives, compiled, mesh_of
+from tests.kernels.paged_attention_cases import DECODE, MIXED, PAGE, batch_of
+
+from ejkernel.kernels.paged_attention.xla import XlaParams
+from ejkernel.modules import (
+    PagedAttention,
+    PagedAttentionConfig,
+    append_to_pages,
+    paged_attention,
+    paged_plan,
+    ragged_paged_attention,
+)
+from ejkernel.ops import ArgumentError, CallError, ConfigSelectorChain, Invocation, UnsupportedError
+from ejkernel.ops.autotuner.bench.residuals import partners_in_force
+
+SEQUENCES, TOKENS, COLUMNS, HEADS, KV_HEADS, HEAD_DIM = 6, 24, 5, 4, 2, 8
+# None, one, whole pages, and one less or more than whole pages.
+LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, COLUMNS * PAGE - 1, COLUMNS * PAGE)
+
+
+def random_batch(rng):
+    """Return a batch of random lengths, with NaN wherever no sequence has a key, and its keys and values."""
+    lengths = rng.choice([*LENGTHS, *rng.integers(0, COLUMNS * PAGE + 1, 4)], SEQUENCES)
+    queries = np.minimum(rng.choice([0, 1, 1, 2, 5, PAGE], SEQUENCES), lengths)
+    queries = np.minimum(queries, np.maximum(TOKENS - np.cumsum(queries) + queries, 0))
+    pages = np.full((SEQUENCES * COLUMNS + 4, PAGE, KV_HEADS, 2, HEAD_DIM), np.nan, np.float32)
+    table = rng.permutation(len(pages))[: SEQUENCES * COLUMNS].reshape(SEQUENCES, COLUMNS)
+    cached = [rng.standard_normal((length, KV_HEADS, 2, HEAD_DIM)).astype(np.float32) for length in lengths]
+    for row, own in zip(table, cached, strict=True):
+        for position, both in enumerate(own):
+            pages[row[position // PAGE], position % PAGE] = both
+    q = np.full((TOKENS, HEADS, HEAD_DIM), np.nan, np.float32)
+    q[: queries.sum()] = rng.standard_normal((queries.sum(), HEADS, HEAD_DIM))
+    offsets = np.concatenate([[0], np.cumsum(queries)])
+    return (q, pages, *(np.asarray(x, np.int32) for x in (table, offsets, lengths))), cached
+
+
+def by_numpy(q, offsets, cached, window=None):
+    out = np.zeros(q.shape)
+    for begin, end, own in zip(offsets[:-1], offsets[1:], cached, strict=True):
+        for token in range(begin, end):
+            position = len(own) - (end - token)
+            first = 0 if window is None else max(position - window, 0)
+            key, value = (np.repeat(own[first : position + 1, :, n], HEADS // KV_HEADS, 1) for n in (0, 1))
+            weights = np.einsum("hd,shd->hs", q[token], key) * HEAD_DIM**-0.5
+            weights = np.exp(weights - weights.max(1, keepdims=True))
+            out[token] = np.einsum("hs,shd->hd", weights / weights.sum(1, keepdims=True), value)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "block_pages", "tiles"), [(None, 2, 1), (3, 1, 4), (None, 8, 2)])
+def test_batches_of_all_lengths_are_right_and_unused_values_never_matter(window, block_pages, tiles):
+    """Unused slots, pages of no sequence and queries of padding are NaN."""
+    cfg = PagedAttentionConfig(implementation="xla", fwd=XlaParams(block_pages=block_pages, tiles=tiles))
+    run = jax.jit(lambda *args: paged_attention(*args, sliding_window=window, cfg=cfg))
+    rng = np.random.default_rng(block_pages)
+    for _ in range(12):
+        args, cached = random_batch(rng)
+        np.testing.assert_allclose(run(*args), by_numpy(args[0], args[3], cached, window), atol=2e-6)
+
+
+def test_indices_that_lead_out_of_the_arrays_change_no_other_sequence():
+    args, _ = random_batch(np.random.default_rng(3))
+    q, pages, table, _, lengths = args
+    lengths[:], offsets = [3, 4, 99, 8, -5, 6], np.array([0, 1, 2, 3, 3, 4, 4 + 10**6], np.int32)
+    table[2] = [-(2**31), 10**9, -1, 2**31 - 1, len(pages)]
+    q, pages = np.nan_to_num(q), np.nan_to_num(pages)
+    run = jax.jit(paged_attention)
+    out = np.asarray(run(q, pages, table, offsets, lengths))
+    assert np.isfinite(out).all()
+    table[2], lengths[2] = 0, 1
+    np.testing.assert_array_equal(out[:2], run(q, pages, table, offsets, lengths)[:2])
+
+
+@pytest.mark.slow
+def test_a_plan_serves_every_window_but_not_a_larger_one_than_its_own():
+    args = batch_of(MIXED)
+    shape = {"heads": 4, "kv_heads": 2, "page_size": PAGE}
+    plan = paged_plan(*args[3:], **shape)
+    want = paged_attention(*args, sliding_window=3)
+    np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
+    plan = paged_plan(*args[3:], **shape, sliding_window=4)
+    np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
+    with pytest.raises(ArgumentError, match=r"plan must not leave out pages that sliding_window=None sees; got .* 4"):
+        paged_attention(*args, plan=plan)
+    with pytest.raises(ArgumentError, match="plan must be of a batch with the same sequences, heads and kv_heads"):
+        paged_attention(*args, plan=paged_plan(*args[3:], heads=8, kv_heads=2, page_size=PAGE))
+
+
+def test_a_plan_orders_decodes_before_prefills_and_long_sequences_first():
+    plan = paged_plan(
+        jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000]), heads=8, kv_heads=4, page_size=4
+    )
+    assert plan.order.tolist() == [2, 0, 4, 3, 1]
+    assert plan.decodes.tolist() == [2]
+    assert plan.tile_queries == 64
+    assert plan.tiles.tolist() == [0, 0, 0, 1, 6, 6]
+    assert plan.end_pages.tolist() == [1, 0, 13, 100, 250]
+
+
+@pytest.mark.slow
+def test_differentiation_is_refused():
+    q, *rest = batch_of(DECODE)
+    for transform in (jax.grad, jax.jacfwd):
+        with pytest.raises(UnsupportedError, match=r"paged_attention has no gradient: .* use flash_attention"):
+            transform(lambda q: paged_attention(q, *rest).sum())(q)
+
+
+def test_tuning_looks_for_no_backward():
+    kernel = PagedAttention()
+    args, options = kernel.prepare(*batch_of(DECODE))
+    assert not partners_in_force(ConfigSelectorChain(), Invocation(kernel=kernel, args=args, kwargs=options), kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_heads_over_a_mesh_axis_need_no_communication(mode):
+    args = batch_of(MIXED, heads=(8, 4))
+    specs = [P(None, "model"), P(None, None, "model"), P(), P(), P()]
+    program, out = compiled(paged_attention, args, specs, mesh_of(mode))
+    np.testing.assert_allclose(out, paged_attention(*args), atol=1e-6)
+    assert not bytes_in_collectives(program)
+
+
+def test_batches_of_one_power_of_two_share_a_key():
+    kernel = PagedAttention()
+
+    def key(sequences, tokens, columns, **options):
+        cache = jax.ShapeDtypeStruct((700, 16, 2, 2, 64), "bfloat16")
+        like = jax.ShapeDtypeStruct
+        integers = (like(shape, "int32") for shape in ((sequences, columns), (sequences + 1,), (sequences,)))
+        args, kwargs = kernel.prepare(like((tokens, 4, 64), "bfloat16"), cache, *integers, **options)
+        return Invocation(kernel=kernel, args=args, kwargs=kwargs).call_key
+
+    assert key(9, 130, 33) == key(16, 256, 64) != key(17, 256, 64)
+    assert key(9, 130, 33) != key(9, 130, 33, sliding_window=5)
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(8, 8), (8, 100), (3, 1), (1, 64)])
+def test_example_batches_fit_the_call(sequences, tokens):
+    """They are measured: a batch beyond the table, or without keys, would measure other work."""
+    kernel, like = PagedAttention(), jax.ShapeDtypeStruct
+    integers = (like(shape, "int32") for shape in ((sequences, 8), (sequences + 1,), (sequences,)))
+    args, options = kernel.prepare(like((tokens, 4, 8), "float32"), like((16, 16, 2, 2, 8), "int8"), *integers)
+    inv = Invocation(kernel=kernel, args=args, kwargs=options)
+    draws = kernel.example_draws(inv, np.random.default_rng(0))
+    assert set(draws) == {"uniform", "long-tailed", "mixed"}
+    for drawn, _ in draws.values():
+        table, offsets, lengths = map(np.asarray, drawn[2:5])
+        queries = np.diff(offsets)
+        assert [tuple(x.shape) for x in drawn[:5]] == [tuple(x.shape) for x in args[:5]]
+        assert (queries >= 0).all()
+        assert 0 < queries.sum() <= tokens
+        assert (queries <= lengths).all()
+        assert lengths.max() <= 8 * 16
+        assert table.max() < 16
+
+
+FORMS = {
+    "alternating heads": lambda pages: pages.reshape(*pages.shape[:2], -1, pages.shape[-1]),
+    "packed": lambda pages: pages.reshape(*pages.shape[:2], 1, 4, pages.shape[-1]),
+    "a pair": lambda pages: (pages[..., 0, :], pages[..., 1, :]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_call_of_other_libraries_writes_and_attends(form):
+    q, pages, table, offsets, lengths = batch_of(MIXED, head_dim=16)
+    rng = np.random.default_rng(1)
+    new = [jnp.asarray(rng.standard_normal((len(q), 2, 12)), jnp.float32) for _ in range(2)]
+    wide = [jnp.pad(x, ((0, 0), (0, 0), (0, 4))) for x in new]  # its cache may have padded heads
+    count = 4
+    offsets, lengths = offsets.at[count + 1 :].set(-1), lengths.at[count:].set(99)
+    out, cache = ragged_paged_attention(
+        q[..., :12],
+        *new,
+        FORMS[form](pages),
+        lengths,
+        table.reshape(-1),
+        offsets,
+        jnp.array([0, 0, count]),
+        sm_scale=0.5,
+        q_scale=0.5,
+        sliding_window=6,
+        soft_cap=2.0,
+    )
+    few = table[:count], offsets[: count + 1], lengths[:count]
+    written = append_to_pages(pages, *wide, *few)
+    query = jnp.pad(q[..., :12], ((0, 0), (0, 0), (0, 4)))
+    want = paged_attention(query, written, *few, softmax_scale=0.25, sliding_window=5, logits_soft_cap=2.0)
+    jax.tree.map(np.testing.assert_array_equal, cache, FORMS[form](written))
+    np.testing.assert_allclose(out, want[..., :12], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": jnp.ones((2, 4, 8, 8))}, r"q must be an array \[tokens, heads, head_dim\] .* got float32\[2, 4, 8, 8\]"),
+        ({"q": jnp.ones((4, 3, 8))}, "q must have a multiple of the cache's heads, got 3 and 2"),
+        ({"q": jnp.ones((4, 4, 16))}, "kv_pages must have q's head_dim, 16"),
+        ({"kv_pages": jnp.ones((9, 4, 2, 8))}, r"kv_pages must be an array .* jnp.stack\(\[keys, values\], axis=-2\)"),
+        ({"kv_pages": jnp.ones((9, 4, 2, 2, 8), "bfloat16")}, "kv_pages must have q's dtype, float32, or be int8"),
+        ({"kv_lengths": jnp.ones(6)}, r"kv_lengths must be an integer array \[sequences\]; got float32\[6\]"),
+        ({"query_offsets": jnp.arange(6)}, r"query_offsets must be \[sequences \+ 1\] = \(7,\)"),
+        ({"sliding_window": (3, 3)}, r"sliding_window must be an int >= 0, or a pair \(left, 0\).* got \(3, 3\)"),
+        ({"value_dim": 4}, r"value_dim must be an integer up to head_dim, and needs a cache of keys alone"),
+        ({"kv_pages": jnp.ones((9, 4, 2, 1, 8))}, "value_dim must be given for a cache without values"),
+        ({"k_scale": jnp.ones(3)}, r"k_scale must be a positive number, or .* \[kv_heads\] = \(2,\); got float32\[3\]"),
+        ({"k_scale": -1.0}, "k_scale must be a positive number or None, got -1.0"),
+        ({"sinks": jnp.ones(2)}, r"sinks must be a floating-point array \[heads\] = \(4,\)"),
+        ({"plan": 3}, "plan must be the result of paged_plan, or None; got int"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be a positive number or None, got 0.0"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    names = ("q", "kv_pages", "page_table", "query_offsets", "kv_lengths")
+    given = dict(zip(names, batch_of(DECODE), strict=True))
+    with pytest.raises(ArgumentError, match=words):
+        paged_attention(**given | changes)
+
+
+def test_names_of_other_libraries_are_explained():
+    with pytest.raises(CallError, match="sliding_window= is the number of earlier keys"):
+        paged_attention(*batch_of(DECODE), window_size=3)
