@@ -45,6 +45,7 @@ from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
 from ejkernel.compat.partitioning import wide_sum as wide_sum
 from ejkernel.compat.partitioning import with_spec as with_spec
+from ejkernel.compat.partitioning import without_frames as without_frames
 from ejkernel.compat.processes import CoordinationStore as CoordinationStore
 from ejkernel.compat.processes import Span as Span
 from ejkernel.compat.processes import any_span as any_span

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import compiler, config, core, sharding_impls
+from jax._src.lib import _jax as jaxlib_jax
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.processes import Span, placeholder, span_of_number
 
 _core: Any = core
+_jax: Any = jaxlib_jax
 _config: Any = config
 _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
@@ -119,11 +121,20 @@ def on_one_device() -> Iterator[None]:
     """
     # With a mesh from `jax.set_mesh`, JAX 0.11.2 and 0.12 put shardings into the shard's program, and XLA fails: "No
     # registered implementation for untyped custom call to Sharding".
-    # XLA may mix up the stack frames of the shard's program and of the whole. If the frames then form a cycle, XLA
-    # never ends while it inlines a loop. Locations of one frame have no chain to follow.
-    one_frame = _config.include_full_tracebacks_in_locations(False)
-    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors(), one_frame:
+    # The frames of the callback alone, not those of the program; see `without_frames`.
+    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors(), _jax.TracebackScope():
         yield
+
+
+def without_frames(ctx: Any) -> Any:
+    """Return a lowering context for the computation of one shard: its operations have no locations.
+
+    XLA mixes up the stack frames of the shard's program and of the whole. If the frames then form a cycle, XLA never
+    ends while it inlines a loop.
+    """
+    with _config.traceback_in_locations_limit(0):
+        caches = type(ctx.module_context.traceback_caches)()
+    return ctx.replace(module_context=ctx.module_context.replace(traceback_caches=caches))
 
 
 def is_exporting(ctx: Any) -> bool:

@@ -273,7 +273,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if call.extent is Extent.LOCAL:
             with compat.on_one_device():
-                return _lower_here(ctx, *values, call=call, platform=platforms[0])
+                return _lower_here(compat.without_frames(ctx), *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
         is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
