@@ -163,7 +163,7 @@ class Configurations:
             return f"does not run for {arguments(inv.description)}: {reason}"
         if not self._spaces or overrides(kernel, "why_not"):
             return ""
-        if _is_in(self._spaces[number], config) or _is_in(self._heuristics[number], config):
+        if is_in(self._spaces[number], config) or is_in(self._heuristics[number], config):
             return ""
         return f"is not in config_space of {arguments(inv.description)}"
 
@@ -184,7 +184,8 @@ def _distinct(configs: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _is_in(space: Collection[Any], config: object) -> bool:
+def is_in(space: Collection[Any], config: object) -> bool:
+    """Return whether a list or space of configurations contains `config`."""
     if isinstance(space, ConfigSpace):
         return config in space
     return config_id(config) in map(config_id, space)
