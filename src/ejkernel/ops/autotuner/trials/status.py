@@ -186,7 +186,7 @@ def stored_in_brief(measured: Mapping[str, Any] | None, speedup: float | None) -
 
 def is_kept_in(measured: Mapping[str, Any] | None) -> bool:
     """Return whether the measurements in a cache entry are of the heuristic, which its search kept."""
-    return bool(measured) and measured.get("winner") == measured.get("heuristic")
+    return measured is not None and measured.get("winner") == measured.get("heuristic")
 
 
 def stored_in_words(measured: Mapping[str, Any] | None) -> str:
