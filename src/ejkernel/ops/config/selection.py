@@ -21,6 +21,7 @@ from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standin
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.config.tiers import Tier
+from ejkernel.ops.config.why_missed import why_no_entry
 from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
 from ejkernel.ops.core.invocation import Invocation
@@ -161,7 +162,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
-        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
+        nearest, is_noted = self._nearest(request), request.policy.note_misses
+        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken), nearest, is_noted)
+
+    def _nearest(self, request: _Request) -> str:
+        """Return the saved entries nearest to a call without an answer, for an error; empty if there are none."""
+        persistent, key = self.persistent, request.key
+        if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
+            return ""
+        why = why_no_entry(persistent, request.inv, key)
+        return "" if why == "no entry" else why
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""

@@ -14,12 +14,12 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
+from ejkernel.ops.config.why_missed import why_no_entry
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
