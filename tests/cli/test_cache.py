@@ -19,7 +19,7 @@ from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import version
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 
 NOW = datetime.datetime.now(datetime.UTC)
 OLD = NOW - datetime.timedelta(days=40)

@@ -27,8 +27,8 @@ from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, 
 from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
 from ejkernel.ops.config.estimates import EstimateFiles
-from ejkernel.ops.config.missed import FOLDER as NOTES
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import FOLDER as NOTES
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify

@@ -13,7 +13,8 @@ from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.nearest import why_no_entry
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
@@ -21,7 +22,6 @@ from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standin
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.config.tiers import Tier
-from ejkernel.ops.config.why_missed import why_no_entry
 from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
 from ejkernel.ops.core.invocation import Invocation

@@ -10,8 +10,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.tasks.task import is_in
-from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
 from ejkernel.ops.config.entries import StoredEntry

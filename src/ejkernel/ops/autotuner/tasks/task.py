@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -182,10 +182,3 @@ def _distinct(configs: Iterable[Any]) -> list[Any]:
     for config in configs:
         found.setdefault(config_id(config), config)
     return list(found.values())
-
-
-def is_in(space: Collection[Any], config: object) -> bool:
-    """Return whether a list or space of configurations contains `config`."""
-    if isinstance(space, ConfigSpace):
-        return config in space
-    return config_id(config) in map(config_id, space)

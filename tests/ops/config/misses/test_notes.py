@@ -30,7 +30,7 @@ from ejkernel.ops import (
     set_default_executor,
 )
 from ejkernel.ops.config._files import UnusableError
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 
 X = jnp.ones((8, 4))
 TIME = datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
