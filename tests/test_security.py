@@ -81,7 +81,7 @@ from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import entries, estimates
 from ejkernel.ops.config.agreement import agreement
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.shared import packs, stores
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.stores import Store

@@ -23,7 +23,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.estimates import EstimateFiles, Estimates, row_of
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.utils.storage.serialize import sealed_json

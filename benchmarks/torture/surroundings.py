@@ -32,7 +32,7 @@ from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError
 

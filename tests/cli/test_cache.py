@@ -19,7 +19,7 @@ from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import version
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 
 NOW = datetime.datetime.now(datetime.UTC)
 OLD = NOW - datetime.timedelta(days=40)
@@ -153,6 +153,7 @@ def test_verify_checks_the_spaces_of_named_kernels(tmp_path, capsys, monkeypatch
     assert len(run(capsys, "verify", cache=store.path)[1].splitlines()) == 1
     by_path = run(capsys, "verify", "--import", "./kernels_of_test_cache.py", cache=store.path)[1]
     assert by_path.startswith("1 entry: its search space has changed since\n")
+    assert "spaced@v0" in by_path.splitlines()[1].replace("-v0", "@v0")
 
 
 def test_prune_removes_older_entries(folder, capsys):

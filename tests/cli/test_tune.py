@@ -128,6 +128,35 @@ def test_tuned_calls_are_not_tuned_again_unless_forced(program, capsys):
     assert "product.bwd" in out
 
 
+def test_a_call_whose_kernel_has_changed_is_named_until_it_is_tuned_again(program, capsys, monkeypatch):
+    arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
+    run(capsys, *arguments)
+    assert "changed" not in run(capsys, *arguments)[2]
+    kernel = sys.modules["program"].Product
+    monkeypatch.setattr(kernel, "config_space", lambda self, inv: [type(self.heuristic_cfg(inv))(2)])
+    says = "product@v0 f32[128,128] x2: its search space has changed since; --force tunes it again."
+    assert says in run(capsys, *arguments)[2]
+    assert says in run(capsys, *arguments, "--dry-run")[2]
+    assert "repeats=2" in run(capsys, *arguments, "--force")[1]
+    assert "changed" not in run(capsys, *arguments)[2]
+
+
+def test_an_undecided_call_keeps_its_entry_and_is_named(program, capsys, monkeypatch):
+    def noisy_run(*arguments):
+        noise = {8: (1.0, 2.0, 2.0, 1.0), 1: (2.0, 1.0, 1.0, 2.0)}
+        monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda config: noise.get(config.repeats, 9.0)))
+        return run(capsys, "tune", "--in-process", "program:forward", *arguments)
+
+    run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
+    status, out, err = noisy_run("--cache", "saved", "--force")
+    assert (status, "not saved: undecided, so the saved configuration, repeats=1, stays" in out) == (0, True)
+    assert "the saved configurations stay" in err
+    assert "undecided" not in noisy_run("--cache", "saved")[2]
+    noisy_run("--cache", "new")
+    says = "1 undecided (product@v0 f32[128,128] x2); --force --budget SECONDS gives more time."
+    assert says in noisy_run("--cache", "new")[2]
+
+
 def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, capsys):
     arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")

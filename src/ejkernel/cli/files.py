@@ -15,7 +15,7 @@ from typing import Any, Final
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.config._files import UnusableError, read_file
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey

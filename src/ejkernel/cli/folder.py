@@ -27,8 +27,8 @@ from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, 
 from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
 from ejkernel.ops.config.estimates import EstimateFiles
-from ejkernel.ops.config.missed import FOLDER as NOTES
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import FOLDER as NOTES
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
@@ -219,21 +219,23 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     counts = collections.Counter(item.kind for item in found)
     bad = [item for item in found if item.problem]
     if as_json:
-        differing = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
+        stale = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
         data = {plural: counts[kind] for kind, plural in _KINDS.items()} | {
             "folder": str(store.path),
             "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in bad],
-            "stale": [{"file": file, "differences": differences} for file, differences in differing],
+            "stale": [{"file": file, "differences": differences} for file, differences in stale],
             "unknown": collections.Counter(name for item in found for name in item.unknown),
         }
         report.echo_json(data)
         return 1 if bad else 0
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
-    for words, count in collections.Counter(
-        text_of_differences(item.stale) for item in found if item.stale
-    ).most_common():
+    differing = [(text_of_differences(item.stale), item) for item in found if item.stale]
+    for words, count in collections.Counter(words for words, _ in differing).most_common():
         click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
+        for item in [item for other, item in differing if other == words]:
+            if any(each.field == "space" for each in item.stale):  # few, and to be tuned again
+                click.echo(f"  {printable(item.path)}")
     click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), bad)}")
     return 1 if bad else 0
 

@@ -88,7 +88,7 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
         for tuned, times in zip(result.searches, before_and_after(result.searches), strict=True)
     ]
     header = ("operation", "arguments", "heuristic", "tuned", "speed-up", "configuration", "search", "candidates")
-    text = table(header, rows, "candidates", "arguments")
+    text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, result.remarks())])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
 

@@ -24,23 +24,25 @@ from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_send
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import are_alike
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
+from ejkernel.ops.autotuner.trials.candidates import heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
-from ejkernel.ops.autotuner.trials.status import SearchProgress
-from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, is_kept_in
+from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import Action, default_stale_policy, standing
+from ejkernel.ops.config.staleness import Action, default_stale_policy, differences, space_digest, standing
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_together
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import arguments, counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
@@ -76,7 +78,7 @@ def messages(file: IO[str] | None = None) -> Console:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Run `ejkernel tune`; return 1 if calls were tuned, but no configuration was saved.
+    """Run `ejkernel tune`; return 1 if calls were tuned, but none has a saved configuration.
 
     By default a worker process measures, so that a crashing candidate does not end the command.
     """
@@ -136,6 +138,7 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
         report.echo_json(report.calls_as_data(found.calls, tuned, [chain.store.progress(i.key) for i in found.calls]))
     else:
         click.echo(report.calls_as_text(found.calls, tuned))
+    _print_doubts(chain, found.calls, messages())
     _print_counts(found, messages())
 
 
@@ -160,19 +163,22 @@ def _tune_found(
         stale=default_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls)]
-    if len(todo) < len(sets):
-        before = sum(map(len, sets)) - sum(map(len, todo))
-        console.print(f"{counted(before, 'call')} already tuned; --force tunes again.")
+    done = [] if options.force else [calls for calls in sets if _all_known(chain, calls)]
+    todo = [calls for calls in sets if not any(calls is known for known in done)]
+    if done:
+        known = [call.inv for calls in done for call in calls]
+        console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
+        _print_doubts(chain, known, console)
     started = time.monotonic()
     result = _tune(options, chain, todo, found, console)
     seconds = time.monotonic() - started
+    has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
     if options.as_json:
         report.echo_json(report.result_as_data(result))
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
-        saved = f"saved in {store.path}" if len(result) else "none saved yet; run the command again to continue"
+        saved = f"saved in {store.path}" if len(result) else _why_none_is_saved(has_entries)
         console.print(
             f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, {saved}", soft_wrap=True
         )
@@ -180,7 +186,13 @@ def _tune_found(
     _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
-    return 1 if todo and not len(result) else 0
+    return 1 if todo and not len(result) and not has_entries else 0
+
+
+def _why_none_is_saved(has_entries: bool) -> str:
+    if has_entries:
+        return "the saved configurations stay; --force tunes again"
+    return "none saved yet; run the command again to continue"
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:
@@ -238,6 +250,39 @@ def _processes(options: TuneOptions, device: str) -> int:
 def _print_counts(found: Found, console: Console) -> None:
     if found.counts:
         console.print(found.counts, soft_wrap=True, highlight=False)
+
+
+def _print_doubts(
+    chain: ConfigSelectorChain[Any, Any], calls: Sequence[Invocation[Any, Any]], console: Console
+) -> None:
+    """Print the calls whose entries are undecided, or older than a change of their kernel."""
+    undecided = []
+    for inv in calls:
+        progress, changed = chain.store.progress(inv.key), _changed(chain, inv)
+        name = f"{inv.op_id_v} {arguments(inv.description)}"
+        if changed:
+            console.print(printable(f"{name}: {changed}; --force tunes it again."), soft_wrap=True, highlight=False)
+        elif progress is not None and progress.state == SearchState.UNDECIDED:
+            undecided.append(name)
+    if undecided:
+        text = f"{len(undecided)} undecided ({', '.join(undecided)}); --force --budget SECONDS gives more time."
+        console.print(printable(text), soft_wrap=True, highlight=False)
+
+
+def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
+    """Return the change of the kernel since a call was tuned; empty if no change is known."""
+    store, kernel = chain.persistent, kernel_of(inv)
+    if store is None:
+        return ""
+    note_config_types(inv, kernel)
+    for config, entry in store.found(inv.key, kernel.config_type):
+        digest = space_digest(kernel, inv)
+        changes = [str(found) for found in differences(entry, digest) if found.field == "space"]
+        heuristic = heuristic_of(inv.representative, kernel)
+        if not changes and is_kept_in(entry.measured) and heuristic and not same_config(config, heuristic[0]):
+            return "its heuristic has changed since"
+        return "".join(changes)
+    return ""
 
 
 def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], *, is_done: bool) -> str:

@@ -77,23 +77,52 @@ class KernelCheckError(EjkernelError, AssertionError):
 
 
 class NoConfigError(EjkernelError, LookupError):
-    """No tier had a configuration."""
+    """No tier had a configuration.
 
-    def __init__(self, op_id: str, tried: tuple[str, ...], call: str = "", not_taken: str = "") -> None:
-        super().__init__(op_id, tried, call, not_taken)  # args keep the fields, so the error survives pickling
+    Args:
+        op_id: The operation.
+        tried: The tiers that were asked.
+        call: The call, with its key.
+        not_taken: Why a saved entry is not used.
+        nearest: The nearest saved entries, or the devices that the call was tuned on.
+        is_noted: Whether the call is noted for `ejkernel tune --missed`.
+    """
+
+    def __init__(
+        self,
+        op_id: str,
+        tried: tuple[str, ...],
+        call: str = "",
+        not_taken: str = "",
+        nearest: str = "",
+        is_noted: bool = False,
+    ) -> None:
+        # args keep the fields, so the error survives pickling
+        super().__init__(op_id, tried, call, not_taken, nearest, is_noted)
         self.op_id, self.tried, self.call, self.not_taken = op_id, tried, call, not_taken
+        self.nearest, self.is_noted = nearest, is_noted
 
     def __str__(self) -> str:
         saved = f" The saved entry is not used: {self.not_taken}." if self.not_taken else ""
+        if self.nearest and not saved:
+            saved = f" In the cache: {self.nearest}."
         advice = (
             "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
             if "heuristic" in self.tried
-            else "Pass cfg=..., tune the call (`ejkernel tune`), or allow the kernel's heuristic with "
+            else f"Tune the call {self._how_to_tune()}, pass cfg=..., or allow the kernel's heuristic with "
             "AutotunePolicy(heuristic=True), or by unsetting EJKERNEL_ON_MISS=error."
         )
         return printable_lines(
             f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
             f"{', '.join(self.tried)}.{saved} {advice}"
+        )
+
+    def _how_to_tune(self) -> str:
+        if self.is_noted:
+            return "with `ejkernel tune --missed`"
+        return (
+            "with `ejkernel tune MODULE:FUNCTION`, or run the program with EJKERNEL_ON_MISS=heuristic "
+            "EJKERNEL_NOTE_MISSES=1 and then `ejkernel tune --missed`, which tunes all of its calls"
         )
 
 

@@ -243,7 +243,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         try:
             found = self[name]
         except UnsupportedError as error:
-            return str(error)
+            return self.elsewhere(name, call.platform, call.device_fingerprint) or str(error)
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
         unknown = call.features - found.features

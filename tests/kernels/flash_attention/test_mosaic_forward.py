@@ -322,9 +322,10 @@ def test_what_does_not_run_is_refused_with_a_reason(monkeypatch, change, reason)
     assert re.search(reason, unsupported_reason(dataclasses.replace(FINE, **change)) or "")
 
 
-def test_what_cannot_be_imported_is_refused_with_a_reason(monkeypatch):
+def test_what_cannot_be_imported_is_refused_with_a_reason_after_the_device(monkeypatch):
     monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: "it needs absl-py")
     assert "it needs absl-py" in unsupported_reason(FINE)
+    assert "needs a Hopper GPU" in unsupported_reason(dataclasses.replace(FINE, platform="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
-from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.store.saving import AdmissionError, Earlier, why_not_saved
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.autotuner.trials.status import SearchProgress
+from ejkernel.ops.config.entries import StoredEntry
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
 WINS = PairedComparison(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)
@@ -76,8 +77,37 @@ def test_a_heuristic_is_kept_only_if_the_others_were_measured():
 def test_a_partial_search_replaces_an_earlier_entry_only_after_measuring_it():
     partial = dataclasses.replace(GOOD, planned=12)
     assert why_not_saved(partial, validated=True) == ""
-    assert why_not_saved(partial, validated=True, earlier=1) == ""
-    assert "was not measured again" in why_not_saved(partial, validated=True, earlier=5)
+    assert why_not_saved(partial, validated=True, earlier=Earlier(1)) == ""
+    assert "5, was not measured again" in why_not_saved(partial, validated=True, earlier=Earlier(5))
+
+
+def entry(found):
+    key, measured = found.key, found.summary_data()
+    return StoredEntry(key=key, config=found.config, config_type="json", call=None, measured=measured, provenance={})
+
+
+OPEN = {"undecided": True, "challenge": Challenge(1, dataclasses.replace(WINS, wins=False, settled=False))}
+
+
+@pytest.mark.parametrize(
+    "earlier", [Earlier(1, entry(GOOD)), Earlier(0, entry(search(measured(0), winner=0))), Earlier(5)]
+)
+def test_an_undecided_search_keeps_the_earlier_entry(earlier):
+    undecided = search(measured(0), measured(1), winner=0, **OPEN)
+    says = f"undecided, so the saved configuration, {earlier.config}, stays"
+    assert why_not_saved(undecided, validated=True, earlier=earlier) == says
+    assert why_not_saved(undecided, validated=True) == ""
+    assert why_not_saved(undecided, validated=True, earlier=Earlier(0, entry(undecided))) == ""
+    failing = search(measured(0), Outcome(config=earlier.config, status="wrong", reason="no"), winner=0, **OPEN)
+    if earlier.config != 0:
+        assert why_not_saved(failing, validated=True, earlier=earlier) == ""
+
+
+def test_a_complete_search_replaces_a_searched_entry_only_after_measuring_it_unless_the_space_has_lost_it():
+    assert why_not_saved(GOOD, validated=True, earlier=Earlier(0, entry(GOOD))) == ""
+    assert "was not among the candidates" in why_not_saved(GOOD, validated=True, earlier=Earlier(5, entry(GOOD)))
+    assert why_not_saved(GOOD, validated=True, earlier=Earlier(5, entry(GOOD), has_left=True)) == ""
+    assert why_not_saved(GOOD, validated=True, earlier=Earlier(5)) == ""  # made by hand
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.sampling import Sample, Work
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
@@ -441,6 +444,22 @@ def test_the_data_summary_and_event_show_an_undecided_search(race):
     assert "undecided: the machine was too noisy to tell" in tuned.summary()
     summary = tuned.summary_data()
     assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
+
+
+def test_an_undecided_search_leaves_the_saved_winner(race, tmp_path):
+    kernel = Searched(space=(1, 2))
+    inv, cache = Invocation(kernel=kernel, args=(X,)), PersistentCache(tmp_path, shipped=False)
+    race({1: 2.0, 2: 1.0})
+    ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel)
+    for persist in (True, False):
+        race({1: (1.0, 2.0, 2.0, 1.0), 2: (2.0, 1.0, 1.0, 2.0)})
+        chain = ConfigSelectorChain(ConfigCache(), cache, persist_autotune=persist)
+        again = chain.search(inv, kernel)
+        assert (again.config, again.not_saved) == (1, "undecided, so the saved configuration, 2, stays")
+        assert (cache.get(inv.key), chain.choose(inv, kernel)) == (2, 2)
+    race({1: 1.0, 2: 2.0})
+    ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel)
+    assert cache.get(inv.key) == 1  # measured beside the heuristic, and beaten
 
 
 def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):

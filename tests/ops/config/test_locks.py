@@ -15,7 +15,7 @@ from ejkernel.ops.config import _writing
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
 from ejkernel.ops.config._writing import LockedError, exclusive, remove_judged, restore_aside, seen, shared
 from ejkernel.ops.config.entries import location
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.exchange import FolderPlace
 from ejkernel.ops.errors import CacheWarning

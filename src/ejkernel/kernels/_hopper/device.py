@@ -42,15 +42,15 @@ def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosa
         others: The implementations to suggest.
         name: The implementation to name in the message.
     """
-    missing = compat.mosaic_gpu_reason()
-    if missing is not None:
-        return f"implementation={name!r} is not available: {missing}."
     device = call.device_fingerprint
     if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
         return (
             f"implementation={name!r} needs a Hopper GPU, such as an H100 or H200, and this call is for "
             f"{device or call.platform}; use {others}."
         )
+    missing = compat.mosaic_gpu_reason()  # after the device: a package would not help on another device
+    if missing is not None:
+        return f"implementation={name!r} is not available: {missing}."
     if call.partitioned:
         return (
             f"implementation={name!r} in a program that XLA partitions would gather {arrays} on every "

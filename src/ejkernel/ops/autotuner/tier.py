@@ -66,8 +66,11 @@ class AutotuneTier:
     ) -> Any:
         """See `ConfigSelectorChain.search`; without `resume`, the times of a partial search are measured again."""
         tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
+        policy, others = options.get("policy") or AutotunePolicy(), options.get("others") or ()
+        own_space = options.get("candidates") is None and kernel is not None
+        saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
         if store is not None and _takes(tuner.tune, "records"):
-            options["records"] = store.records(inv)
+            options["records"] = [*saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
         found = estimates_of(chain.persistent, inv, kernel)
         if found and "records" in options and not options.get("others"):
             options["records"] = [*options["records"], Record(ESTIMATED.name, tuple(found))]
@@ -75,7 +78,6 @@ class AutotuneTier:
                 options["rejected"] = pruned_by(found, inv, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
-        others = options.get("others") or ()
         if others:
             options["others"] = [
                 dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
@@ -86,9 +88,6 @@ class AutotuneTier:
             options["known"] = store.unfinished(inv, shares_of(calls))
         if _takes(tuner.tune, "partners"):
             options["partners"] = partners_in_force(chain, inv, kernel)
-        policy = options.get("policy") or AutotunePolicy()
-        own_space = options.get("candidates") is None and kernel is not None
-        saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
         try:
             tuned = tuner.tune(inv.representative, kernel, **options)
         except TuningError as error:

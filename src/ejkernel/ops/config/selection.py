@@ -13,7 +13,8 @@ from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.nearest import why_no_entry
+from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
@@ -161,7 +162,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
-        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
+        nearest, is_noted = self._nearest(request), request.policy.note_misses
+        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken), nearest, is_noted)
+
+    def _nearest(self, request: _Request) -> str:
+        """Return the saved entries nearest to a call without an answer, for an error; empty if there are none."""
+        persistent, key = self.persistent, request.key
+        if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
+            return ""
+        why = why_no_entry(persistent, request.inv, key)
+        return "" if why == "no entry" else why
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""

@@ -11,6 +11,7 @@ import jax
 
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
@@ -19,7 +20,6 @@ from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label

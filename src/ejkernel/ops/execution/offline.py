@@ -285,6 +285,9 @@ def autotune(
 ) -> Any:
     """Tune one call of a kernel, several of its calls together, or every call in a function.
 
+    Calls that are already tuned are measured again, unlike with `ejkernel tune`. A saved configuration stays unless the
+    search measures it too and is not undecided.
+
     Args:
         target: A `Kernel`, to tune its call with these arguments; or any other callable, to tune all kernel calls in
             it, forward and backward.

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.status import FAULTY, SearchState, Status
+from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
+from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import saved_in, space_digest, standing
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningError
+from ejkernel.ops.utils.formatting import compact
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +48,8 @@ class Saver:
     def save(self, inv: Invocation[Any, Any], tuned: Any) -> Any:
         """Save a search for each of its calls; return it with the reason if its configuration is not saved.
 
-        An unconfirmed configuration is not saved, and an earlier entry stays. Results of custom tuners that are no
-        `AutotuneData` are saved unchecked.
+        An unconfirmed configuration is not saved, and an earlier entry stays. So does an earlier entry that this search
+        neither beats nor measures. Results of custom tuners that are no `AutotuneData` are saved unchecked.
 
         Raises:
             AdmissionError: The search named a winner without measuring, checking or confirming it.
@@ -77,8 +80,12 @@ class Saver:
         """Save a search for one call; return why its configuration is not saved, or an empty string."""
         reason: str | AdmissionError = ""
         if isinstance(found, AutotuneData):
+            earlier = self._earlier(key, call)
+            if earlier is not None and self.own_space:
+                has_left = not is_in(candidates_of(self.kernel, call.representative), earlier.config)
+                earlier = dataclasses.replace(earlier, has_left=has_left)
             try:
-                reason = why_not_saved(found, validated=self.validated, earlier=self._earlier(key, call))
+                reason = why_not_saved(found, validated=self.validated, earlier=earlier)
             except AdmissionError as fault:
                 logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
                 reason = fault
@@ -94,15 +101,21 @@ class Saver:
             self.store.save(found)
         return reason
 
-    def _earlier(self, key: ConfigKey, call: Invocation[Any, Any]) -> Any:
+    def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:
+        """Return the saved configurations of the calls as records, so that a search of a large space measures them."""
+        if not self.own_space:
+            return []
+        saved = [earlier for inv in calls if (earlier := self._earlier(inv.key, inv)) is not None]
+        return [Record("saved", ((earlier.config, 1.0),)) for earlier in saved]
+
+    def _earlier(self, key: ConfigKey, call: Invocation[Any, Any]) -> Earlier | None:
         """Return the saved configuration, if it counts as measured; `None` otherwise."""
-        persistent = self.chain.persistent
-        if persistent is None or not self.chain.persist_autotune:
+        if self.chain.persistent is None:
             return None
         stale = effective_policy(self.chain).stale
-        for config, entry in saved_in(persistent, key, self.kernel.config_type):
+        for config, entry in saved_in(self.chain.persistent, key, self.kernel.config_type):
             if standing(stale, entry, self.kernel, call)[0] == "use":
-                return config
+                return Earlier(config, entry)
         return None
 
     def _use_here(self, key: ConfigKey, call: Invocation[Any, Any], config: object) -> None:
@@ -119,15 +132,42 @@ def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, I
         yield other.key, other.inv, other
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Earlier:
+    """The saved configuration of a call that is searched again.
+
+    Attributes:
+        config: The configuration.
+        entry: Its entry; `None` if the cache has none to show.
+        has_left: Whether the kernel's search space no longer contains it.
+    """
+
+    config: Any
+    entry: StoredEntry | None = None
+    has_left: bool = False
+
+    @property
+    def progress(self) -> SearchProgress | None:
+        """The progress of its search; `None` for an entry without a search."""
+        return None if self.entry is None else SearchProgress.stored_in(self.entry.measured)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is more than the heuristic of an undecided search."""
+        progress = self.progress
+        is_undecided = progress is not None and progress.state == SearchState.UNDECIDED
+        return not (is_undecided and self.entry is not None and is_kept_in(self.entry.measured))
+
+
 class AdmissionError(TuningError):
     """The search named a winner without measuring, checking or confirming it: a defect of the search."""
 
 
-def why_not_saved(data: AutotuneData, *, validated: bool, earlier: object = None) -> str:
+def why_not_saved(data: AutotuneData, *, validated: bool, earlier: Earlier | None = None) -> str:
     """Return why the configuration of a search is not saved; empty if it is saved.
 
-    A partial search has a result only if a candidate beat the heuristic. Its winner replaces a saved configuration
-    only if the search measured that configuration too.
+    A partial search has a result only if a candidate beat the heuristic. A saved configuration is replaced only by the
+    winner of a search that measured it too, and never by an undecided search.
 
     Args:
         data: The search.
@@ -143,9 +183,23 @@ def why_not_saved(data: AutotuneData, *, validated: bool, earlier: object = None
     if progress.state == SearchState.PARTIAL and winner is data.heuristic:
         return progress.not_finished
     _check(data, winner, validated=validated)
-    if progress.state == SearchState.PARTIAL and earlier is not None and not _has_tried(data, earlier):
-        return f"{progress.not_finished}, and the saved configuration was not measured again"
-    return ""
+    return "" if earlier is None else _why_earlier_stays(data, progress, earlier)
+
+
+def _why_earlier_stays(data: AutotuneData, progress: SearchProgress, earlier: Earlier) -> str:
+    """Return why a saved configuration is not replaced by the winner of a search; empty if it is replaced."""
+    found = _tried(data, earlier.config)
+    if found is not None and found.status in FAULTY:
+        return ""
+    what = f"the saved configuration, {compact(earlier.config)},"
+    if progress.state == SearchState.UNDECIDED and earlier.is_settled:
+        return f"undecided, so {what} stays"
+    if found is not None:
+        return ""
+    if progress.state == SearchState.PARTIAL:
+        return f"{progress.not_finished}, and {what} was not measured again"
+    # A complete search replaces an entry made by hand, and one that the kernel no longer allows.
+    return "" if earlier.progress is None or earlier.has_left else f"{what} was not among the candidates"
 
 
 def _winner(data: AutotuneData) -> Outcome:
@@ -170,7 +224,8 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
         raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {challenge.line()}")
 
 
-def _has_tried(data: AutotuneData, config: object) -> bool:
+def _tried(data: AutotuneData, config: object) -> Outcome | None:
+    """Return the outcome of a configuration that was measured or found faulty; `None` if it was neither."""
     token = config_id(config)
     tried = FAULTY | {Status.MEASURED, Status.SAME}
-    return any(outcome.status in tried and config_id(outcome.config) == token for outcome in data.outcomes)
+    return next((one for one in data.outcomes if one.status in tried and config_id(one.config) == token), None)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -163,7 +163,7 @@ class Configurations:
             return f"does not run for {arguments(inv.description)}: {reason}"
         if not self._spaces or overrides(kernel, "why_not"):
             return ""
-        if _is_in(self._spaces[number], config) or _is_in(self._heuristics[number], config):
+        if is_in(self._spaces[number], config) or is_in(self._heuristics[number], config):
             return ""
         return f"is not in config_space of {arguments(inv.description)}"
 
@@ -182,9 +182,3 @@ def _distinct(configs: Iterable[Any]) -> list[Any]:
     for config in configs:
         found.setdefault(config_id(config), config)
     return list(found.values())
-
-
-def _is_in(space: Collection[Any], config: object) -> bool:
-    if isinstance(space, ConfigSpace):
-        return config in space
-    return config_id(config) in map(config_id, space)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.config.cache import config_token
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.types import Cfg, Out
@@ -98,6 +99,13 @@ def config_id(config: object) -> Any:
         return config_token(config)
     except SerializationError as error:
         raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
+
+
+def is_in(space: Collection[Any], config: object) -> bool:
+    """Return whether a list or space of configurations contains `config`."""
+    if isinstance(space, ConfigSpace):
+        return config in space
+    return config_id(config) in map(config_id, space)
 
 
 def distinct(configs: Iterable[object], but: Sequence[Candidate] = ()) -> list[Candidate]:

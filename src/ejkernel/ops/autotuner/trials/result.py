@@ -91,7 +91,15 @@ class AutotuningResult(Shown):
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
         header = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
-        return f"{title}\n{text_table(header, rows)}" if rows else title
+        return "\n".join([title, *([text_table(header, rows)] if rows else []), *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Return a line for each search whose result did not replace the saved configuration."""
+        told = [search for search in self.searches if search.not_saved not in ("", search.progress.not_finished)]
+        return [
+            printable(f"{search.inv.op_id} {arguments(search.inv.description)}: not saved: {search.not_saved}")
+            for search in told
+        ]
 
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})

@@ -181,7 +181,12 @@ def stored_in_brief(measured: Mapping[str, Any] | None, speedup: float | None) -
     progress = SearchProgress.stored_in(measured)
     if progress is None or measured is None:
         return ratio(speedup)
-    return progress.in_brief(speedup, kept=speedup is not None and measured.get("winner") == measured.get("heuristic"))
+    return progress.in_brief(speedup, kept=speedup is not None and is_kept_in(measured))
+
+
+def is_kept_in(measured: Mapping[str, Any] | None) -> bool:
+    """Return whether the measurements in a cache entry are of the heuristic, which its search kept."""
+    return measured is not None and measured.get("winner") == measured.get("heuristic")
 
 
 def stored_in_words(measured: Mapping[str, Any] | None) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.ops import CacheWarning, ConfigSelectorChain, Executor, Invocation, Kernel, PersistentCache
-from ejkernel.ops.execution.why_missed import differences, why_no_entry
+from ejkernel.ops.config.misses.nearest import differences, why_no_entry
 
 X = jnp.ones((4, 8))
 

@@ -30,7 +30,7 @@ from ejkernel.ops import (
     set_default_executor,
 )
 from ejkernel.ops.config._files import UnusableError
-from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes
 
 X = jnp.ones((8, 4))
 TIME = datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
@@ -261,9 +261,11 @@ def test_a_miss_error_names_the_call_and_is_recorded(monkeypatch):
     monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
     monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
     set_default_executor(None)
-    with pytest.raises(
-        NoConfigError, match=r"No configuration for 'times' \(f32\[.*\], key \w+ on cpu:.*`ejkernel tune`"
-    ):
+    cache = default_executor().chooser.persistent
+    other = Invocation(kernel=TIMES, args=(jnp.ones(7),))
+    cache.put(other.key, 1, call=other.description)
+    says = r"'times' \(f32\[.*\], key \w+ on cpu:.*nearest of 1: args\[0\] f32\[7\] instead.*`ejkernel tune --missed`"
+    with pytest.raises(NoConfigError, match=says):
         TIMES(X)
     (note,) = MissedNotes(default_executor().chooser.persistent.path).entries()
     assert note.key["op"] == "times@v0"
