@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -103,15 +104,22 @@ def _caches() -> list[dict[str, Any]]:
 
 def _folder(place: str, *, written: bool) -> dict[str, Any]:
     if not os.path.isdir(place):
-        state = "does not exist yet" if written else "does not exist"
-        return {"place": place, "state": state, "problem": None if written else f"{place} does not exist"}
-    found = list(items(PersistentCache(place, layers=())))
-    unusable = sum(bool(item.problem) for item in found)
-    state = f"{counted(len(found), 'file')}, {unusable} unusable"
-    problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
-    if written and not os.access(place, os.W_OK):
-        state, problem = f"{state}, not writable", f"{place} is not writable"
+        state, problem = ("does not exist yet", None) if written else ("does not exist", f"{place} does not exist")
+    else:
+        found = list(items(PersistentCache(place, layers=())))
+        unusable = sum(bool(item.problem) for item in found)
+        state = f"{counted(len(found), 'file')}, {unusable} unusable"
+        problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
+    reason = _why_not_writable(Path(place)) if written else None
+    if reason is not None:
+        state, problem = f"{state}, not writable", f"{place} cannot be written: {reason}; set EJKERNEL_CACHE_DIR"
     return {"place": place, "state": state, "problem": problem}
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Return why a folder cannot be written or created; `None` if it can. A missing folder is not created."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    return PersistentCache(existing, layers=()).why_not_writable()
 
 
 def _as_text(found: dict[str, Any]) -> str:
