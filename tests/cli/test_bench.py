@@ -212,7 +212,8 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
     [
         (["rms_norm"], 2, "--op requires --shape for each array"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
-        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]) with {}: "),
+        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
+        (["rms_norm", "--shape", "4x8"], 1, "--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got '4x8'."),
         (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
     ],
 )

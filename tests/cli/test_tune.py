@@ -447,6 +447,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
         (["cache", "prune", "--older-than", "3 days"], "'3 days' is not a duration like 90m, 12h, 30d or 8w"),
         (["cache", "show"], "PREFIX"),
         (["tune", "program:step", "--budget", "nan"], "'nan' is not a number of seconds"),
+        (["tune", "program:step", "--budget", "x"], "'x' is not a number of seconds, e.g. 60."),
     ],
 )
 def test_wrong_usage_is_status_2(capsys, arguments, says):

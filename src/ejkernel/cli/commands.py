@@ -36,10 +36,13 @@ class _Seconds(click.FloatRange):
     """A range of seconds that also rejects "nan", which passes every range check."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            found = math.nan
         if math.isnan(found):
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return found
+            self.fail(f"{value!r} is not a number of seconds, e.g. 60.", param, ctx)
+        return float(super().convert(value, param, ctx))
 
 
 imports = click.option(
@@ -153,8 +156,10 @@ def tune(**options: Any) -> int:
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
-    if output is None or bool(options["target"]) == bool(options["shapes"]):
-        raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
+    if bool(options["target"]) == bool(options["shapes"]):
+        raise click.UsageError("--compile-only needs either MODULE:FUNCTION or --shapes.")
+    if output is None:
+        raise click.UsageError("--compile-only needs --output, a folder for the bundle.")
     _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
