@@ -285,7 +285,9 @@ def test_files_with_foreign_names_are_reported_and_stay(capsys, folder):
 
 
 COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
-NEEDED = dict.fromkeys(("list", "verify"), ["EJKERNEL_CACHE_LAYERS"])  # which read them; all others are about one folder
+NEEDED = dict.fromkeys(
+    ("list", "verify"), ["EJKERNEL_CACHE_LAYERS"]
+)  # which read them; all others are about one folder
 
 
 @pytest.mark.slow

@@ -222,7 +222,9 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     bad = [item for item in found if item.problem]
     missing = [str(layer.path) for layer in layers if layer.path is None or not layer.path.is_dir()]
     if as_json:
-        report.echo_json(_verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing})
+        report.echo_json(
+            _verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing}
+        )
     else:
         _print_verified(by_folder, bad, missing)
     return 1 if bad or missing else 0

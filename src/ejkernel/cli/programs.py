@@ -140,7 +140,10 @@ def _first_function(path: Path) -> str:
 
 def _returns_no_program(function: ast.FunctionDef) -> bool:
     found = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    return not any(isinstance(value, ast.Tuple) and value.elts and isinstance(value.elts[-1], ast.Tuple | ast.Dict) for value in found)
+    return not any(
+        isinstance(value, ast.Tuple) and value.elts and isinstance(value.elts[-1], ast.Tuple | ast.Dict)
+        for value in found
+    )
 
 
 def _needed_by(arguments: ast.arguments) -> bool:

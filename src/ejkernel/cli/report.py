@@ -118,9 +118,10 @@ def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
 
 
 def _statuses(tuned: AutotuneData) -> str:
-    counts = [outcome.status for outcome in tuned.outcomes]
-    others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != Status.MEASURED]
-    return ", ".join([str(len(counts)), *others])
+    """Return the number of measured candidates of all, and the numbers of those with another result."""
+    counts = collections.Counter(outcome.status for outcome in tuned.outcomes)
+    measured = f"{counts.pop(Status.MEASURED, 0)} of {tuned.progress.candidates} measured"
+    return ", ".join([measured, *(f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED)])
 
 
 def result_as_data(result: AutotuningResult) -> dict[str, Any]:

@@ -172,15 +172,22 @@ def _tune_found(
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
-        saved = f"saved in {store.path}" if len(result) else "none saved yet; run the command again to continue"
-        console.print(
-            f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, {saved}", soft_wrap=True
-        )
+        console.print(_in_brief(result, sum(map(len, todo)), seconds, store), soft_wrap=True)
     found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     return 1 if todo and not len(result) else 0
+
+
+def _in_brief(result: AutotuningResult, count: int, seconds: float, store: PersistentCache) -> str:
+    """Return a line with the number of saved and of faster configurations."""
+    calls = f"{len(result)} of {counted(count, 'call')} tuned in {seconds:.1f} s"
+    if not len(result):
+        return f"{calls}; none saved yet; run the command again to continue"
+    faster = sum(not tuned.is_kept for tuned in result.searches)
+    found = f"{faster} faster than the heuristic" if faster else "none measurably faster than the heuristic"
+    return f"{calls}: {found}; saved in {store.path}"
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:

@@ -56,7 +56,9 @@ def test_a_line_of_any_length_is_terminated():
         assert text.endswith("...")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(1.26e-6, "1.3 us"), (9.94e-4, "994.0 us"), (9.9e-3, "9.90 ms"), (0.5, "500.0 ms")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.26e-6, "1.3 us"), (9.94e-4, "994.0 us"), (9.9e-3, "9.90 ms"), (0.5, "500.0 ms")]
+)
 def test_a_time_has_a_unit(seconds, text):
     assert duration(seconds) == text
 
