@@ -285,9 +285,7 @@ def test_files_with_foreign_names_are_reported_and_stay(capsys, folder):
 
 
 COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
-NEEDED = dict.fromkeys(
-    ("list", "verify"), ["EJKERNEL_CACHE_LAYERS"]
-)  # which read them; all others are about one folder
+NEEDED = {name: ["EJKERNEL_CACHE_LAYERS"] for name in ("list", "verify")}  # the others are about one folder
 
 
 @pytest.mark.slow
