@@ -51,8 +51,8 @@ def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
     if as_json:
         report.echo_json(found | {"problems": problems})
     else:
-        click.echo(_as_text(found))
-        click.echo(f"\n{counted(len(problems), 'problem')}" + "".join(f"\n  {printable(each)}" for each in problems))
+        click.echo(f"{counted(len(problems), 'problem')}" + "".join(f"\n  {printable(each)}" for each in problems))
+        click.echo(f"\n{_as_text(found)}")
     return 1 if problems else 0
 
 
@@ -124,7 +124,7 @@ def _why_not_writable(folder: Path) -> str | None:
 
 def _as_text(found: dict[str, Any]) -> str:
     implementations = [
-        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no", row["reason"] or "")
+        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no; see `ejkernel list`")
         for row in found["implementations"]
     ]
     parts = [
@@ -132,7 +132,7 @@ def _as_text(found: dict[str, Any]) -> str:
         report.table(("device", "number", "driver"), [_cells(row) for row in found["devices"]]),
         report.table(("variable", "value"), [_cells(row)[:2] for row in found["settings"]]),
         report.table(("configurations", "state"), [_cells(row)[:2] for row in found["caches"]]),
-        report.table(("operation", "implementation", "runs here", "why not"), implementations),
+        report.table(("operation", "implementation", "runs here"), implementations),
     ]
     return "\n\n".join(parts)
 

@@ -50,7 +50,8 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
     """Return a line with the number of calls of a program."""
     forward = sum(inv.direction == "fwd" for inv in calls)
     calls_found = counted(len(calls), "distinct call")
-    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} backward, on {device}"
+    unused = "" if forward or not calls else "; the program uses no forward result, so JAX drops the forward calls"
+    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} backward, on {device}{unused}"
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
