@@ -89,8 +89,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     calls = len(result["configurations"])
     if unfinished := result.get("unfinished"):
         said.append(
-            f"{unfinished} of {calls} searches did not finish, so their calls may become faster: `ejkernel tune` continues "
-            "these searches."
+            f"{unfinished} of {calls} searches did not finish, so their calls may become faster: "
+            "`ejkernel tune` continues these searches."
         )
     elif result["saved"] < calls:
         said.append(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import difflib
 import math
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,25 @@ class _Seconds(click.FloatRange):
         return float(super().convert(value, param, ctx))
 
 
+def _targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the completions of --target."""
+    del ctx, param
+    names = ["here", *(file.name.partition(".")[0] for file in _package("data", "targets").iterdir())]
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the completions of --op: the folders of operations, because importing them would take a second."""
+    del ctx, param
+    folders = _package("kernels").iterdir()
+    names = (folder.name for folder in folders if folder.joinpath("operation.py").is_file())
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _package(*parts: str) -> Traversable:
+    return resources.files("ejkernel").joinpath(*parts)
+
+
 imports = click.option(
     "--import",
     "imports",
@@ -58,6 +79,7 @@ aim = click.option(
     "device",
     default="here",
     metavar="DEVICE",
+    shell_complete=_targets,
     help="Device: here, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
@@ -240,7 +262,13 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, ca
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION]", required=False, default="")
 @click.option("--baseline", metavar="MODULE:FUNCTION", default="", help="The same step without ejkernel, to compare.")
-@click.option("--op", metavar="NAME", default="", help="Compare the implementations of this operation instead.")
+@click.option(
+    "--op",
+    metavar="NAME",
+    default="",
+    shell_complete=_operations,
+    help="Compare the implementations of this operation instead.",
+)
 @click.option("--shape", "shapes", metavar="TYPE", multiple=True, help="With --op: an argument, e.g. bf16[8,128].")
 @click.option("--kwargs", metavar="JSON", default="{}", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
 @click.option("--gradient", is_flag=True, help="With --op: measure the gradient.")
