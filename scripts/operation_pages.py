@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the support tables of `docs/operations/`, by asking every implementation about the calls below.
+"""Write the support tables of `docs/operations/`, by asking every implementation about the calls below, and signatures.
 
     python scripts/operation_pages.py [--check]
 
 A page has a table between two comments for each function that it documents. A cell says whether an implementation runs
-a call: "yes", "forward" (another implementation computes the gradient), or "-". `--check` only compares;
+a call: "yes", "forward" (another implementation computes the gradient), or "-". The signatures are for readers of the
+files; the site adds the docstrings. `--check` only compares;
 `tests/test_operation_pages.py` does the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
+import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +32,7 @@ from ejkernel.ops.execution.discovery import discover
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "operations"
 BEGIN, END = "<!-- support: written by scripts/operation_pages.py -->", "<!-- end of support -->"
+SIGNATURE, END_OF_SIGNATURE = "<!-- signature: written by scripts/operation_pages.py -->", "<!-- end of signature -->"
 
 DEVICES = {
     "NVIDIA H100, H200": "gpu:nvidia_h200",
@@ -341,17 +346,36 @@ def _runs(inv: Invocation[Any, Any], name: str, device: str) -> bool:
 
 
 def written(text: str, name: str) -> str:
-    """Return the text of a page with its tables up to date; `name` is that of the file, without its ending."""
-    named = [function for function in functions_of(text) if function in CALLS]
-    blocks = iter(named)
+    """Return the text of a page with tables and signatures up to date; `name` is that of the file without `.md`."""
+    operations = [function for function in functions_of(text) if function in CALLS]  # others are helpers
+    blocks = iter(operations)
 
     def block(_: re.Match[str]) -> str:
         return f"{BEGIN}\n\n{Table(CALLS[next(blocks)])}\n\n{END}"
 
     made, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", block, text, flags=re.DOTALL)
-    if count != len(named):
+    if count != len(operations):
         raise SystemExit(f"{name}.md must have one support table for each operation that it documents.")
-    return made
+    old = rf"(?:{re.escape(SIGNATURE)}(?:(?!{SIGNATURE}).)*?{re.escape(END_OF_SIGNATURE)}\n\n)?"
+    return re.sub(rf"{old}^::: ejkernel\.modules\.(\w+)\.(\w+)$", _signature, made, flags=re.DOTALL | re.MULTILINE)
+
+
+def _signature(place: re.Match[str]) -> str:
+    """Return the signature of a function as in its source, with a link to the docstring, before its `:::` line."""
+    module, name = place[1], place[2]
+    public = getattr(importlib.import_module(f"ejkernel.modules.{module}"), name)
+    file = Path(inspect.getfile(inspect.unwrap(public)))
+    source = file.read_text(encoding="utf-8")
+    defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not defined:  # a class
+        return f"::: ejkernel.modules.{module}.{name}"
+    function = defined[-1]  # after its overloads
+    header = "\n".join(source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]).removesuffix(":")
+    where = f"Its [docstring](../../{file.relative_to(PAGES.parents[1]).as_posix()}) describes the arguments."
+    return (
+        f"{SIGNATURE}\n\n```python\n{header}\n```\n\n{where}\n\n{END_OF_SIGNATURE}\n\n"
+        f"::: ejkernel.modules.{module}.{name}"
+    )
 
 
 def functions_of(text: str) -> list[str]:

@@ -59,7 +59,7 @@ def run(seconds: float, *arguments: str, capture: bool = False) -> tuple[int, st
 
 def show(result: dict[str, Any]) -> None:
     """Print the table and the conclusions."""
-    print(f"  {'':16}{'a step':>12}{'tokens/s':>12}{'memory':>12}  against tuned (95 % interval)")
+    print(f"  {'':16}{'a step':>12}{'tokens/s':>12}{'memory':>12}  times the tuned step (95 % interval)")
     for name, why in result["missing"].items():
         print(f"  {name:16}{why}")
     for name, seconds in result["seconds"].items():
@@ -80,16 +80,19 @@ def sentences(result: dict[str, Any]) -> list[str]:
     for name, over in result["over tuned"].items():
         if name not in {"untuned", "tuned"}:
             memory = result["temporary_bytes"]["tuned"] / result["temporary_bytes"][name]
-            said.append(f"{verdict('Tuned ejkernel', name, over)} It needs {100 * memory:.0f} % of the memory.")
+            said.append(f"{verdict('tuned ejkernel', name, over)} It needs {100 * memory:.0f} % of the memory.")
     said.append(
-        verdict("Tuned ejkernel", "untuned ejkernel", result["over tuned"]["untuned"])
+        verdict("tuned ejkernel", "untuned ejkernel", result["over tuned"]["untuned"])
         if result["changed"]
-        else "Tuning kept the heuristic's configuration for every call."
+        else "Tuning found no faster configuration, so untuned and tuned are the same program."
     )
     calls = len(result["configurations"])
     if unfinished := result.get("unfinished"):
-        said.append(f"{unfinished} of {calls} searches did not finish; `ejkernel tune` would go on with them.")
-    if result["saved"] < calls:
+        said.append(
+            f"{unfinished} of {calls} searches did not finish, so their calls may become faster: "
+            "`ejkernel tune` continues these searches."
+        )
+    elif result["saved"] < calls:
         said.append(
             f"Tuning saved a configuration for {result['saved']} of {calls} calls; the others use the heuristic."
         )

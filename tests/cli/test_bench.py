@@ -212,7 +212,12 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
     [
         (["rms_norm"], 2, "--op requires --shape for each array"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
-        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]) with {}: "),
+        (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
+        (
+            ["rms_norm", "--shape", "4x8"],
+            1,
+            "--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got '4x8'.",
+        ),
         (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
     ],
 )
@@ -223,7 +228,7 @@ def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, mess
 
 def test_the_times_of_a_row_have_one_unit(monkeypatch):
     monkeypatch.setattr(cli_bench, "peak_bytes", lambda compiled: None)
-    samples = [0.009, 0.009, 0.02, 0.02, 0.009, 0.02, 0.009, 0.02]
+    samples = [0.0009, 0.0009, 0.002, 0.002, 0.0009, 0.002, 0.0009, 0.002]
     build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
     cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
     assert re.findall(r"[mu]s\b", " ".join(cells)) == ["us"] * 3

@@ -124,6 +124,21 @@ def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
     assert (status, [bad["file"] for bad in found["unusable"]]) == (1, [str(path)])
 
 
+def test_verify_reads_the_layers_of_the_default_cache(clean, capsys, monkeypatch, tmp_path):
+    (path,) = clean.glob("*/older-v0/*.json")
+    path.write_text("{")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"{clean},{tmp_path / 'none'}")
+    status = main(["cache", "verify"])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert f"`ejkernel cache prune --unreadable --cache {clean}` removes" in out
+    assert out.endswith(f"{tmp_path / 'none'}: there is no such folder\n")
+    assert main(["cache", "verify", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["unusable"][0]["file"] == str(path)
+    assert main(["cache", "verify", "--cache", str(tmp_path)]) == 0  # a named folder is checked alone
+
+
 def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):
     monkeypatch.setattr(staleness, "version", lambda name: "9.9" if name == "jax" else version(name))
     status, out, _ = run(capsys, "verify", cache=clean)
@@ -271,7 +286,7 @@ def test_files_with_foreign_names_are_reported_and_stay(capsys, folder):
 
 
 COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
-NEEDED = {"list": ["EJKERNEL_CACHE_LAYERS"]}  # which reads them; all others are about one folder
+NEEDED = {name: ["EJKERNEL_CACHE_LAYERS"] for name in ("list", "verify")}  # the others are about one folder
 
 
 @pytest.mark.slow

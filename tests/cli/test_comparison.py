@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
-from tests.cli.searches import HOSTILE, SCRIPT, Page, Tile, call, found, measured, save
+from tests.cli.searches import HOSTILE, SCRIPT, Page, Tile, call, measured, save
 
 from ejkernel.cli import comparison, main, report_data, report_page
 from ejkernel.ops import PersistentCache
@@ -72,6 +73,8 @@ def test_the_newest_search_is_compared_with_the_one_before(tmp_path, capsys):
     (found_call,) = compared(tmp_path, capsys, "--against", "previous")["calls"]
     assert (found_call["before"]["time_us"], found_call["after"]["time_us"]) == (4.05, 2.1)
     assert not found_call["same_configuration"]
+    assert found_call["before"]["source"] == "saved by this search, but replaced since"
+    assert found_call["after"]["source"].startswith(f"saved in {tmp_path / 'new'}")
 
 
 def test_two_devices_of_one_cache_are_compared(tmp_path, capsys):
@@ -90,9 +93,16 @@ def test_calls_of_several_devices_are_paired_by_device(tmp_path, capsys):
     assert all(each["before"]["device"] == each["after"]["device"] for each in calls)
 
 
+def test_the_same_entry_in_a_copy_is_unchanged(tmp_path, capsys):
+    save(tmp_path / "old", timed(*SLOW))
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    (found_call,) = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))["calls"]
+    assert found_call["verdict"] == "unchanged"
+
+
 def test_an_entry_without_its_search_is_undecided(tmp_path, capsys):
     for folder in ("old", "new"):
-        save(tmp_path / folder, found())
+        save(tmp_path / folder, timed(*SLOW))
     next((tmp_path / "old").rglob("*.jsonl")).unlink()
     (found_call,) = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))["calls"]
     assert found_call["verdict"] == "undecided"

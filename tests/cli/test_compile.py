@@ -245,9 +245,13 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs MODULE:FUNCTION, or --shapes, and --output"),
+        (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs --output, a folder"),
         (("tune", "prog:step", "--output", "x"), 2, "--target and --output require --compile-only"),
-        (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
+        (
+            ("tune", "--from", "x", "--compile-only", "--output", "y"),
+            2,
+            "--compile-only needs either MODULE:FUNCTION or --shapes",
+        ),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
         ((*COMPILE, "--dry-run"), 2, "--dry-run cannot be used with --compile-only"),
         ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),

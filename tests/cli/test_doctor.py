@@ -56,8 +56,22 @@ def test_a_missing_layer_is_a_problem_and_credentials_stay_private(doctor, monke
     assert "secret" not in json.dumps(found)
 
 
+@pytest.mark.parametrize("name", ["file/configs", "file"])
+def test_a_folder_that_cannot_be_written_is_a_problem(doctor, monkeypatch, tmp_path, name):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / name))
+    status, found = doctor()
+    assert status == 1
+    assert f"{tmp_path / name} cannot be written: " in found["problems"][0]
+
+
+def test_a_missing_folder_is_not_created(doctor, monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "new" / "configs"))
+    assert doctor()[0] == 0
+    assert not any(tmp_path.iterdir())
+
+
 def test_it_prints_tables(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].startswith("versions")
-    assert printed.rstrip().endswith("0 problems")
+    assert printed.startswith("0 problems\n\nversions")

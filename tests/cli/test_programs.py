@@ -12,6 +12,7 @@ import pytest
 
 from ejkernel.cli import main
 from ejkernel.cli.files import calls_in_file
+from ejkernel.cli.programs import located
 from ejkernel.ops.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
@@ -289,3 +290,10 @@ def test_a_miss_is_an_error_in_a_process_that_asked_for_it(folder, lowered):
     assert status == 0, err
     done = python(folder, "-c", RUN, EJKERNEL_ON_MISS="error")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_target_without_a_function_suggests_one_that_returns_a_program(tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text("def args():\n    return 1, 2\n\ndef step():\n    return args, (1, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"e\.g\. trainer:step"):
+        located("trainer")

@@ -47,6 +47,24 @@ def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen)
     assert all(line.rstrip().endswith("left") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (80, "call 1 of 1, rms_norm: confirming the best of 40, best 12.5 us"),
+        (40, "1/1 rms_norm: confirming, best 12.5 us"),
+    ],
+)
+def test_the_line_fits_and_names_the_confirmation_run(columns, words):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=columns, color_system=None)
+    with bars(console, 1, "tuning", budget=30.0) as shown:
+        shown.step(CALLS[0], 40, 40)
+        shown.hear(measured(CALLS[0], 1.25e-5))
+    assert words in text.getvalue()
+    assert "…" not in text.getvalue()
+    assert "left" not in text.getvalue()
+
+
 def test_a_narrow_terminal_has_no_bar(screen):
     console, text = screen
     with bars(console, 1, "tuning") as shown:

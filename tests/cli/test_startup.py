@@ -74,7 +74,7 @@ def test_help_names_every_command_and_status(capsys):
         "doctor",
         "cache",
     ]
-    assert "1 on failure or if nothing usable was found" in out
+    assert "1 on failure (also for an unknown operation" in out
 
 
 @pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])
@@ -106,9 +106,15 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("ejkernel tu", "tune"), ("ejkernel cache pr", "prune"), ("ejkernel tune --bud", "--budget")],
+    [
+        ("ejkernel tu", "tune"),
+        ("ejkernel cache pr", "prune"),
+        ("ejkernel tune --bud", "--budget"),
+        ("ejkernel bench --op rm", "rms_norm"),
+        ("ejkernel explain --target nv", "nvidia_h200"),
+    ],
 )
-def test_a_shell_completes_commands_and_options(monkeypatch, capsys, words, completed):
+def test_a_shell_completes_commands_options_and_names(monkeypatch, capsys, words, completed):
     monkeypatch.setenv("_EJKERNEL_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))

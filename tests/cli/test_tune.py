@@ -277,7 +277,8 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
         (9.0, 0.1, None, ""),
         (9.0, 0.5, None, ", about 63 s left"),
         (30.0, 1.0, None, ", about 90 s left"),
-        (30.0, 1.5, 25.0, ", about 50 s left"),
+        (30.0, 1.5, 25.0, ", at most 62 s left (25 s per call)"),
+        (30.0, 2.0, 25.0, ", about 30 s left"),
         (60.0, 1.0, 25.0, ", at most 75 s left (25 s per call)"),
         (80.0, 4.0, 25.0, ", about 0 s left"),
     ],
@@ -476,6 +477,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
         (["cache", "prune", "--older-than", "3 days"], "'3 days' is not a duration like 90m, 12h, 30d or 8w"),
         (["cache", "show"], "PREFIX"),
         (["tune", "program:step", "--budget", "nan"], "'nan' is not a number of seconds"),
+        (["tune", "program:step", "--budget", "x"], "'x' is not a number of seconds, e.g. 60."),
     ],
 )
 def test_wrong_usage_is_status_2(capsys, arguments, says):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: results to stdout, messages to stderr.
 
-Exit status 0: success; 1: failure, or nothing usable found; 2: wrong usage; 130: interrupted.
+Exit status 0: success; 1: failure, or nothing usable found; 2: a malformed command line; 130: interrupted.
 
 This module and the modules that declare the commands do not import JAX, so help, the version and the cache path appear
 at once. Each command imports the module with its implementation.
@@ -58,7 +58,8 @@ class _Commands(commands.Group):
 def cli() -> None:
     """Tune the kernels of JAX programs on this machine and show the results.
 
-    Exit status: 0 on success, 1 on failure or if nothing usable was found, 2 for wrong usage, 130 if interrupted.
+    Exit status: 0 on success, 1 on failure (also for an unknown operation, target or module) or if nothing usable was
+    found, 2 if an option or argument is missing or malformed, 130 if interrupted.
     """
 
 

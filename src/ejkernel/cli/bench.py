@@ -279,7 +279,7 @@ def print_table(
     if options.per_step is not None:
         per_step = options.per_step
         added[f"{options.unit}/s"] = lambda build: f"{per_step / found.seconds[build.name]:,.0f}"
-    reference = f"time over {builds[-1].name} (95 % interval)"
+    reference = f"times the {builds[-1].name} step (95 % interval)"
     header = ["", "step", "quartiles", reference, "memory", "compiled in", *added]
     rows = [[*_row(build, found), *(cell(build) for cell in added.values())] for build in builds]
     click.echo(report.table(header, rows, "compiled in", "quartiles"))
@@ -306,10 +306,10 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
     found, said = result.found, []
     best = result.builds[-1].name
     if BASELINE in found.over:
-        said.append(verdict(f"{best.capitalize()} ejkernel", "the baseline", found.over[BASELINE]))
+        said.append(verdict(f"{best} ejkernel", "the baseline", found.over[BASELINE]))
     if best == TUNED:
         if UNTUNED in found.over:
-            said.append(verdict("Tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
+            said.append(verdict("tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
         calls = len(result.tuned)
         if result.measured < calls:
             said.append(

@@ -86,8 +86,9 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
     """Read every file and report unusable ones with the reason.
 
-    Also reports entries measured with other versions and, with --import, entries of that module's kernels from an older
-    search space. The exit status is 1 if a file is unusable.
+    Without --cache, the folders of EJKERNEL_CACHE_LAYERS are read too. Also reports entries measured with other
+    versions and, with --import, entries of that module's kernels from an older search space. The exit status is 1 if a
+    file is unusable or a folder of EJKERNEL_CACHE_LAYERS is missing.
     """
     from ejkernel.cli.folder import run_verify
 

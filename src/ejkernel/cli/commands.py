@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import difflib
 import math
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,32 @@ class _Seconds(click.FloatRange):
     """A range of seconds that also rejects "nan", which passes every range check."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            found = math.nan
         if math.isnan(found):
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return found
+            self.fail(f"{value!r} is not a number of seconds, e.g. 60.", param, ctx)
+        return float(super().convert(value, param, ctx))
+
+
+def _targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the completions of --target."""
+    del ctx, param
+    names = ["here", *(file.name.partition(".")[0] for file in _package("data", "targets").iterdir())]
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the completions of --op: the folders of operations, because importing them would take a second."""
+    del ctx, param
+    folders = _package("kernels").iterdir()
+    names = (folder.name for folder in folders if folder.joinpath("operation.py").is_file())
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _package(*parts: str) -> Traversable:
+    return resources.files("ejkernel").joinpath(*parts)
 
 
 imports = click.option(
@@ -55,6 +79,7 @@ aim = click.option(
     "device",
     default="here",
     metavar="DEVICE",
+    shell_complete=_targets,
     help="Device: here, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
@@ -153,8 +178,10 @@ def tune(**options: Any) -> int:
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
-    if output is None or bool(options["target"]) == bool(options["shapes"]):
-        raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
+    if bool(options["target"]) == bool(options["shapes"]):
+        raise click.UsageError("--compile-only needs either MODULE:FUNCTION or --shapes.")
+    if output is None:
+        raise click.UsageError("--compile-only needs --output, a folder for the bundle.")
     _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
@@ -235,7 +262,13 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, ca
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION]", required=False, default="")
 @click.option("--baseline", metavar="MODULE:FUNCTION", default="", help="The same step without ejkernel, to compare.")
-@click.option("--op", metavar="NAME", default="", help="Compare the implementations of this operation instead.")
+@click.option(
+    "--op",
+    metavar="NAME",
+    default="",
+    shell_complete=_operations,
+    help="Compare the implementations of this operation instead.",
+)
 @click.option("--shape", "shapes", metavar="TYPE", multiple=True, help="With --op: an argument, e.g. bf16[8,128].")
 @click.option("--kwargs", metavar="JSON", default="{}", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
 @click.option("--gradient", is_flag=True, help="With --op: measure the gradient.")

@@ -16,10 +16,11 @@ from ejkernel.ops.utils.formatting import counted, durations, ratio
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
 UNDECIDED: Final = "undecided"
+UNCHANGED: Final = "unchanged"
 NO_TIME: Final = "no time"
 ONLY_BEFORE: Final = "only before"
 ONLY_AFTER: Final = "only after"
-_ORDER: Final = (SLOWER, FASTER, UNDECIDED, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
+_ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,11 @@ class ComparedCall:
         """The result in a word or two."""
         if self.before is None or self.after is None:
             return ONLY_AFTER if self.before is None else ONLY_BEFORE
-        return NO_TIME if self.ratio is None else self.ratio.verdict
+        if self.ratio is None:
+            return NO_TIME
+        # The same measurement, e.g. in a copy of the cache.
+        is_same = dataclasses.replace(self.before, source=self.after.source) == self.after
+        return UNCHANGED if is_same else self.ratio.verdict
 
     @property
     def same_configuration(self) -> bool:

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -50,8 +51,8 @@ def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
     if as_json:
         report.echo_json(found | {"problems": problems})
     else:
-        click.echo(_as_text(found))
-        click.echo(f"\n{counted(len(problems), 'problem')}" + "".join(f"\n  {printable(each)}" for each in problems))
+        click.echo(f"{counted(len(problems), 'problem')}" + "".join(f"\n  {printable(each)}" for each in problems))
+        click.echo(f"\n{_as_text(found)}")
     return 1 if problems else 0
 
 
@@ -103,20 +104,27 @@ def _caches() -> list[dict[str, Any]]:
 
 def _folder(place: str, *, written: bool) -> dict[str, Any]:
     if not os.path.isdir(place):
-        state = "does not exist yet" if written else "does not exist"
-        return {"place": place, "state": state, "problem": None if written else f"{place} does not exist"}
-    found = list(items(PersistentCache(place, layers=())))
-    unusable = sum(bool(item.problem) for item in found)
-    state = f"{counted(len(found), 'file')}, {unusable} unusable"
-    problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
-    if written and not os.access(place, os.W_OK):
-        state, problem = f"{state}, not writable", f"{place} is not writable"
+        state, problem = ("does not exist yet", None) if written else ("does not exist", f"{place} does not exist")
+    else:
+        found = list(items(PersistentCache(place, layers=())))
+        unusable = sum(bool(item.problem) for item in found)
+        state = f"{counted(len(found), 'file')}, {unusable} unusable"
+        problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
+    reason = _why_not_writable(Path(place)) if written else None
+    if reason is not None:
+        state, problem = f"{state}, not writable", f"{place} cannot be written: {reason}; set EJKERNEL_CACHE_DIR"
     return {"place": place, "state": state, "problem": problem}
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Return why a folder cannot be written or created; `None` if it can. A missing folder is not created."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    return PersistentCache(existing, layers=()).why_not_writable()
 
 
 def _as_text(found: dict[str, Any]) -> str:
     implementations = [
-        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no", row["reason"] or "")
+        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no; see `ejkernel list`")
         for row in found["implementations"]
     ]
     parts = [
@@ -124,7 +132,7 @@ def _as_text(found: dict[str, Any]) -> str:
         report.table(("device", "number", "driver"), [_cells(row) for row in found["devices"]]),
         report.table(("variable", "value"), [_cells(row)[:2] for row in found["settings"]]),
         report.table(("configurations", "state"), [_cells(row)[:2] for row in found["caches"]]),
-        report.table(("operation", "implementation", "runs here", "why not"), implementations),
+        report.table(("operation", "implementation", "runs here"), implementations),
     ]
     return "\n\n".join(parts)
 

@@ -88,10 +88,16 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
     answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
     title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
-    refusals = [report.wrapped(printable(f"{name} does not run: {reason}")) for name, reason in why.refusals.items()]
+    refusals = [report.wrapped(printable(_refusal(name, reason))) for name, reason in why.refusals.items()]
     table = report.table(("tier", "answer"), rows)
     search = [] if why.search is None else [f"search: {why.search.in_words}"]
     return "\n".join([title, report.wrapped(printable(key)), table, *search, *refusals, f"=> {answer}"])
+
+
+def _refusal(name: str, reason: str) -> str:
+    """Return why an implementation does not run, with its name once."""
+    rest = reason.removeprefix(f"implementation={name!r} ")
+    return f"{name} does not run: {reason}" if rest == reason else f"{name} {rest}"
 
 
 def _answer(tier: Consulted) -> str:
@@ -144,9 +150,14 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
         report.echo_json({"device": aim, "implementations": found})
         return
     click.echo(f"On {aim}:", err=True)
-    cells = [(name, implementation, "no" if reason else "yes", reason) for name, implementation, reason in rows]
+    cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
     runs = "runs here" if device == "here" else "runs there"
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
+
+
+def _in_brief(implementation: str, reason: str, device: str) -> str:
+    """Return a reason without the names of the implementation and the device, which stand beside it."""
+    return reason.removeprefix(f"implementation={implementation!r} ").partition(f", and this call is for {device};")[0]
 
 
 def implementations_on(device: str) -> list[tuple[str, str, str]]:

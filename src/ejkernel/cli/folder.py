@@ -18,11 +18,12 @@ from typing import Any, Final
 import click
 import jax
 
+from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
-from ejkernel.ops.config._files import ENTRY, UnusableError, files
+from ejkernel.ops.config._files import ENTRY, UnusableError, files, is_url
 from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
@@ -209,38 +210,61 @@ def _staleness(entry: StoredEntry, space_of: SpaceOf | None) -> dict[str, Any]:
 
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
-    """Run `ejkernel cache verify`; return 1 if a file is unusable."""
+    """Run `ejkernel cache verify`; return 1 if a file is unusable or a folder of EJKERNEL_CACHE_LAYERS is missing."""
     store = opened(cache, alone=True)
+    layers = _layers() if cache is None else []
     if imports:
         look_here()
     for module in map(module_named, imports):
         import_users(module)
-    found = list(items(store, _space_of if imports else None))
-    counts = collections.Counter(item.kind for item in found)
+    by_folder = {str(each.path): list(items(each, _space_of if imports else None)) for each in (store, *layers)}
+    found = [item for those in by_folder.values() for item in those]
     bad = [item for item in found if item.problem]
+    missing = [str(layer.path) for layer in layers if layer.path is None or not layer.path.is_dir()]
     if as_json:
-        stale = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
-        data = {plural: counts[kind] for kind, plural in _KINDS.items()} | {
-            "folder": str(store.path),
-            "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in bad],
-            "stale": [{"file": file, "differences": differences} for file, differences in stale],
-            "unknown": collections.Counter(name for item in found for name in item.unknown),
-        }
-        report.echo_json(data)
-        return 1 if bad else 0
+        report.echo_json(
+            _verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing}
+        )
+    else:
+        _print_verified(by_folder, bad, missing)
+    return 1 if bad or missing else 0
+
+
+def _layers() -> list[PersistentCache]:
+    """Return the folders of EJKERNEL_CACHE_LAYERS; the copies of its URLs are in the cache folder."""
+    return [PersistentCache(place, layers=()) for place in settings.current().cache_layers if not is_url(place)]
+
+
+def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
+    counts = collections.Counter(item.kind for item in found)
+    differing = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
+    unusable = (item for item in found if item.problem)
+    return {plural: counts[kind] for kind, plural in _KINDS.items()} | {
+        "folder": folder,
+        "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in unusable],
+        "stale": [{"file": file, "differences": differences} for file, differences in differing],
+        "unknown": collections.Counter(name for item in found for name in item.unknown),
+    }
+
+
+def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item], missing: Sequence[str]) -> None:
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
-    differing = [(text_of_differences(item.stale), item) for item in found if item.stale]
-    for words, count in collections.Counter(words for words, _ in differing).most_common():
+    stale = [(text_of_differences(item.stale), item) for found in by_folder.values() for item in found if item.stale]
+    for words, count in collections.Counter(words for words, _ in stale).most_common():
         click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
-        for item in [item for other, item in differing if other == words]:
+        for item in [item for other, item in stale if other == words]:
             if any(each.field == "space" for each in item.stale):  # few, and to be tuned again
                 click.echo(f"  {printable(item.path)}")
-    click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), bad)}")
-    return 1 if bad else 0
+    written = next(iter(by_folder))
+    for folder, found in by_folder.items():
+        counts = _counts(collections.Counter(item.kind for item in found))
+        unusable = [item for item in found if item.problem]
+        state = _usable(len(found), unusable, folder="" if folder == written else folder)
+        click.echo(f"{folder}: {'there is no such folder' if folder in missing else f'{counts}; {state}'}")
 
 
-def _usable(count: int, bad: Sequence[Item]) -> str:
+def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     if not bad:
         return "all files are usable" if count else "the folder is empty"
     ours = sum(item.is_ours for item in bad)
@@ -248,7 +272,8 @@ def _usable(count: int, bad: Sequence[Item]) -> str:
     if not ours:  # files of other programs, and folders that cannot be listed
         return unusable
     such = "all" if ours == len(bad) else str(ours)
-    return f"{unusable}; `ejkernel cache prune --unreadable` removes {such} of them"
+    of_folder = f" --cache {folder}" if folder else ""
+    return f"{unusable}; `ejkernel cache prune --unreadable{of_folder}` removes {such} of them"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -21,7 +21,6 @@ _ACCENT, _WIN, _SPREAD, _SOFT = "#0b5cad", "#11734b", "#9dbfe3", "#596068"
 _WIDTH: Final = 6.3  # inches: the text of an A4 page
 _ROW: Final = 0.36  # inches for a row: its name above its marks
 _MOST: Final = 24  # candidates in a figure, which fill a page; of more it shows the fastest
-_MICROSECONDS: Final = "\u00b5s"
 _LABEL: Final = 100  # characters of a line
 _STYLE: Final[Any] = {
     "font.size": 8,
@@ -194,6 +193,7 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     for place, name in enumerate(names):
         text = name if len(name) <= _LABEL else f"{name[: _LABEL - 3]}..."
         text = axes.text(0.005, place - 0.28, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7)
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # hides the heuristic's line behind it
         text.set_in_layout(False)  # a long name must not shrink the axes
         axes.axhline(place - 0.55, color=_SPREAD, linewidth=0.3)
     axes.set_ylim(len(names) - 0.55, -0.55)
@@ -211,7 +211,7 @@ def _time_axis(axes: Any, times: Sequence[float]) -> None:
 
 
 def _unit(times: Sequence[float]) -> tuple[float, str]:
-    return (1e-3, "ms") if max(times) >= 1e4 else (1.0, _MICROSECONDS)
+    return (1e-3, "ms") if max(times) >= 1e3 else (1.0, "us")
 
 
 def _plain(values: Sequence[float]) -> list[float]:

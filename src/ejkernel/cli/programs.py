@@ -124,14 +124,26 @@ def _what_to_type(target: str) -> str:
 
 
 def _first_function(path: Path) -> str:
-    """Return the first public function of a file that needs no arguments, found without importing the file."""
+    """Return the public function of a file that looks most like a program, found without importing the file.
+
+    It needs no arguments; preferred is the first that returns `something, (args...)`.
+    """
     try:
         # Parse only: a wrong target must not run any code.
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return "FUNCTION"
-    able = [node.name for node in body if isinstance(node, ast.FunctionDef) and not _needed_by(node.args)]
-    return next((name for name in able if not name.startswith("_")), "FUNCTION")
+    able = [node for node in body if isinstance(node, ast.FunctionDef) and not _needed_by(node.args)]
+    public = [node for node in able if not node.name.startswith("_")]
+    return next((node.name for node in sorted(public, key=_returns_no_program)), "FUNCTION")
+
+
+def _returns_no_program(function: ast.FunctionDef) -> bool:
+    found = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    return not any(
+        isinstance(value, ast.Tuple) and value.elts and isinstance(value.elts[-1], ast.Tuple | ast.Dict)
+        for value in found
+    )
 
 
 def _needed_by(arguments: ast.arguments) -> bool:

@@ -17,7 +17,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import counted, duration
 
-_WIDE: Final = 110  # columns of a terminal that has room for a bar beside the text
+_WIDE: Final = 140  # columns of a terminal that has room for a bar beside the text
+_BAR: Final = 42  # columns of the bar with its spaces
 _ENOUGH: Final = 0.25  # of a call, before the time left is estimated
 
 
@@ -73,9 +74,25 @@ class SearchBar:
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
-        call = f"call {self._number(inv)} of {self._count}, {inv.op_id}"
-        note = f"{call}: candidate {done} of {total}{best}{self._left()}"
+        number, left = self._number(inv), self._left()
+        if done >= total:  # the confirmation run; its length is not known
+            long, short, left = f"confirming the best of {total}", "confirming", ""
+        else:
+            long, short = f"candidate {done} of {total}", f"{done}/{total}"
+        notes = (
+            f"call {number} of {self._count}, {inv.op_id}: {long}{best}{left}",
+            f"{number}/{self._count} {inv.op_id}: {short}{best}{left}",
+            f"{number}/{self._count} {inv.op_id}: {short}{best}",
+            f"{number}/{self._count}: {short}{best}",
+        )
+        note = next((text for text in notes if len(text) <= self._columns), notes[-1])
         self._progress.update(self._task, completed=sum(self._shares.values()), note=note)
+
+    @property
+    def _columns(self) -> int:
+        """The columns of the text."""
+        width = self._console.width
+        return width - _BAR - len(self._doing) if width >= _WIDE else width
 
     def _number(self, inv: Invocation[Any, Any]) -> int:
         return list(self._shares).index(inv.key) + 1
@@ -108,6 +125,7 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     most = math.inf if budget is None else budget * (count - finished)
     if math.isinf(min(estimate, most)):
         return ""
-    if estimate <= most or budget is None:
+    # Calls differ in size, so the first ones say little about the others.
+    if budget is None or (estimate <= most and finished >= count / 2):
         return f", about {estimate:.0f} s left"
     return f", at most {most:.0f} s left ({budget:g} s per call)"

@@ -50,7 +50,8 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
     """Return a line with the number of calls of a program."""
     forward = sum(inv.direction == "fwd" for inv in calls)
     calls_found = counted(len(calls), "distinct call")
-    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} backward, on {device}"
+    unused = "" if forward or not calls else "; the program uses no forward result, so JAX drops the forward calls"
+    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} backward, on {device}{unused}"
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
@@ -118,9 +119,10 @@ def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
 
 
 def _statuses(tuned: AutotuneData) -> str:
-    counts = [outcome.status for outcome in tuned.outcomes]
-    others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != Status.MEASURED]
-    return ", ".join([str(len(counts)), *others])
+    """Return the number of measured candidates of all, and the numbers of those with another result."""
+    counts = collections.Counter(outcome.status for outcome in tuned.outcomes)
+    measured = f"{counts.pop(Status.MEASURED, 0)} of {tuned.progress.candidates} measured"
+    return ", ".join([measured, *(f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED)])
 
 
 def result_as_data(result: AutotuningResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
@@ -110,11 +110,11 @@ def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int 
     for search in MeasurementStore(store).searches():
         searches.setdefault(search.key, []).append(search)
     peaks = peaks or Peaks()
+    entries = {entry.key: entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey)}
     if newest is not None:
         chosen = (those[newest : newest + 1] for those in searches.values())
-        found = [_with_search(those, None, peaks) for those in chosen if those]
+        found = [_with_search(those, None, peaks, _one_source(those[0], entries)) for those in chosen if those]
     else:
-        entries = {entry.key: entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey)}
         found = [
             _with_search(searches[key], entries.get(key), peaks) if key in searches else _without_search(entries[key])
             for key in searches | entries
@@ -163,10 +163,22 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
     }
 
 
-def _with_search(searches: Sequence[StoredSearch], entry: StoredEntry | None, peaks: Peaks) -> CallReport:
+def _one_source(search: StoredSearch, entries: Mapping[ConfigKey, StoredEntry]) -> str:
+    """Return where the configuration of a search is now."""
+    entry = entries.get(search.key)
+    if search.not_saved or not search.progress.state.is_finished:
+        return f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
+    if entry is None:
+        return "saved by this search, but the entry is gone"
+    return _place(entry) if entry.config == search.winner.config else "saved by this search, but replaced since"
+
+
+def _with_search(
+    searches: Sequence[StoredSearch], entry: StoredEntry | None, peaks: Peaks, source: str = ""
+) -> CallReport:
     search = _behind(searches, entry)
     winner = search.winner
-    source = f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
+    source = source or _one_source(search, {})
     config = "-" if winner.measurement is None else compact(winner.config)
     # The page shows the comparison with the heuristic in full.
     notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]

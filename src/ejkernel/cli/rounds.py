@@ -46,7 +46,8 @@ def run_rounds(
             return
         if now - said > _TICK:
             left = min((now - started) / number * (WARM_UP + rounds - number), max(deadline - now, 0.0))
-            say(f"round {number + 1} of {WARM_UP + rounds}, about {left:.0f} s left")
+            round_ = f"round {number + 1 - WARM_UP} of at most {rounds}" if number >= WARM_UP else "warming up"
+            say(f"{round_}, about {left:.0f} s left")
             said = now
         given = inputs(number)
         for step in _order(steps, number):
@@ -114,14 +115,15 @@ def compared(samples: Mapping[str, Sequence[float]], reference: str) -> Comparis
 def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
     """Return whether `build` is faster than `other`, given the ratio of the other's time to the build's."""
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
+    first = build[:1].upper() + build[1:]
     if over["low"] > 1 - _TIE and over["high"] < 1 + _TIE:
-        return f"{build} and {other} are equally fast ({spread})."
+        return f"{first} and {other} are equally fast ({spread})."
     if over["low"] > 1:
-        return f"{build} is {over['median']:.2f} times as fast as {other} ({spread})."
+        return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
     if over["high"] < 1:
-        return f"{build} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). Please report it."
+        return f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). Please report it."
     if over["high"] < CLOSE * over["low"]:
-        return f"{build} and {other} are equally fast ({spread})."
+        return f"{first} and {other} are equally fast ({spread})."
     return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."
 
 

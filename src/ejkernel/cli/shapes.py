@@ -75,12 +75,16 @@ def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[
     Raises:
         ArgumentError: The kernel is unknown, or does not accept these arguments.
     """
+    for text in types:
+        if _ARRAY.fullmatch(text) is None:
+            raise ArgumentError(f"--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got {text!r}.")
     try:
         options = parse_json(kwargs)
         inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options})).call.inv
         _ = inv.key  # raises if the arguments do not fit the kernel
     except (EjkernelError, ValueError, TypeError) as error:
-        raise ArgumentError(f"{kernel}({', '.join(types)}) with {kwargs}: {error}") from error
+        options_given = "" if kwargs == "{}" else f" with {kwargs}"
+        raise ArgumentError(f"{kernel}({', '.join(types)}){options_given}: {error}") from error
     return inv
 
 

@@ -178,10 +178,7 @@ def _tune_found(
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
-        saved = f"saved in {store.path}" if len(result) else _why_none_is_saved(has_entries)
-        console.print(
-            f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, {saved}", soft_wrap=True
-        )
+        console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries), soft_wrap=True)
     found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
     if todo and not result.searches:
@@ -193,6 +190,16 @@ def _why_none_is_saved(has_entries: bool) -> str:
     if has_entries:
         return "the saved configurations stay; --force tunes again"
     return "none saved yet; run the command again to continue"
+
+
+def _in_brief(result: AutotuningResult, count: int, seconds: float, store: PersistentCache, has_entries: bool) -> str:
+    """Return a line with the number of saved and of faster configurations."""
+    calls = f"{len(result)} of {counted(count, 'call')} tuned in {seconds:.1f} s"
+    if not len(result):
+        return f"{calls}; {_why_none_is_saved(has_entries)}"
+    faster = sum(not tuned.is_kept for tuned in result.searches)
+    found = f"{faster} faster than the heuristic" if faster else "none measurably faster than the heuristic"
+    return f"{calls}: {found}; saved in {store.path}"
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:

@@ -56,7 +56,9 @@ def test_a_line_of_any_length_is_terminated():
         assert text.endswith("...")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(1.26e-6, "1.3 us"), (9.9e-3, "9900.0 us"), (0.5, "500.0 ms")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.26e-6, "1.3 us"), (9.94e-4, "994.0 us"), (9.9e-3, "9.90 ms"), (0.5, "500.0 ms")]
+)
 def test_a_time_has_a_unit(seconds, text):
     assert duration(seconds) == text
 
@@ -66,6 +68,7 @@ def test_a_time_has_a_unit(seconds, text):
     [
         ([3e-6, None, 0.02], ["3.0 us", "-", "20000.0 us"]),
         ([0.5, 0.02], ["500.0 ms", "20.0 ms"]),
+        ([0.0123, 0.0012], ["12.30 ms", "1.20 ms"]),
         ([None], ["-"]),
         ([], []),
     ],

@@ -122,19 +122,21 @@ def _compact(data: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in microseconds, or in milliseconds from 10 ms on; `-` if it is unknown."""
+    """Return a time in microseconds, or in milliseconds from 1 ms on; `-` if it is unknown."""
     return durations([seconds])[0]
 
 
 def durations(times: Iterable[float | None]) -> list[str]:
-    """Return times in one unit, e.g. for a column: microseconds, or milliseconds if all are at least 10 ms.
+    """Return times in one unit, e.g. for a column: microseconds, or milliseconds if all are at least 1 ms.
 
     Args:
         times: Seconds; `None`, shown as `-`, if unknown.
     """
     times = list(times)
-    factor, unit = (1e3, "ms") if min((t for t in times if t is not None), default=0.0) * 1e6 >= 1e4 else (1e6, "us")
-    return ["-" if seconds is None else f"{seconds * factor:.1f} {unit}" for seconds in times]
+    least = min((t for t in times if t is not None), default=0.0)
+    factor, unit = (1e3, "ms") if least >= 1e-3 else (1e6, "us")
+    digits = 2 if 1e-3 <= least < 1e-2 else 1
+    return ["-" if seconds is None else f"{seconds * factor:.{digits}f} {unit}" for seconds in times]
 
 
 def ratio(times: float | None) -> str:

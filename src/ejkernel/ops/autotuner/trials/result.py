@@ -169,8 +169,11 @@ class AutotuningResult(Shown):
 
 
 def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str, str]]:
-    """Return the times with the heuristic and with the winner of each search, for two columns of a table."""
-    columns = [[None if s is None else s.before for s in searches], [None if s is None else s.after for s in searches]]
+    """Return the times with the heuristic and with another winner of each search, for two columns of a table."""
+    columns = [
+        [None if s is None else s.before for s in searches],
+        [None if s is None or s.is_kept else s.after for s in searches],
+    ]
     times = durations(itertools.chain(*columns))
     return list(zip(times[: len(searches)], times[len(searches) :], strict=True))
 
