@@ -156,14 +156,14 @@ def test_a_shard_under_jit_and_in_shard_map_has_the_key_of_the_local_call():
     assert keys[0] == keys[1] == keys[2]
 
 
-def test_8_devices_are_as_exact_as_one_in_bfloat16():
+def test_8_devices_have_at_most_twice_the_error_of_one_in_bfloat16():
     arrays = [x.astype(jnp.bfloat16) for x in operands(64, heads=2, groups=1)]
     exact = gradient(plain)(*[x.astype(jnp.float32) for x in arrays])
     errors = [
         [float(jnp.abs(x - y).max()) for x, y in zip(exact, jax.jit(gradient(function))(*arrays), strict=True)]
         for function in (plain, over(8))
     ]
-    assert all(ours <= 1.5 * one for one, ours in zip(*errors, strict=True)), errors
+    assert all(ours <= 2 * one for one, ours in zip(*errors, strict=True)), errors
 
 
 def test_transformations_of_a_sharded_sequence():

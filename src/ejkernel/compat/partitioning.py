@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core, sharding_impls
-from jax._src.lib import _jax as jaxlib_jax
+from jax._src import compiler, config, core, lib, sharding_impls
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.processes import Span, placeholder, span_of_number
 
 _core: Any = core
-_jax: Any = jaxlib_jax
+_lib: Any = lib
 _config: Any = config
 _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
@@ -122,7 +121,7 @@ def on_one_device() -> Iterator[None]:
     # With a mesh from `jax.set_mesh`, JAX 0.11.2 and 0.12 put shardings into the shard's program, and XLA fails: "No
     # registered implementation for untyped custom call to Sharding".
     # The frames of the callback alone, not those of the program; see `without_frames`.
-    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors(), _jax.TracebackScope():
+    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors(), _lib._jax.TracebackScope():
         yield
 
 
