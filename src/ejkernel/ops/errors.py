@@ -109,7 +109,7 @@ class NoConfigError(EjkernelError, LookupError):
         advice = (
             "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
             if "heuristic" in self.tried
-            else f"Tune the call {self._how_to_tune()}, pass cfg=..., or allow the kernel's heuristic with "
+            else f"Tune the call {self._how_to_tune()}. Or pass cfg=..., or allow the kernel's heuristic with "
             "AutotunePolicy(heuristic=True), or by unsetting EJKERNEL_ON_MISS=error."
         )
         return printable_lines(
