@@ -32,10 +32,10 @@ IN_THE_MODULE = {  # parameters that the function itself handles
 }
 
 
-WITHOUT_OPERATION = {
+WITHOUT_OPERATION = (
     *("append_to_pages", "copy_pages", "paged_plan", "ragged_paged_attention"),
     *("from_zigzag", "to_zigzag"),
-}
+)
 
 
 def functions():

@@ -132,8 +132,8 @@ def paged_attention(
     sequence are its last ones, and their keys and values must be in the cache already; see `append_to_pages`. A token
     sees the keys up to its own position.
 
-    No index leads out of an array: page indices are clamped to the cache, and lengths to the page table. The unused
-    parts of pages are never read into a result, even if they hold NaN.
+    No index leads out of an array: a sequence that needs a page outside of the cache gives zeros, and lengths are
+    clamped to the page table. The unused parts of pages are never read into a result, even if they hold NaN.
 
     There is no gradient.
 

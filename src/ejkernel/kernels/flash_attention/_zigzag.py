@@ -37,7 +37,16 @@ def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
 
 
 def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
-    """Return arrays in natural order: the inverse of `to_zigzag`, with the same arguments."""
+    """Return arrays in natural order: the inverse of `to_zigzag`.
+
+    Args:
+        tree: Arrays in zig-zag order, of NumPy or JAX.
+        devices: The number of devices that share a sequence.
+        axis: The axis of the sequence in each array.
+
+    Raises:
+        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+    """
     return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
 
 

@@ -78,13 +78,21 @@ class Operands(NamedTuple):
 
 
 def valid(call: PagedCall, args: tuple[Any, ...]) -> Operands:
-    """Return the operands: offsets ascend within the tokens, lengths and page indices are within table and cache."""
+    """Return the operands: offsets ascend within the tokens, lengths and page indices are within table and cache.
+
+    A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
+    """
     given = Operands(*args)
     offsets = lax.cummax(jnp.clip(given.query_offsets, 0, call.q[0]))
+    lengths = jnp.clip(given.kv_lengths, 0, call.table[1] * call.pages[1])
+    first = jnp.zeros_like(lengths) if call.window is None else lengths - jnp.diff(offsets) - call.window
+    begin = jnp.arange(call.table[1], dtype=jnp.int32) * call.pages[1]
+    needed = (begin < lengths[:, None]) & (begin + call.pages[1] > first[:, None])
+    is_outside = (given.page_table < 0) | (given.page_table >= call.pages[0])
     return given._replace(
         page_table=jnp.clip(given.page_table, 0, max(call.pages[0] - 1, 0)),
         query_offsets=offsets,
-        kv_lengths=jnp.clip(given.kv_lengths, 0, call.table[1] * call.pages[1]),
+        kv_lengths=jnp.where(jnp.any(needed & is_outside, axis=1), 0, lengths),
         plan=None if given.plan is None else PlanArrays(*given.plan),
     )
 
