@@ -26,6 +26,8 @@ SHOWN = (
     "benchmarks/results",
     "examples",
 )
+# mkdocstrings shows what a page says here for those who read it in the repository
+SIGNATURE = re.compile(r"<!-- signature: .*?<!-- end of signature -->\n\n", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()((?:\.\./)+)(?!https?:)([^)#\s]+)")
 
 
@@ -67,7 +69,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = os.path.normpath(folder / (link.group(1) + link.group(2)))
         return os.path.relpath(_on_site(target), source.parent)
 
-    markdown = LINK.sub(moved, markdown)
+    markdown = LINK.sub(moved, SIGNATURE.sub("", markdown))
     markdown = re.sub(r"\.ipynb\)(?!\{)", ".md)", markdown)
     if inside:  # links of a copy that do not go up
         own = re.compile(r"(?<=\]\()(?!\.\./|https?:|#|mailto:)([^)#\s]+)")
