@@ -20,12 +20,13 @@ from ejkernel.ops.autotuner.process.worker import (
     shared_worker,
     this_slot,
 )
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
@@ -157,8 +158,8 @@ def test_calls_are_tuned_side_by_side():
     chain = ConfigSelectorChain(ConfigCache(), policy=AutotunePolicy(isolate=True, devices=2))
     calls = [Invocation(kernel=plain, args=(jax.ShapeDtypeStruct((2 * SHAPE[0],) * 2, jnp.float32),)).abstract()]
     calls.append(Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract())
-    shown = []
-    result = tune_invocations(chain, calls, lambda inv, done, total: shown.append((inv.key, done, total)))
+    sets, shown = [[SharedCall(inv=inv)] for inv in calls], []
+    result = tune_together(chain, sets, lambda inv, done, total: shown.append((inv.key, done, total)))
     assert [entry.cfg for entry in result.entries] == [BEST, BEST]
     assert [data.inv.key for data in result.searches] == [inv.key for inv in calls]
     assert {(inv.key, 2, 2) for inv in calls} <= set(shown)
