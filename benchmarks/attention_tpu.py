@@ -248,7 +248,7 @@ class Simulator:
         return self._process
 
     def end(self) -> None:
-        """End the process; the next case starts another one."""
+        """End the process; the next case starts a new process."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()

@@ -26,7 +26,7 @@ SHOWN = (
     "benchmarks/results",
     "examples",
 )
-# mkdocstrings shows what a page says here for those who read it in the repository
+# On the site, mkdocstrings shows these signatures.
 SIGNATURE = re.compile(r"<!-- signature: .*?<!-- end of signature -->\n\n", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()((?:\.\./)+)(?!https?:)([^)#\s]+)")
 

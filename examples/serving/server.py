@@ -52,7 +52,7 @@ class Scheduled(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-    """What a server has done."""
+    """Counts of a server's requests, tokens and pages."""
 
     steps: int = 0
     generated: int = 0

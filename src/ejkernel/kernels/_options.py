@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
+from ejkernel.ops.utils.values.signature import is_array, is_known
 
 POSITIVE: Final = range(1, 1 << 62)
 
@@ -34,6 +38,49 @@ def canonical_precision(value: Any) -> str | None:
             f"{did_you_mean(value, ('default', 'high', 'highest'))}"
         )
     return name.lower()
+
+
+def positive(name: str, value: Any) -> float | None:
+    """Return a positive finite number as a float; `None` stays."""
+    if value is None:
+        return None
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
+    return float(value)
+
+
+def canonical_scale(scale: Any, head_dim: Any) -> float:
+    """Return the factor on the logits of attention; `head_dim ** -0.5` by default."""
+    if scale is None and not is_known(head_dim):
+        raise ArgumentError(
+            f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
+            "program holds, not one for each head_dim."
+        )
+    found = positive("softmax_scale", scale)
+    return float(head_dim) ** -0.5 if found is None else found
+
+
+def canonical_sinks(sinks: Any, heads: int) -> Any:
+    """Return the logits of the attention sinks, `[heads]`."""
+    if sinks is None:
+        return None
+    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
+        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {type_text(sinks)}.")
+    return sinks
+
+
+def int32(indices: Any) -> Any:
+    """Return indices as int32; a type stays a type, for calls that are read from a program's text."""
+    if indices.dtype == jnp.int32:
+        return indices
+    if isinstance(indices, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(indices.shape, jnp.int32)
+    return jnp.asarray(indices).astype(jnp.int32)
+
+
+def type_text(value: Any) -> str:
+    """Return the type of an argument for messages, with the shape of an array."""
+    return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__
 
 
 def check_parameters(params: Any, **allowed: range | tuple[int, ...] | tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._options import int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention import cache
 from ejkernel.ops.errors import ArgumentError, EjkernelError
@@ -65,7 +66,7 @@ def append_to_pages(
         arguments.canonical_scales(name, python_numbers(scale, Takes.NUMBERS), kv_pages.shape[2])
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     )
-    batch = tuple(map(arguments.int32, (page_table, query_offsets, kv_lengths)))
+    batch = tuple(map(int32, (page_table, query_offsets, kv_lengths)))
     found: jax.Array = cache.append(kv_pages, (k, v), batch, scales)
     return found
 
@@ -87,7 +88,7 @@ def copy_pages(kv_pages: Pages, sources: Int[Array, " copies"], targets: Int[Arr
     """
     arguments.check_pages(kv_pages)
     arguments.check_copies(sources, targets)
-    found: jax.Array = cache.copy(kv_pages, arguments.int32(sources), arguments.int32(targets))
+    found: jax.Array = cache.copy(kv_pages, int32(sources), int32(targets))
     return found
 
 

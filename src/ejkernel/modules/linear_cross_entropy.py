@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel.kernels._numbers import accumulator, is_integer
-from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._options import canonical_flag, int32, positive
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.linear_cross_entropy import _arguments as arguments
 from ejkernel.kernels.linear_cross_entropy.common import Statistics, token_losses
@@ -336,11 +336,11 @@ def token_log_probs(
         UnsupportedError: `implementation` cannot run this call; the message says why.
     """
     return_entropy = canonical_flag("return_entropy", return_entropy)
-    heat = arguments.positive("temperature", python_numbers(temperature, Takes.NUMBERS))
+    heat = positive("temperature", python_numbers(temperature, Takes.NUMBERS))
     if heat is None:
         raise ArgumentError("temperature must be a positive number, got None; 1 leaves the logits unchanged.")
     scale, cap = (
-        arguments.positive(name, python_numbers(value, Takes.NUMBERS))
+        positive(name, python_numbers(value, Takes.NUMBERS))
         for name, value in (("logits_scale", logits_scale), ("logits_soft_cap", logits_soft_cap))
     )
     head, tokens = _prepared(
@@ -390,7 +390,7 @@ def _prepared(
     transposed = options.get("transpose_weight", False)
     arguments.check_operands(x, weight, labels, bias, transpose_weight=transposed)
     x, weight, labels = (jnp.asarray(array) for array in (x, weight, labels))
-    labels = arguments.int32(labels)
+    labels = int32(labels)
     first, columns = _columns(weight.shape[0 if transposed else 1], axes)
     dtype = accumulator(x.dtype)
     counted = jnp.ones(labels.shape, bool) if ignore_index is None else labels != _canonical_index(ignore_index)

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._options import int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention.operation import PagedAttention as PagedAttention
 from ejkernel.kernels.paged_attention.operation import PagedAttentionConfig as PagedAttentionConfig
@@ -135,7 +136,7 @@ def paged_attention(
     No index leads out of an array: a sequence that needs a page outside of the cache gives zeros, and lengths are
     clamped to the page table. The unused parts of pages are never read into a result, even if they hold NaN.
 
-    There is no gradient.
+    It has no gradient.
 
     Args:
         q: The new tokens' queries, sequence after sequence. `heads` must be a multiple of `kv_heads`; head `i` reads KV
@@ -222,6 +223,6 @@ def paged_plan(
     arguments.check_lengths(query_offsets, kv_lengths)
     window = arguments.canonical_window(python_numbers(sliding_window, Takes.NUMBERS))
     queries = tile_queries(heads, kv_heads)
-    offsets, lengths = jax.tree.map(arguments.int32, (query_offsets, kv_lengths))
+    offsets, lengths = jax.tree.map(int32, (query_offsets, kv_lengths))
     found = plan_arrays(offsets, lengths, queries=queries, page_size=page_size, window=window)
     return PagedPlan(**found._asdict(), tile_queries=queries, window=window)

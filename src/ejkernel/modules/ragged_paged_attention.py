@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._options import type_text
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
@@ -124,10 +125,10 @@ def _check(kv_cache: Any, cu_q_lens: Any, distribution: Any, use_causal_mask: An
     if not is_array(distribution) or len(distribution.shape) != 1 or not distribution.shape[0]:
         raise ArgumentError(
             f"distribution must be an integer array whose last entry is the number of sequences; got "
-            f"{arguments.shown(distribution)}."
+            f"{type_text(distribution)}."
         )
     if not is_array(cu_q_lens):
-        raise ArgumentError(f"cu_q_lens must be an integer array; got {arguments.shown(cu_q_lens)}.")
+        raise ArgumentError(f"cu_q_lens must be an integer array; got {type_text(cu_q_lens)}.")
     pair = kv_cache if isinstance(kv_cache, tuple | list) else None
     fits = (
         len(pair) == 2 and all(is_array(x) and len(x.shape) == 4 and x.shape == pair[0].shape for x in pair)
@@ -138,7 +139,7 @@ def _check(kv_cache: Any, cu_q_lens: Any, distribution: Any, use_causal_mask: An
         raise ArgumentError(
             "kv_cache must be [pages, page_size, 2 * kv_heads, head_dim], with an optional axis of packing before the "
             "last, or a pair of arrays [pages, page_size, kv_heads, head_dim]; got "
-            f"{', '.join(map(arguments.shown, [kv_cache] if pair is None else pair))}."
+            f"{', '.join(map(type_text, [kv_cache] if pair is None else pair))}."
         )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,11 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._options import canonical_flag, canonical_precision, type_text
 from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
-from ejkernel.ops.utils.values.signature import is_array, is_known
+from ejkernel.ops.utils.values.signature import is_array
 
 SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
@@ -131,15 +130,6 @@ def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | No
     return _cast(query_lengths, jnp.int32), _cast(key_lengths, jnp.int32)
 
 
-def canonical_sinks(sinks: Any, heads: int) -> Any:
-    """Return the logits of the attention sinks, `[heads]`."""
-    if sinks is None:
-        return None
-    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
-        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {_shown((sinks,))}.")
-    return sinks
-
-
 def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
     """Return the dropout rate, and its random key as two uint32 words (`None` without dropout)."""
     if not is_number(rate) or not 0 <= rate < 1:
@@ -180,25 +170,6 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
     if causal or right == 0:
         return True, None if left is None else (left, 0)
     return False, None if left is None and right is None else (left, right)
-
-
-def positive(name: str, value: Any, default: float | None) -> float | None:
-    """Return a positive finite number as a float; `default` for `None`."""
-    if value is None:
-        return default
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
-    return float(value)
-
-
-def canonical_scale(scale: Any, head_dim: Any) -> float | None:
-    """Return the factor on the logits; `head_dim ** -0.5` by default."""
-    if scale is None and not is_known(head_dim):
-        raise ArgumentError(
-            f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
-            "program holds, not one for each head_dim."
-        )
-    return positive("softmax_scale", scale, None if scale is not None else head_dim**-0.5)
 
 
 def canonical_more(
@@ -295,4 +266,4 @@ def _broadcasts(shape: Sequence[int], full: tuple[int, ...]) -> bool:
 
 
 def _shown(values: Sequence[Any]) -> str:
-    return ", ".join(f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in values)
+    return ", ".join(map(type_text, values))

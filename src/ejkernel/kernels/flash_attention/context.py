@@ -374,7 +374,7 @@ class _Walk:
         return [(slice(i * size, (i + 1) * size), number * size) for i, number in enumerate(numbers)]
 
     def _shifted(self, tree: Any, by: int, *, wraps: bool = True) -> Any:
-        """Return what the device `by` places before has; without `wraps`, zeros if there is none."""
+        """Return what the device `by` places before has; without `wraps`, zeros where no such device exists."""
         ends = [(i, i + by) for i in range(self.count)]
         moves = [(i, to % self.count) for i, to in ends if wraps or 0 <= to < self.count]
         return jax.tree.map(lambda x: lax.ppermute(x, self.context.axes, moves), tree)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._options import canonical_scale, canonical_sinks, positive
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -132,15 +133,15 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             arguments.canonical_mask(attention_mask, full),
             arguments.canonical_segments(segment_ids, full),
             arguments.canonical_lengths(lengths or (None, None), full[0]),
-            arguments.canonical_sinks(sinks, full[1]),
+            canonical_sinks(sinks, full[1]),
             dropout_key,
         )
         requested = self.requested(implementation)
         causal, window = arguments.canonical_window(sliding_window, causal)
-        cap = arguments.positive("logits_soft_cap", logits_soft_cap, None)
+        cap = positive("logits_soft_cap", logits_soft_cap)
         options = {
             "causal": causal,
-            "softmax_scale": arguments.canonical_scale(softmax_scale, query.shape[3]),
+            "softmax_scale": canonical_scale(softmax_scale, query.shape[3]),
             "sliding_window": window,
             "logits_soft_cap": cap,
             "implementation": requested,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._options import canonical_flag, canonical_precision, positive
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
@@ -117,15 +117,6 @@ def canonical_options(
     return said | {"vocab_axis": ",".join(canonical_axis(vocab_axis))}
 
 
-def positive(name: str, value: Any) -> float | None:
-    """Return a positive finite number as a float; `None` stays."""
-    if value is None:
-        return None
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
-    return float(value)
-
-
 def nonnegative(name: str, value: Any) -> float:
     """Return a finite number that is not negative as a float."""
     if not is_number(value) or not 0 <= value < math.inf:
@@ -188,12 +179,3 @@ def canonical_statistics(values: Any) -> tuple[str, ...]:
 def canonical_gradients(values: Any) -> tuple[str, ...]:
     """Return the names of the gradients, in order."""
     return canonical_names("gradients", values, GRADIENTS)
-
-
-def int32(labels: Any) -> Any:
-    """Return labels as int32."""
-    if labels.dtype == jnp.int32:
-        return labels
-    if isinstance(labels, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(labels.shape, jnp.int32)
-    return jnp.asarray(labels).astype(jnp.int32)

@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels._options import int32
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
@@ -232,7 +233,7 @@ class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
         arguments.check_operands(x, weight, labels, bias, transpose_weight=options.get("transpose_weight", False))
         asked = arguments.canonical_statistics(statistics)
         options |= ({"statistics": asked} if asked else {}) | {"vocab_shares": vocab_shares}
-        args = (x, weight, arguments.int32(labels), bias)[: 3 if bias is None else 4]
+        args = (x, weight, int32(labels), bias)[: 3 if bias is None else 4]
         return args, options | {"implementation": self.requested(implementation)}
 
     def _bias(self, others: tuple[Any, ...]) -> Any:
@@ -302,7 +303,7 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         asked = {*arguments.canonical_statistics(statistics), *(["sum"] if "label_smoothing" in canonical else [])}
         canonical |= {"gradients": arguments.canonical_gradients(gradients), "vocab_shares": vocab_shares}
         canonical |= {"statistics": arguments.canonical_statistics(tuple(asked))} if asked else {}
-        args = (x, weight, arguments.int32(labels), factors, bias)[: 4 if bias is None else 5]
+        args = (x, weight, int32(labels), factors, bias)[: 4 if bias is None else 5]
         return args, canonical | {"implementation": self.requested(implementation)}
 
     def _bias(self, others: tuple[Any, ...]) -> Any:

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_integer, is_number
+from ejkernel.kernels._options import positive, type_text
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
-from ejkernel.ops.utils.values.signature import is_array, is_known
+from ejkernel.ops.utils.values.signature import is_array
 
 from .plan import PagedPlan, PlanArrays, tile_queries
 
@@ -27,7 +27,7 @@ def check_pages(kv_pages: Any) -> None:
     if not is_array(kv_pages) or len(kv_pages.shape) != 5 or kv_pages.shape[3] not in (1, 2):
         raise ArgumentError(
             f"kv_pages must be an array {PAGES}, keys first, or {KEYS_ONLY} if values are part of the keys; got "
-            f"{shown(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
+            f"{type_text(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
         )
     if str(kv_pages.dtype) not in (*DTYPES, *QUANTISED):
         raise ArgumentError(f"kv_pages must be {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
@@ -37,7 +37,7 @@ def check_main(q: Any, kv_pages: Any) -> None:
     """Raise unless queries and cache fit together."""
     if not is_array(q) or len(q.shape) != 3 or str(q.dtype) not in DTYPES:
         raise ArgumentError(
-            f"q must be an array [tokens, heads, head_dim] of {', '.join(DTYPES)}; got {shown(q)}. Reshape "
+            f"q must be an array [tokens, heads, head_dim] of {', '.join(DTYPES)}; got {type_text(q)}. Reshape "
             "[batch, length, heads, head_dim], and pass the offsets of the examples as query_offsets."
         )
     check_pages(kv_pages)
@@ -74,14 +74,14 @@ def check_lengths(query_offsets: Any, kv_lengths: Any) -> None:
     if tuple(query_offsets.shape) != wanted:
         raise ArgumentError(
             f"query_offsets must be [sequences + 1] = {wanted}, the cumulative numbers of new tokens with a leading 0; "
-            f"got {shown(query_offsets)}."
+            f"got {type_text(query_offsets)}."
         )
 
 
 def _check_integers(name: str, array: Any, axes: str) -> None:
     rank = axes.count(",") + 1
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != rank:
-        raise ArgumentError(f"{name} must be an integer array {axes}; got {shown(array)}.")
+        raise ArgumentError(f"{name} must be an integer array {axes}; got {type_text(array)}.")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -95,34 +95,27 @@ def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
     kv_heads, kinds, head_dim = kv_pages.shape[2:]
     if (v is None) != (kinds == 1):
         raise ArgumentError(
-            f"v must be None for a cache of keys alone, {KEYS_ONLY}, and an array for one with values; got {shown(v)} "
-            f"and kv_pages of shape {tuple(kv_pages.shape)}."
+            f"v must be None for a cache of keys alone, {KEYS_ONLY}, and an array for one with values; got "
+            f"{type_text(v)} and kv_pages of shape {tuple(kv_pages.shape)}."
         )
     for name, array in (("k", k), *((("v", v),) if v is not None else ())):
         if not is_array(array) or str(array.dtype) not in (*DTYPES, str(kv_pages.dtype)):
-            raise ArgumentError(f"{name} must be an array of {', '.join(DTYPES)}; got {shown(array)}.")
+            raise ArgumentError(f"{name} must be an array of {', '.join(DTYPES)}; got {type_text(array)}.")
         if len(array.shape) != 3 or array.shape[0] != k.shape[0] or tuple(array.shape[1:]) != (kv_heads, head_dim):
             raise ArgumentError(
                 f"{name} must be [tokens, kv_heads, head_dim], with heads and head_dim of the cache, {kv_heads} and "
-                f"{head_dim}; got {shown(array)}."
+                f"{head_dim}; got {type_text(array)}."
             )
 
 
 def check_copies(sources: Any, targets: Any) -> None:
-    """Raise unless there is a target for each source."""
+    """Raise unless sources and targets have the same length."""
     _check_integers("sources", sources, "[copies]")
     _check_integers("targets", targets, "[copies]")
     if sources.shape != targets.shape:
-        raise ArgumentError(f"targets must have one page for each of sources, {shown(sources)}; got {shown(targets)}.")
-
-
-def canonical_sinks(sinks: Any, heads: int) -> Any:
-    """Return the logits of the attention sinks, `[heads]`."""
-    if sinks is None:
-        return None
-    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
-        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {shown(sinks)}.")
-    return sinks
+        raise ArgumentError(
+            f"targets must have one page for each of sources, {type_text(sources)}; got {type_text(targets)}."
+        )
 
 
 def canonical_scales(name: str, scale: Any, kv_heads: int) -> Any:
@@ -136,7 +129,7 @@ def canonical_scales(name: str, scale: Any, kv_heads: int) -> Any:
     if not wanted or tuple(scale.shape) not in ((), (kv_heads,)):
         raise ArgumentError(
             f"{name} must be a positive number, or a floating-point array [kv_heads] = {(kv_heads,)}; got "
-            f"{shown(scale)}."
+            f"{type_text(scale)}."
         )
     if isinstance(scale, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((kv_heads,), jnp.float32)
@@ -144,7 +137,7 @@ def canonical_scales(name: str, scale: Any, kv_heads: int) -> Any:
 
 
 def canonical_value_dim(value_dim: Any, v_scale: Any, kv_pages: Any) -> int | None:
-    """Return `value_dim`; `None` if the cache has values of its own."""
+    """Return `value_dim`; `None` if the cache has separate values."""
     own_values = kv_pages.shape[3] == 2
     if value_dim is None:
         if own_values:
@@ -176,23 +169,6 @@ def canonical_window(window: Any) -> int | None:
     return int(window) if window < 1 << 30 else None
 
 
-def positive(name: str, value: Any) -> float | None:
-    """Return a positive finite number as a float; `None` stays."""
-    if value is None:
-        return None
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
-    return float(value)
-
-
-def canonical_scale(scale: Any, head_dim: Any) -> float:
-    """Return the factor on the logits; `head_dim ** -0.5` by default."""
-    if scale is None and not is_known(head_dim):
-        raise ArgumentError(f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}.")
-    found = positive("softmax_scale", scale)
-    return float(head_dim) ** -0.5 if found is None else found
-
-
 def canonical_plan(plan: Any, q: Any, kv_pages: Any, sequences: int, window: int | None) -> tuple[Any, ...] | None:
     """Return the arrays of a plan, a tuple so that a call can be described by plain data."""
     if plan is None or (type(plan) is tuple and len(plan) == len(PlanArrays._fields)):
@@ -213,17 +189,3 @@ def canonical_plan(plan: Any, q: Any, kv_pages: Any, sequences: int, window: int
             "with different windows need a plan each, or one without a window for all."
         )
     return arrays
-
-
-def int32(array: Any) -> Any:
-    """Return indices as int32."""
-    if array.dtype == jnp.int32:
-        return array
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, jnp.int32)
-    return jnp.asarray(array).astype(jnp.int32)
-
-
-def shown(value: Any) -> str:
-    """Return the type of an argument for messages."""
-    return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__

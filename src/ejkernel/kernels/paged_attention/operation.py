@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._options import canonical_flag, canonical_scale, canonical_sinks, int32, positive
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -72,7 +72,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         arguments.check_batch(page_table, query_offsets, kv_lengths)
         window = arguments.canonical_window(sliding_window)
         options = {
-            "logits_soft_cap": arguments.positive("logits_soft_cap", logits_soft_cap),
+            "logits_soft_cap": positive("logits_soft_cap", logits_soft_cap),
             "sliding_window": window,
             "value_dim": arguments.canonical_value_dim(value_dim, v_scale, kv_pages),
             "return_lse": canonical_flag("return_lse", return_lse) or None,
@@ -80,13 +80,13 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         args = (
             q,
             kv_pages,
-            *map(arguments.int32, (page_table, query_offsets, kv_lengths)),
-            arguments.canonical_sinks(sinks, q.shape[1]),
+            *map(int32, (page_table, query_offsets, kv_lengths)),
+            canonical_sinks(sinks, q.shape[1]),
             arguments.canonical_scales("k_scale", k_scale, kv_pages.shape[2]),
             arguments.canonical_scales("v_scale", v_scale, kv_pages.shape[2]),
             arguments.canonical_plan(plan, q, kv_pages, page_table.shape[0], window),
         )
-        scale = arguments.canonical_scale(softmax_scale, q.shape[2])
+        scale = canonical_scale(softmax_scale, q.shape[2])
         said = {name: value for name, value in options.items() if value is not None}
         return args, said | {"softmax_scale": scale, "implementation": self.requested(implementation)}
 
@@ -169,7 +169,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that shards the heads, of queries and cache alike; a single KV head is replicated.
 
-        Sequences are not sharded: each device would need the pages of its own sequences, a cache of its own.
+        Sequences are not sharded, because each device would need a separate cache with the pages of its sequences.
         """
         given = Operands(*inv.args)
         kv_heads = "_" if given.kv_pages.shape[2] == 1 else "kv_heads"
