@@ -125,11 +125,11 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soft_cap_with_three_products_in_clusters_has_no_races(simulated):
+def test_a_soft_cap_with_three_products_has_no_races(simulated):
     simulated(detect_races=True)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
-    run, reference = loss_and_gradients(args, MosaicGpuParams(cluster=2, **SMALL), **options)
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
     assert_all_near(reference(*args), run(*args), 3)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -292,7 +292,7 @@ def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expe
 def test_many_logits_are_cut_into_few_equal_chunks_by_default(tokens, inner, columns, chunk):
     call = dataclasses.replace(CALL, tokens=tokens, inner=inner, columns=columns, memory_limit=None)
     found = support.heuristic(call)
-    assert (chunk, None, 1) == (found.chunk, found.accumulation_dtype, found.cluster)
+    assert (chunk, None) == (found.chunk, found.accumulation_dtype)
 
 
 def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():
@@ -341,7 +341,6 @@ def test_parameters_that_shared_memory_cannot_hold_are_refused():
         {"form": "vocabulary", "chunk": 128},
         {"block_n": 64},
         {"stages": 1},
-        {"cluster": 4},
     ],
 )
 def test_wrong_parameters_are_refused_with_the_value(wrong):

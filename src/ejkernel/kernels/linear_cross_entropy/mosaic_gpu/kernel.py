@@ -4,8 +4,7 @@
 The epilogue works in pieces of 64 columns. Its stores overlap with the arithmetic of the next piece, and few values are
 live at once: with whole tiles, a soft cap spilled registers.
 
-Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
-have neighbouring tiles of one column; each copies its share of the weight to all of them.
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import CLUSTER, PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
@@ -80,7 +79,6 @@ def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = No
         programs=plan.programs,
         memory=kernel.memory_types(),
         consumers=WARPGROUPS,
-        cluster=plan.cluster,
         lane_semantics=True,
         interpret=interpret,
     )
@@ -97,7 +95,7 @@ class HeadKernel:
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
         return HeadMemory(
             tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
         )
@@ -108,8 +106,7 @@ class HeadKernel:
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
-        self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
-        tiles = plan.row_tiles // plan.cluster * plan.column_tiles
+        tiles = plan.row_tiles * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
         self.first_column = self.start[0] if plan.mode == GRADIENT else jnp.int32(0)
         warpgroup = lax.axis_index(WARPGROUP)
@@ -132,9 +129,7 @@ class HeadKernel:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        panel = max(1, plan.panel // plan.cluster)
-        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, panel)
-        return rows * plan.cluster + self.rank, column
+        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
 
     # Producer.
 
@@ -160,8 +155,7 @@ class HeadKernel:
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
-        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
 
     # Consumers.
 

@@ -26,8 +26,6 @@ class MosaicGpuParams:
         block_n: Columns of a tile, 128 or 256.
         stages: Pipeline stages, each with 64 of `d`.
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
-        cluster: Blocks of threads in a cluster, 1 or 2; those of a cluster share copies of the weight. Neither the
-            heuristic nor a search uses 2, which has only run in the interpreter.
         out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
     """
 
@@ -38,7 +36,6 @@ class MosaicGpuParams:
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
-    cluster: int = 1
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -49,7 +46,6 @@ class MosaicGpuParams:
             stages=range(2, 9),
             panel=range(1, 257),
             out_slots=(1, 2, 4),
-            cluster=(1, 2),
         )
         multiple = 128 if self.form == "rows" else 256
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1 or self.chunk % multiple):

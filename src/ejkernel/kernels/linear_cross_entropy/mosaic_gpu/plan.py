@@ -32,7 +32,6 @@ class HeadPlan:
         statistics: Optional results, members of `STATISTICS` of the operation.
         has_constant, has_expected: Whether the gradient has these coefficients.
         block_n, stages, panel, out_slots: As in the parameters.
-        cluster: As in the parameters; 1 if the rows of tiles are not a multiple.
     """
 
     mode: str
@@ -51,7 +50,6 @@ class HeadPlan:
     stages: int
     panel: int
     out_slots: int
-    cluster: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -75,8 +73,8 @@ class HeadPlan:
 
     @property
     def programs(self) -> int:
-        """Clusters of blocks of threads."""
-        return MULTIPROCESSORS // self.cluster
+        """Blocks of threads."""
+        return MULTIPROCESSORS
 
     @property
     def may_exceed(self) -> bool:
@@ -134,7 +132,6 @@ def head_plan(
         stages=params.stages,
         panel=params.panel,
         out_slots=params.out_slots,
-        cluster=params.cluster if rows // TILE_ROWS % params.cluster == 0 else 1,
     )
 
 
