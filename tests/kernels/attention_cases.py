@@ -203,7 +203,7 @@ SUBJECT = Subject(
     # Blocks are smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.
     backends={
         "xla": Backend(params=(FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=20))),
-        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16", "float32"), rounded={"float32": "float16"}),
         "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
         "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
         "splash": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_splash),

@@ -29,11 +29,13 @@ class Backend:
     Attributes:
         dtypes: Dtypes of arrays. The first runs all calls, the others those that the subject names.
         params: Parameters of forward and backward; by default the heuristic's.
+        rounded: By dtype, the dtype to which operands are rounded, and whose tolerance applies.
         simulate: Makes it run on a CPU: replaces its device by an interpreter or a stand-in, with monkeypatch.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     params: tuple[Any, Any] = (None, None)
+    rounded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     simulate: Callable[[Any], None] | None = None
 
 
@@ -108,17 +110,17 @@ class Row:
     def report(self, name, dtype, *groups, alone=True):
         """Return the report of these groups of checks: of the implementation alone, or as the operation runs it."""
         subject, (args, options) = self.subject, self.subject.calls[name](dtype)
-        kernel, compare = subject.operation, None
+        kernel, compare, digits = subject.operation, None, self.backend.rounded.get(dtype, dtype)
         if alone:
             kernel = paired(kernel, self.name, simulated=self.simulated, params=self.backend.params)
             if subject.check_residuals is not None:
                 own = subject.prepared(name, dtype)
-                compare = lambda residuals: subject.check_residuals(*own, residuals, dtype)  # noqa: E731
+                compare = lambda residuals: subject.check_residuals(*own, residuals, digits)  # noqa: E731
         else:
             options = options | {"implementation": self.name}
         scope = Scope(
             without=frozenset(GROUPS) - {*groups},
-            tolerance=subject.tolerance[dtype],
+            tolerance=subject.tolerance[digits],
             is_brief=True,
             programs=subject.references.setdefault(name, {}),
             check_residuals=compare,

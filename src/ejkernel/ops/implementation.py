@@ -28,6 +28,7 @@ class OperationCall:
         higher: Whether the call computes tangents or higher derivatives.
         partitioned: Whether XLA's partitioner distributes the call over devices without control by the implementation.
         examples: The number of examples under `vmap`.
+        default_precision: JAX's setting `jax_default_matmul_precision`.
     """
 
     platform: str | None = None
@@ -36,6 +37,7 @@ class OperationCall:
     higher: bool = False
     partitioned: bool = False
     examples: int = 1
+    default_precision: str | None = None
 
     @property
     def features(self) -> frozenset[str]:

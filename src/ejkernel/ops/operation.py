@@ -129,6 +129,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             higher=inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1,
             partitioned=_is_partitioned(),
             examples=math.prod(inv.batch_sizes),
+            default_precision=inv.precision,
         )
 
     def able(self, inv: Invocation[OpCfg, Out]) -> list[str]:

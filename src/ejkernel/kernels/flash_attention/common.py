@@ -247,7 +247,7 @@ def without_trailing(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def describe(
-    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", **options: bool
+    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", **options: Any
 ) -> AttentionCall:
     """Return the abstract call for these shapes and dtypes of operands.
 

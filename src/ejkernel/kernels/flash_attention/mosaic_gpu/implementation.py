@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
@@ -20,6 +22,9 @@ from . import backward_support, forward_support
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
 from .plan import TILE_ROWS
+from .single import backward_of_single, forward_of_single
+
+_MOST_SINGLE_ROWS = 16384
 
 
 class MosaicGpu(AttentionImplementation):
@@ -32,11 +37,12 @@ class MosaicGpu(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not run the call; `None` if they do."""
-        reason: str | None = _support(call).unsupported_reason(call)
-        return reason
+        reason: str | None = _support(call).unsupported_reason(_in_half(call))
+        return reason or _precision_reason(call)
 
     def params_fault(self, call: AttentionCall, params: Any) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
+        call = _in_half(call)
         fault: str | None = _support(call).params_fault(call, params)
         if fault is None and call.deterministic and not _repeats(call, params):
             fault = "form='fused' adds up gradients in nondeterministic order; deterministic=True needs form='split'."
@@ -44,6 +50,8 @@ class MosaicGpu(AttentionImplementation):
 
     def preference(self, call: AttentionCall) -> int:
         """Return 1 if our kernel was faster than cuDNN on one H200 in `benchmarks/attention.py`, else 0."""
+        if call.dtype == "float32":
+            return 1
         dim, hides, queries = min(call.query[3], call.value[3]), call.rules.right is not None, call.query[1]
         if call.backward:
             return int(_support(call).is_preferred(call))
@@ -58,11 +66,13 @@ class MosaicGpu(AttentionImplementation):
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return good parameters, measured on similar calls."""
+        call = _in_half(call)
         params: ForwardParams | BackwardParams = _support(call).heuristic(call)
         return params if _repeats(call, params) or not call.deterministic else next(iter(self.space(call)))
 
     def space(self, call: AttentionCall) -> Any:
         """Return the search space."""
+        call = _in_half(call)
         space = _support(call).space(call)
         if not call.deterministic or not call.backward:
             return space
@@ -70,17 +80,41 @@ class MosaicGpu(AttentionImplementation):
 
     def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> Residuals:
         """See `launch.forward`."""
-        return forward(operands, rules, params)
+        run = forward_of_single if operands.query.dtype == jnp.float32 else forward
+        return run(operands, rules, params)
 
     def differentiate(
         self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams
     ) -> Gradients:
         """See `launch.backward`."""
-        return backward(operands, residuals, dout, rules, params)
+        run = backward_of_single if operands.query.dtype == jnp.float32 else backward
+        return run(operands, residuals, dout, rules, params)
 
 
 def _support(call: AttentionCall) -> Any:
     return backward_support if call.backward else forward_support
+
+
+def _in_half(call: AttentionCall) -> AttentionCall:
+    """Return the call that the kernels run."""
+    return dataclasses.replace(call, dtype="float16") if call.dtype == "float32" else call
+
+
+def _precision_reason(call: AttentionCall) -> str | None:
+    """Return why float32 operands must not be rounded; `None` if they may."""
+    if call.dtype != "float32":
+        return None
+    if call.default_precision not in (None, "default", "tensorfloat32", "fastest", "bfloat16"):
+        return (
+            f"jax_default_matmul_precision is {call.default_precision!r}, and 'mosaic_gpu' rounds float32; use 'xla'."
+        )
+    rows = call.query[1] * (call.query[2] // call.key[2])
+    if call.backward and rows > _MOST_SINGLE_ROWS:
+        return (
+            f"the gradient of a float32 key may be a sum over {rows} rows (queries times heads per key head), and has "
+            f"few digits in float16 beyond {_MOST_SINGLE_ROWS}; use 'xla', or bfloat16."
+        )
+    return None
 
 
 def _repeats(call: AttentionCall, params: Any) -> bool:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float32 operands as float16, which has as many bits of mantissa as TF32, the default precision of products on GPUs.
+
+Powers of two keep all numbers in the range of float16: one per example, so that `vmap` and batches give equal results.
+Query and key share a factor that cancels in their product. The output is linear in the values, and all gradients are
+linear in the cotangent of the output, so that their factors are undone in float32 afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._numbers import exponents, power_of_two
+from ejkernel.kernels.flash_attention.common import Gradients, Operands, Residuals, Rules
+
+from .launch import backward, forward
+from .params import BackwardParams, ForwardParams
+
+_LARGEST = 65504.0  # of float16
+_ROOM = 2.0**14
+_AXES = (1, 2, 3)
+
+
+class _Half(NamedTuple):
+    """Operands in float16, and the factors that they were multiplied with."""
+
+    operands: Operands
+    query: jax.Array
+    value: jax.Array
+
+
+def forward_of_single(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
+    """Return the output in float32 and the log-sum-exp, as `launch.forward`."""
+    half = _half(operands)
+    out, lse = forward(half.operands, rules, params, interpret=interpret)
+    return out.astype(jnp.float32) / half.value, lse
+
+
+def backward_of_single(
+    operands: Operands,
+    residuals: Residuals,
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    *,
+    interpret: Any = None,
+) -> Gradients:
+    """Return the gradients in float32, as `launch.backward`."""
+    half, (out, lse) = _half(operands), residuals
+    factor = _cotangent_factor(half.operands, dout, rules)
+    found = backward(half.operands, (out * half.value, lse), dout * factor, rules, params, interpret=interpret)
+    dquery, dkey, dvalue = (x.astype(jnp.float32) / factor for x in found[:3])
+    dbias = None if found[3] is None else found[3] / factor / half.value
+    # One factor after the other: their products may be out of range of float32.
+    return dquery / half.value * half.query, dkey / half.value / half.query, dvalue, dbias
+
+
+def _half(operands: Operands) -> _Half:
+    # The gradient of a bias may be a sum over examples, which then need the same factor.
+    axes = _AXES if operands.bias is None else (0, *_AXES)
+    query, key, value = operands[:3]
+    at_query = power_of_two((exponents(key, axes) - exponents(query, axes)) // 2)
+    at_value = power_of_two(-exponents(value, axes))
+    scaled = (query * at_query, key / at_query, value * at_value)
+    return _Half(
+        operands._replace(**dict(zip(Operands._fields, map(_rounded, scaled), strict=False))), at_query, at_value
+    )
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Return float16; only if query and key are both huge can a number be out of range, and is then the largest."""
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x).astype(jnp.float16)
+
+
+def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.Array:
+    """Return the power of two for the cotangent with which no gradient can be out of range.
+
+    The weights of a row add up to 1. Those of a column may add up to the number of queries, if all of them see only
+    this key, so that its gradients are sums over all rows of the heads that share it.
+    """
+    axes = _AXES if operands.bias is None else (0, *_AXES)
+    query, key, value = (x.astype(jnp.float32) for x in operands[:3])
+    groups = key.shape[2]
+
+    def norms(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True))
+
+    def largest(x: jax.Array) -> jax.Array:
+        return jnp.abs(x).max(axis=axes, keepdims=True, initial=0)
+
+    def largest_sum(x: jax.Array) -> jax.Array:  # over the rows of the heads of a group
+        return largest(x.reshape(*x.shape[:2], groups, -1, 1).sum(axis=(1, 3))[:, None])
+
+    first = power_of_two(-exponents(dout, axes))  # before its squares are summed
+    rows, slope = norms(dout * first), 2 * largest(norms(value)) / (1 - rules.dropout_rate)
+    of_scores = slope * rows  # limits the gradient of the scores of each row
+    limits = (
+        largest(of_scores),
+        largest(of_scores) * rules.scale * largest(key),
+        largest_sum(of_scores * norms(query)) * rules.scale,
+        largest_sum(rows) / (1 - rules.dropout_rate),
+    )
+    return first * power_of_two(-exponents(jnp.stack(limits).max(axis=0) / _ROOM, axes))
