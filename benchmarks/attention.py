@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
 from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache, set_default_executor
@@ -34,138 +35,11 @@ from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets
 from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.random_arrays import random_array
 
 Attention = Callable[..., jax.Array]
 OURS = ("tuned", "untuned", "mosaic_gpu")
 RIVALS = ("jax.nn cudnn", "jax.nn xla", "tokamax")  # the usual alternatives
 DIRECTIONS = ("forward", "forward and backward")
-UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
-SIXTEEN = (1500, 300, 2100, 700, 1200, 900, 400, 1800, 1000, 1300, 200, 1600, 800, 1100, 600, 884)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One call of attention.
-
-    Attributes:
-        heads: Query heads, and key heads.
-        dims: Head size of query and key, and of values.
-        segments: Lengths of documents packed into each row.
-        bias: Whether a full bias is added.
-        mask: Whether a random boolean mask hides keys.
-        lengths: Whether only some keys of each example count.
-    """
-
-    batch: int
-    seq: int
-    heads: tuple[int, int]
-    dims: tuple[int, int]
-    causal: bool = True
-    window: int | None = None
-    cap: float | None = None
-    segments: tuple[int, ...] = ()
-    bias: bool = False
-    mask: bool = False
-    lengths: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The kind of call in the report, e.g. `soft cap`."""
-        if self.segments:
-            return "packed, 8 or more" if len(self.segments) >= 8 else "packed, fewer"
-        special = {"soft cap": self.cap, "window": self.window, "bias, mask, lengths": self._extras}
-        named = next((name for name, given in special.items() if given), None)
-        if self.dims[0] != self.dims[1]:
-            return "D192/128"
-        return named or f"causal and full, D{self.dims[0]}"
-
-    @property
-    def _extras(self) -> bool:
-        return self.bias or self.mask or self.lengths
-
-    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the types of the inputs."""
-        size, scores = (self.batch, self.seq), (self.batch, self.heads[0], self.seq, self.seq)
-        shapes = {
-            "query": (*size, self.heads[0], self.dims[0]),
-            "key": (*size, self.heads[1], self.dims[0]),
-            "value": (*size, self.heads[1], self.dims[1]),
-        }
-        types = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-        if self.bias:
-            types["bias"] = jax.ShapeDtypeStruct(scores, jnp.bfloat16)
-        if self.mask:
-            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, *scores[2:]), jnp.bool_)
-        if self.lengths:
-            types["key_lengths"] = jax.ShapeDtypeStruct(size[:1], jnp.int32)
-        if self.segments:
-            types["segment_ids"] = jax.ShapeDtypeStruct(size, jnp.int32)
-        return types
-
-    def arguments(self, *, backward: bool) -> tuple[Any, ...]:
-        """Return the types of a program's arguments: a cotangent, if it has a backward, and the inputs."""
-        out = jax.ShapeDtypeStruct((self.batch, self.seq, self.heads[0], self.dims[1]), jnp.bfloat16)
-        return (out, self.types()) if backward else (self.types(),)
-
-    def inputs(self, seed: int, *, backward: bool) -> tuple[Any, ...]:
-        """Return arrays of these types."""
-        rng = np.random.default_rng(seed)
-
-        def made(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-            name = getattr(path[-1], "key", "")
-            if name == "segment_ids":
-                ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
-                return jnp.asarray(np.broadcast_to(ids, like.shape))
-            if name == "key_lengths":
-                return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
-            array = random_array(like, rng)
-            return array | jnp.eye(self.seq, dtype=bool) if name == "attention_mask" else array
-
-        arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
-        return arrays
-
-
-def _case(seq: int, heads: tuple[int, int], dim: int, batch: int, **more: Any) -> Case:
-    return Case(batch=batch, seq=seq, heads=heads, dims=(dim, dim), **more)
-
-
-CASES = {
-    "causal D128 B4 4k": _case(4096, (32, 8), 128, 4),
-    "8 segments": _case(8192, (32, 8), 128, 1, segments=UNEVEN),
-    "soft cap D256": _case(4096, (16, 8), 256, 2, cap=50.0),
-    "D192/128": Case(batch=2, seq=4096, heads=(16, 16), dims=(192, 128)),
-    "window 1k in 16k": _case(16384, (16, 8), 128, 1, window=1024),
-    "bias": _case(384, (4, 4), 32, 384, causal=False, bias=True),
-    "full D64 512": _case(512, (16, 16), 64, 16, causal=False),
-    "causal D256 4k": _case(4096, (16, 8), 256, 2),
-    "causal D64 4k": _case(4096, (32, 32), 64, 4),
-    "full D128 4k": _case(4096, (16, 16), 128, 4, causal=False),
-    "mask": _case(2048, (16, 16), 128, 4, causal=False, mask=True),
-    "lengths": _case(2048, (16, 16), 128, 8, causal=False, lengths=True),
-    "8 equal segments": _case(8192, (32, 8), 128, 1, segments=(1024,) * 8),
-    "3 segments": _case(8192, (32, 8), 128, 1, segments=(2000, 5000, 1192)),
-    "16 segments": _case(16384, (16, 4), 128, 1, segments=SIXTEEN),
-    "causal D128 16k": _case(16384, (32, 8), 128, 1),
-    "causal D128 1k": _case(1024, (16, 16), 128, 8),
-    "causal D128 8k": _case(8192, (64, 8), 128, 1),
-    "one key head": _case(8192, (8, 1), 128, 1),
-    "full D128 512": _case(512, (16, 16), 128, 16, causal=False),
-    "full D128 8k": _case(8192, (32, 8), 128, 1, causal=False),
-    "causal D64 1k": _case(1024, (32, 8), 64, 16),
-    "causal D64 16k": _case(16384, (16, 4), 64, 1),
-    "full D64 4k": _case(4096, (32, 8), 64, 2, causal=False),
-    "causal D256 1k": _case(1024, (16, 8), 256, 8),
-    "causal D256 16k": _case(16384, (8, 4), 256, 1),
-    "full D256 4k": _case(4096, (16, 16), 256, 2, causal=False),
-    "full D256 512": _case(512, (16, 16), 256, 16, causal=False),
-    "soft cap D128": _case(4096, (32, 8), 128, 2, cap=30.0),
-    "soft cap D256 8k": _case(8192, (16, 8), 256, 1, cap=50.0),
-    "D192/128 8k": Case(batch=1, seq=8192, heads=(16, 16), dims=(192, 128)),
-    "window 1k D256": _case(8192, (8, 4), 256, 2, window=1024),
-    "causal D128 512": _case(512, (32, 8), 128, 16),
-    "causal D64 512": _case(512, (16, 16), 64, 16),
-}
 
 
 def ours(case: Case, *, implementation: str | None = None) -> Attention:
@@ -280,7 +154,7 @@ class Entry:
 
     def lowered(self) -> Any:
         """Return the program, lowered for flat arrays."""
-        case, backward = CASES[self.case], self.direction != "forward"
+        case, backward = case_named(self.case), self.direction != "forward"
         leaves, tree = jax.tree.flatten(case.arguments(backward=backward))
         with executor_of(self.cache if self.contender == "tuned" else None):
             program = program_of(CONTENDERS[self.contender](case), backward=backward)
@@ -306,7 +180,7 @@ class Entry:
 
 def measured(entries: Sequence[Entry], programs: dict[str, Program | str], rounds: int) -> dict[str, Any]:
     """Return each contender's median in microseconds, or why it has none, and how ours stand."""
-    case, backward = CASES[entries[0].case], entries[0].direction != "forward"
+    case, backward = case_named(entries[0].case), entries[0].direction != "forward"
     by_name = {entry.contender: entry for entry in entries}
     reasons = {name: found for name, found in programs.items() if isinstance(found, str)}
     first = case.inputs(0, backward=backward)
@@ -387,11 +261,11 @@ def _number(ratio: float | None) -> str:
 
 def _kinds(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a table of the geometric mean and the worst of the ratios of each kind."""
-    kinds = dict.fromkeys(CASES[title].kind for title in cases)
+    kinds = dict.fromkeys(case_named(title).kind for title in cases)
     yield f"| kind | cases | {' | '.join(f'{name}: mean | worst' for name in OURS)} |"
     yield "|---" * (2 + 2 * len(OURS)) + "|"
     for kind in [*kinds, "all"]:
-        ratios = [case["ratios"] for title, case in cases.items() if kind in ("all", CASES[title].kind)]
+        ratios = [case["ratios"] for title, case in cases.items() if kind in ("all", case_named(title).kind)]
         cells = [str(sum(map(bool, ratios)))]  # in the others no rival ran
         for name in OURS:
             own = [found[name] for found in ratios if name in found]
@@ -404,18 +278,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write attention_<device>.json and .md there")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="which")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="draw other cases at random")
+    parser.add_argument("--count", type=int, default=24, help="how many cases to draw (default: %(default)s)")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--cache", type=Path, help="cache for the contender `tuned`, which is left out without it")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
+    cases = args.cases if args.draw is None else drawn_names(args.draw, args.count)
     found: Found = {}
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
     with concurrent.futures.ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         entries = {
             (case, direction): [Entry(case, direction, name, args.cache) for name in names]
-            for case in args.cases
+            for case in cases
             for direction in DIRECTIONS
         }
         jobs = {key: [pool.submit(entry.compiled) for entry in each] for key, each in entries.items()}

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import attention, experts, shipped
+from benchmarks import attention, attention_cases, experts, shipped
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -40,7 +40,7 @@ from ejkernel.ops.implementation import OperationConfig
 
 
 def _attention(case: str, direction: str) -> Invocation[Any, Any]:
-    calls = shipped.aimed(lambda: attention.calls_of(attention.CASES[case]))
+    calls = shipped.aimed(lambda: attention.calls_of(attention_cases.CASES[case]))
     return next(inv for inv in calls if inv.direction == direction)
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention, experts
+from benchmarks import attention, attention_cases, experts
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
@@ -140,7 +140,7 @@ def works_of(what: str) -> Works:
     if what == "experts":
         return {name: functools.partial(experts.calls_of, *use) for name, use in experts.USES.items()}
     if what == "cases":
-        return {name: functools.partial(attention.calls_of, case) for name, case in attention.CASES.items()}
+        return {name: functools.partial(attention.calls_of, case) for name, case in attention_cases.CASES.items()}
     return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
 
 

@@ -125,7 +125,7 @@ class AttentionCall(OperationCall):
             "deterministic": self.deterministic,
             "soft_cap_after_bias": self.rules.cap_after_bias,
             "dropout_rate": self.rules.dropout_rate > 0,
-            "precision": self.rules.precision is not None,
+            "precision": self.rules.precision not in (None, "default"),
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 

@@ -25,6 +25,7 @@ from .plan import TILE_ROWS
 from .single import backward_of_single, forward_of_single
 
 _MOST_SINGLE_ROWS = 16384
+_ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
 
 
 class MosaicGpu(AttentionImplementation):
@@ -104,7 +105,7 @@ def _precision_reason(call: AttentionCall) -> str | None:
     """Return why float32 operands must not be rounded; `None` if they may."""
     if call.dtype != "float32":
         return None
-    if call.default_precision not in (None, "default", "tensorfloat32", "fastest", "bfloat16"):
+    if call.rules.precision is None and call.default_precision not in _ROUNDED:
         return (
             f"jax_default_matmul_precision is {call.default_precision!r}, and 'mosaic_gpu' rounds float32; use 'xla'."
         )

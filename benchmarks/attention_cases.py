@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of `benchmarks.attention`: fixed ones, and ones drawn at random from kinds of calls that models make."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.utils.random_arrays import random_array
+
+UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
+SIXTEEN = (1500, 300, 2100, 700, 1200, 900, 400, 1800, 1000, 1300, 200, 1600, 800, 1100, 600, 884)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of attention.
+
+    Attributes:
+        heads: Query heads, and key heads.
+        dims: Head size of query and key, and of values.
+        segments: Lengths of documents packed into each row.
+        bias: Whether a full bias is added.
+        mask: Whether a random boolean mask hides keys.
+        lengths: Whether only some keys of each example count.
+        dtype: Of query, key, value and bias.
+    """
+
+    batch: int
+    seq: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    causal: bool = True
+    window: int | None = None
+    cap: float | None = None
+    segments: tuple[int, ...] = ()
+    bias: bool = False
+    mask: bool = False
+    lengths: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def kind(self) -> str:
+        """The kind of call in the report, e.g. `soft cap`."""
+        if self.segments:
+            return "packed, 8 or more" if len(self.segments) >= 8 else "packed, fewer"
+        special = {"soft cap": self.cap, "window": self.window, "bias, mask, lengths": self._extras}
+        named = next((name for name, given in special.items() if given), None)
+        if self.dtype == "float32":
+            return "float32"
+        if self.dims[0] != self.dims[1]:
+            return "unequal head dims"
+        if named is None and (self.seq % 64 or self.dims[0] not in (64, 128, 256)):
+            return "odd lengths and head dims"
+        return named or f"causal and full, D{self.dims[0]}"
+
+    @property
+    def _extras(self) -> bool:
+        return self.bias or self.mask or self.lengths
+
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of the inputs."""
+        size, scores = (self.batch, self.seq), (self.batch, self.heads[0], self.seq, self.seq)
+        shapes = {
+            "query": (*size, self.heads[0], self.dims[0]),
+            "key": (*size, self.heads[1], self.dims[0]),
+            "value": (*size, self.heads[1], self.dims[1]),
+        }
+        types = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
+        if self.bias:
+            types["bias"] = jax.ShapeDtypeStruct(scores, self.dtype)
+        if self.mask:
+            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, *scores[2:]), jnp.bool_)
+        if self.lengths:
+            types["key_lengths"] = jax.ShapeDtypeStruct(size[:1], jnp.int32)
+        if self.segments:
+            types["segment_ids"] = jax.ShapeDtypeStruct(size, jnp.int32)
+        return types
+
+    def arguments(self, *, backward: bool) -> tuple[Any, ...]:
+        """Return the types of a program's arguments: a cotangent, if it has a backward, and the inputs."""
+        out = jax.ShapeDtypeStruct((self.batch, self.seq, self.heads[0], self.dims[1]), self.dtype)
+        return (out, self.types()) if backward else (self.types(),)
+
+    def inputs(self, seed: int, *, backward: bool) -> tuple[Any, ...]:
+        """Return arrays of these types."""
+        rng = np.random.default_rng(seed)
+
+        def made(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+            name = getattr(path[-1], "key", "")
+            if name == "segment_ids":
+                ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
+                return jnp.asarray(np.broadcast_to(ids, like.shape))
+            if name == "key_lengths":
+                return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
+            array = random_array(like, rng)
+            return array | jnp.eye(self.seq, dtype=bool) if name == "attention_mask" else array
+
+        arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
+        return arrays
+
+
+def _case(seq: int, heads: tuple[int, int], dim: int, batch: int, **more: Any) -> Case:
+    return Case(batch=batch, seq=seq, heads=heads, dims=(dim, dim), **more)
+
+
+CASES = {
+    "causal D128 B4 4k": _case(4096, (32, 8), 128, 4),
+    "8 segments": _case(8192, (32, 8), 128, 1, segments=UNEVEN),
+    "soft cap D256": _case(4096, (16, 8), 256, 2, cap=50.0),
+    "D192/128": Case(batch=2, seq=4096, heads=(16, 16), dims=(192, 128)),
+    "window 1k in 16k": _case(16384, (16, 8), 128, 1, window=1024),
+    "bias": _case(384, (4, 4), 32, 384, causal=False, bias=True),
+    "full D64 512": _case(512, (16, 16), 64, 16, causal=False),
+    "causal D256 4k": _case(4096, (16, 8), 256, 2),
+    "causal D64 4k": _case(4096, (32, 32), 64, 4),
+    "full D128 4k": _case(4096, (16, 16), 128, 4, causal=False),
+    "mask": _case(2048, (16, 16), 128, 4, causal=False, mask=True),
+    "lengths": _case(2048, (16, 16), 128, 8, causal=False, lengths=True),
+    "8 equal segments": _case(8192, (32, 8), 128, 1, segments=(1024,) * 8),
+    "3 segments": _case(8192, (32, 8), 128, 1, segments=(2000, 5000, 1192)),
+    "16 segments": _case(16384, (16, 4), 128, 1, segments=SIXTEEN),
+    "causal D128 16k": _case(16384, (32, 8), 128, 1),
+    "causal D128 1k": _case(1024, (16, 16), 128, 8),
+    "causal D128 8k": _case(8192, (64, 8), 128, 1),
+    "one key head": _case(8192, (8, 1), 128, 1),
+    "full D128 512": _case(512, (16, 16), 128, 16, causal=False),
+    "full D128 8k": _case(8192, (32, 8), 128, 1, causal=False),
+    "causal D64 1k": _case(1024, (32, 8), 64, 16),
+    "causal D64 16k": _case(16384, (16, 4), 64, 1),
+    "full D64 4k": _case(4096, (32, 8), 64, 2, causal=False),
+    "causal D256 1k": _case(1024, (16, 8), 256, 8),
+    "causal D256 16k": _case(16384, (8, 4), 256, 1),
+    "full D256 4k": _case(4096, (16, 16), 256, 2, causal=False),
+    "full D256 512": _case(512, (16, 16), 256, 16, causal=False),
+    "soft cap D128": _case(4096, (32, 8), 128, 2, cap=30.0),
+    "soft cap D256 8k": _case(8192, (16, 8), 256, 1, cap=50.0),
+    "D192/128 8k": Case(batch=1, seq=8192, heads=(16, 16), dims=(192, 128)),
+    "window 1k D256": _case(8192, (8, 4), 256, 2, window=1024),
+    "causal D128 512": _case(512, (32, 8), 128, 16),
+    "causal D64 512": _case(512, (16, 16), 64, 16),
+    "causal D96": _case(4096, (32, 32), 96, 2),
+    "causal D80": _case(4096, (32, 32), 80, 2),
+    "causal D128 3001": _case(3001, (16, 16), 128, 2),
+    "full D64 577": _case(577, (16, 16), 64, 64, causal=False),
+    "float32 D64 2k": _case(2048, (8, 8), 64, 2, dtype="float32"),
+    "float32 D128 4k": _case(4096, (16, 4), 128, 2, dtype="float32"),
+    "float32 D64 577": _case(577, (12, 12), 64, 16, causal=False, dtype="float32"),
+}
+
+
+def drawn(seed: int, number: int) -> Case:
+    """Return a case drawn at random from the kinds that models use; the same for the same numbers."""
+    rng = np.random.default_rng((seed, number))
+
+    def one_of(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    kind = one_of("plain", "plain", "odd", "float32", "window", "cap", "segments", "lengths", "unequal", "triangle")
+    if kind == "triangle":
+        alike, seq = int(one_of(4, 8)), int(rng.integers(16, 97)) * 8
+        return _case(seq, (alike, alike), int(one_of(16, 32, 64)), max(1, 65536 // seq), causal=False, bias=True)
+    dim = int(one_of(64, 128, 256)) if rng.random() < 0.5 else int(rng.integers(4, 33)) * 8
+    groups = int(one_of(1, 2, 4, 8))
+    heads = (groups * int(one_of(1, 4, 8)), groups)
+    seq = int(one_of(512, 1024, 2048, 4096, 8192))
+    if kind == "odd" or rng.random() < 0.2:
+        seq = int(rng.integers(300, 6000))
+    batch = max(1, min(64, 2**28 // (seq * seq * heads[0])))
+    more: dict[str, Any] = {"causal": bool(rng.random() < 0.6)}
+    if kind == "float32":
+        more["dtype"] = "float32"
+    if kind == "window":
+        more |= {"causal": True, "window": int(one_of(128, 512, 1024, 4096))}
+    if kind == "cap":
+        more["cap"] = float(one_of(20.0, 50.0))
+    if kind == "segments":
+        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 12)), replace=False))
+        more["segments"] = tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))
+    if kind == "lengths":
+        more |= {"causal": False, "lengths": True}
+    dims = (dim, int(one_of(64, 128))) if kind == "unequal" else (dim, dim)
+    return Case(batch=batch, seq=seq, heads=heads, dims=dims, **more)
+
+
+def drawn_names(seed: int, count: int) -> list[str]:
+    """Return names of drawn cases, as `case_named` takes them; they say what the case is."""
+    return [f"{seed}.{number} {_words(drawn(seed, number))}" for number in range(count)]
+
+
+def case_named(name: str) -> Case:
+    """Return a fixed case, or a drawn one."""
+    if name in CASES:
+        return CASES[name]
+    seed, number = name.split()[0].split(".")
+    return drawn(int(seed), int(number))
+
+
+def _words(case: Case) -> str:
+    (heads, groups), (dim, value_dim) = case.heads, case.dims
+    words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq} H{heads}/{groups} D{dim}"]
+    words[1] += f"/{value_dim}" if value_dim != dim else ""
+    words += ["bias"] * case.bias + ["lengths"] * case.lengths + [case.dtype] * (case.dtype != "bfloat16")
+    words += [] if case.window is None else [f"window {case.window}"]
+    words += [] if case.cap is None else [f"cap {case.cap:g}"]
+    return " ".join([*words, *[f"{len(case.segments)} segments"] * bool(case.segments)])
