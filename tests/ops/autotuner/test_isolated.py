@@ -150,6 +150,23 @@ def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
     assert "tired" in data.outcomes[1].reason
 
 
+def test_a_winner_of_a_kernel_without_a_gradient_is_checked_by_its_outputs_alone(monkeypatch):
+    class Called(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return jax.pure_callback(lambda x: x + 0 * cfg, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def reference(self, x):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2]
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with({1: 2.0, 2: 1.0}.__getitem__))
+    kernel = Called("called")
+    data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert (data.config, data.checked) == (2, ("outputs",))
+
+
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
 def test_any_exception_of_a_candidate_fails_only_that_candidate(isolate):
     data = tune(faulty_kernels.raising, isolate=isolate, width=2)
