@@ -64,12 +64,12 @@ class Outcome:
 
 def faults_of(file: Path) -> Iterator[Fault]:
     """Yield each change that can be made to a file."""
-    tree = cosmic_ray.ast.get_ast(file.read_text())
+    nodes = list(cosmic_ray.ast.ast_nodes(cosmic_ray.ast.get_ast(file.read_text())))
     for name in cosmic_ray.plugins.operator_names():
         if any(part in name for part in LEFT_OUT):
             continue
         operator = cosmic_ray.plugins.get_operator(name)()
-        positions = (p for node in cosmic_ray.ast.ast_nodes(tree) for p in operator.mutation_positions(node))
+        positions = (p for node in nodes for p in operator.mutation_positions(node))
         for occurrence, ((line, _), _) in enumerate(positions):
             yield Fault(str(file.relative_to(ROOT)), line, name, occurrence)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel.cli import main
+
 pytestmark = pytest.mark.slow
 
 KERNELS = """
@@ -89,7 +91,7 @@ def test_compiled_candidates_are_measured(tune, tmp_path):
     assert status == 0, err
     assert "2 ready, 1 left" in out
     assert "2 of 3 candidates compiled" in err
-    status, _, err = tune("--from", "bundle")
+    status, _, err = tune("--from", "bundle", "--in-process")
     assert status == 1, err
     assert "bundle has no call that can be tuned here" in err
     assert "there is no kernel 'wave@v0' here" in err
@@ -113,12 +115,11 @@ def test_a_program_for_an_absent_mesh_is_tuned_for_its_shards(tune):
     status, out, _ = tune("waves:on_a_mesh", "--mesh-devices", "16", "--dry-run")
     assert status == 0
     assert re.search(r"rms_norm@v0 +f32\[2,4,64\]", out)
-    status, _, messages = tune("waves:on_a_mesh", "--dry-run")
+    status, _, messages = tune("waves:on_a_mesh", "--dry-run", "--in-process")
     assert status != 0
     assert "Number of devices" in messages
 
 
-def test_mesh_applies_to_lowered_programs_only(tune):
-    status, _, messages = tune("--missed", "--mesh-devices", "16")
-    assert status == 2
-    assert "--mesh-devices requires MODULE:FUNCTION" in messages
+def test_mesh_applies_to_lowered_programs_only(capsys):
+    assert main(["tune", "--missed", "--mesh-devices", "16"]) == 2
+    assert "--mesh-devices requires MODULE:FUNCTION" in capsys.readouterr().err

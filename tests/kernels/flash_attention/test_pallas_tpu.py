@@ -45,7 +45,6 @@ class Case:
 
 CASES = {
     "full, odd lengths": Case(queries=300, keys=410),
-    "causal": Case(right=0, heads=1),
     "causal, unrolled": Case(
         right=0,
         queries=768,
@@ -56,7 +55,6 @@ CASES = {
     ),
     "causal, keys before": Case(right=0, queries=200, keys=600),
     "causal, rows without keys": Case(right=0, queries=512, keys=256),
-    "window": Case(left=150, right=0, queries=640, keys=640),
     "window, two sides": Case(left=100, right=70, queries=640, keys=640),
     "window, one side": Case(left=170),
     "window, odd lengths": Case(left=100, right=0, queries=477, keys=600),
@@ -67,10 +65,8 @@ CASES = {
         forward=dataclasses.replace(FORWARD, sum_by_product=True),
         backward=dataclasses.replace(BACKWARD, transpose=True),
     ),
-    "segments": Case(right=0, segments=True),
     "segments and window": Case(left=130, right=0, segments=True),
     "lengths": Case(lengths=True),
-    "parts": Case(right=0, queries=512, keys=512, forward=PARTS, backward=SPLIT),
     "parts, full": Case(queries=512, keys=512, forward=PARTS, backward=SPLIT),
     "parts, window": Case(left=200, right=0, queries=768, keys=768, forward=PARTS, backward=SPLIT),
     "parts, segments, keys before": Case(right=0, queries=600, keys=1024, segments=True, forward=PARTS, backward=SPLIT),

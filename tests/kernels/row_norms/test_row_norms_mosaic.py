@@ -75,12 +75,19 @@ def check(operation, params, args, error=2e-2, **options):
     assert [x.dtype for x in jax.tree.leaves(args)] == [x.dtype for x in jax.tree.leaves(gradients)]
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("name", OPERATIONS)
+ONE_ROW = RowNormParams(block_rows=1, stages=3)
+TWO_ROWS = RowNormParams(block_rows=2, stages=1, occupancy=1)
+
+
+# Half of all combinations: every pair of an operation, parameters, and a residual or none.
 @pytest.mark.parametrize(
-    ("params", "dim"),
-    [(RowNormParams(block_rows=1, stages=3), 1024), (RowNormParams(block_rows=2, stages=1, occupancy=1), 640)],
-    ids=["one row", "two rows"],
+    ("name", "params", "dim", "residual"),
+    [
+        ("rms_norm", ONE_ROW, 1024, False),
+        ("rms_norm", TWO_ROWS, 640, True),
+        ("layer_norm", ONE_ROW, 1024, True),
+        ("layer_norm", TWO_ROWS, 640, False),
+    ],
 )
 @pytest.mark.usefixtures("simulated")
 def test_output_and_gradients_are_right_without_races(name, params, dim, residual):
@@ -88,21 +95,32 @@ def test_output_and_gradients_are_right_without_races(name, params, dim, residua
     assert not compat.simulated_races()
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize(("block_rows", "dim"), [(16, 192), (32, 64)], ids=["a slab", "two slabs"])
+# Three or five blocks of rows, by two blocks of threads.
+@pytest.mark.parametrize(
+    ("name", "block_rows", "rows", "dim", "residual"),
+    [
+        ("rms_norm", 16, 80, 192, True),
+        ("rms_norm", 32, 96, 64, False),
+        ("layer_norm", 16, 80, 192, False),
+        ("layer_norm", 32, 96, 64, True),
+    ],
+)
 @pytest.mark.usefixtures("simulated")
-def test_output_and_gradients_of_short_rows_are_right_without_races(name, block_rows, dim, residual):
-    params = RowNormParams(block_rows=block_rows, stages=1, occupancy=1)  # three or five blocks of rows, by two blocks
-    check(OPERATIONS[name], params, arguments(OPERATIONS[name], 80 if block_rows == 16 else 96, dim, residual=residual))
+def test_output_and_gradients_of_short_rows_are_right_without_races(name, block_rows, rows, dim, residual):
+    params = RowNormParams(block_rows=block_rows, stages=1, occupancy=1)
+    check(OPERATIONS[name], params, arguments(OPERATIONS[name], rows, dim, residual=residual))
     assert not compat.simulated_races()
 
 
-@pytest.mark.parametrize("dim", [512, 64], ids=["long rows", "short rows"])
 @pytest.mark.parametrize(
-    ("options", "arrays"),
-    [({"weight_offset": 1.0}, {}), ({}, {"weight": False}), ({}, {"dtype": "float32", "residual": True})],
-    ids=["offset", "no weight", "float32"],
+    ("options", "arrays", "dim"),
+    [
+        ({"weight_offset": 1.0}, {}, 512),
+        ({}, {"weight": False}, 64),
+        ({}, {"dtype": "float32", "residual": True}, 512),
+        ({}, {"dtype": "float32", "residual": True}, 64),
+    ],
+    ids=["offset", "no weight, short rows", "float32", "float32, short rows"],
 )
 @pytest.mark.usefixtures("simulated")
 def test_options_are_those_of_the_reference(options, arrays, dim):

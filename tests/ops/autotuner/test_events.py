@@ -14,7 +14,6 @@ from ejkernel.ops.autotuner.trials.events import (
     Counter,
     SearchFinished,
     SearchStarted,
-    WorkerRestarted,
     on_event,
 )
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -84,22 +83,6 @@ def test_a_listener_that_raises_is_a_warning_and_the_search_goes_on():
     assert data.config == BEST
     assert len(heard) == len([w for w in got if "a listener failed on" in str(w.message)])
     assert str(got[0].message) == "a listener failed on SearchStarted: KeyError: 'SearchStarted'"
-
-
-def test_a_dead_worker_is_an_event_and_nothing_is_reported_or_counted_twice():
-    events, progress = [], []
-    with on_event(events.append):
-        data = tune(faulty_kernels.crashing, isolate=True, progress=lambda done, total: progress.append((done, total)))
-    restarts = [event.reason for event in events if isinstance(event, WorkerRestarted)]
-    assert "the worker was killed by SIGABRT while running" in restarts
-    assert len(restarts) >= 3
-    assert sum(isinstance(event, SearchStarted) for event in events) == 1
-    crashed = [outcome.config for outcome in data.outcomes if outcome.status == "crashed"]
-    assert [statuses(events, config).count("crashed") for config in crashed] == [1, 1, 1]
-    counts = [done for done, _ in progress]
-    assert counts == sorted(set(counts))
-    assert progress[0] == (0, len(data.outcomes))
-    assert progress[-1] == (len(data.outcomes), len(data.outcomes))
 
 
 # --- counting ---

@@ -24,7 +24,7 @@ from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError
 from ejkernel.ops.autotuner.process.worker import Worker, shared_worker, worker_session
-from ejkernel.ops.autotuner.trials.events import SearchStarted, WorkerRestarted, on_event
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
@@ -36,11 +36,11 @@ pytestmark = pytest.mark.slow
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 
-def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
+def tune(kernel, *, isolate=True, budget_s=None, width=1, progress=None, **limits):
     # one at a time: the heuristic comes first, and its times set the timeout
     tuner = Autotuner(limits=Limits(**limits), width=width)
     policy = AutotunePolicy(isolate=isolate, budget_s=budget_s)
-    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy, progress=progress)
 
 
 def statuses(data):
@@ -51,17 +51,24 @@ def statuses(data):
 
 
 @pytest.mark.smoke
-def test_a_candidate_that_ends_its_process_fails_alone():
-    events = []
-    with on_event(events.append):
-        data = tune(faulty_kernels.crashing, width=4)  # compiled side by side, and after a crash one by one
+def test_a_candidate_that_ends_its_process_fails_alone_and_is_reported_and_counted_once():
+    events, counts = [], []
+    with on_event(events.append):  # compiled side by side, and after a crash one by one
+        data = tune(faulty_kernels.crashing, width=4, progress=lambda done, total: counts.append((done, total)))
     assert data.config == BEST
     found = statuses(data)
     assert found["abort"] == ("crashed", "the worker was killed by SIGABRT while running")
     assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
     assert found["abort while tracing"][0] == "crashed"
     assert sum(isinstance(event, SearchStarted) for event in events) == 1
-    assert sum(isinstance(event, WorkerRestarted) for event in events) >= 3
+    restarts = [event.reason for event in events if isinstance(event, WorkerRestarted)]
+    assert "the worker was killed by SIGABRT while running" in restarts
+    assert len(restarts) >= 3
+    finished = [event.outcome for event in events if isinstance(event, CandidateFinished)]
+    crashed = [outcome.config for outcome in finished if outcome.status == "crashed"]
+    assert sorted(config.kind for config in crashed) == ["abort", "abort while tracing", "exit"]
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == ((0, len(data.outcomes)), (len(data.outcomes), len(data.outcomes)))
     assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
 
 
@@ -141,6 +148,23 @@ def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
     data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
     assert [outcome.status for outcome in data.outcomes] == ["measured", "failed", "measured"]
     assert "tired" in data.outcomes[1].reason
+
+
+def test_a_winner_of_a_kernel_without_a_gradient_is_checked_by_its_outputs_alone(monkeypatch):
+    class Called(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return jax.pure_callback(lambda x: x + 0 * cfg, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def reference(self, x):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2]
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with({1: 2.0, 2: 1.0}.__getitem__))
+    kernel = Called("called")
+    data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert (data.config, data.checked) == (2, ("outputs",))
 
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])

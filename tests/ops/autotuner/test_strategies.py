@@ -153,6 +153,15 @@ def test_the_model_learns_where_configurations_fail():
     assert all(best in [t for _, t in asked] for asked in searches)
 
 
+def test_far_from_measured_points_the_chance_of_working_is_the_usual_one():
+    candidates = RankedPoints(TILES, TILES.points(), (), SearchOptions())
+    candidates.note(0, failed=True)
+    candidates.note(1, failed=False)
+    near, far = candidates.chance()[[0, -1]]
+    assert far == pytest.approx(2 / 3, abs=0.05)  # one of two worked, and before them all were expected to
+    assert near < far
+
+
 @pytest.mark.slow
 def test_a_promising_region_that_fails_does_not_hide_the_best_of_the_rest():
     def measure(config):

@@ -353,6 +353,8 @@ def test_errors_about_long_axes_are_short():
     with pytest.raises(ConfigError, match=r"'kind7', \.\.\. 10000 values") as error:
         space.locate({"a": "none"})
     assert len(str(error.value)) < 300
+    with pytest.raises(ConfigError, match=r"it has range\(0, 10000\)\.$"):
+        ConfigSpace({"a": range(10_000)}).locate({"a": -1})
 
 
 def test_a_configuration_of_another_type_is_read_by_name():

@@ -17,7 +17,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.weak_caches import MOST_RECORDS
+from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class ConfigCache(Shown):
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Remembered] = {}
-        self._provisional: dict[Hashable, None] = {}  # keys with a provisional answer, oldest first
+        # Bounded, because new static values keep adding these, and the next call repeats its lookup anyway.
+        self._provisional: Bounded[Remembered] = Bounded(MOST_RECORDS)
         self._answered_provisionally: set[Hashable] = set()  # operations, see `_family`
         self._lock = threading.Lock()
         # Weak references: a cache may outlive the executors that listen to it.
@@ -80,43 +81,30 @@ class ConfigCache(Shown):
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
         """Store a configuration and the tier that found it."""
+        entry = Remembered(config, source)
         with self._lock:
-            before = self._entries.get(key)
-            self._entries[key] = Remembered(config, source)
-            self._bound_provisional(key)
-        if tier_named(source).is_provisional:
-            # Only measured configurations invalidate earlier answers.
-            self._answered_provisionally.add(_family(key))
-            return
+            before = self._entries.pop(key, None) or self._provisional.pop(key, None)
+            if entry.tier.is_provisional:
+                # Only measured configurations invalidate earlier answers.
+                self._provisional.keep(key, entry)
+                self._answered_provisionally.add(_family(key))
+                return
+            self._entries[key] = entry
         # This entry replaces provisional answers, also those of calls that look up this entry.
         provisional = before.tier.is_provisional if before else _family(key) in self._answered_provisionally
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
-    def _bound_provisional(self, key: Hashable) -> None:
-        """Evict the oldest provisional answers beyond a limit: new static values keep adding answers.
-
-        Provisional answers exist for reports; the next call repeats its lookup. Other entries stay.
-        """
-        self._provisional.pop(key, None)
-        if self._entries[key].tier.is_provisional:
-            self._provisional[key] = None
-        if len(self._provisional) > MOST_RECORDS:
-            for oldest in list(self._provisional)[: MOST_RECORDS // 4]:
-                del self._provisional[oldest]
-                self._entries.pop(oldest, None)
-
     def remembered(self, key: Hashable) -> Remembered | None:
         """Return the configuration under `key` with its source, or `None`."""
         with self._lock:
-            return self._entries.get(key)
+            return self._entries.get(key) or self._provisional.get(key)
 
     def remove(self, *arguments: object) -> bool:
         """Remove a configuration; return whether the key had one."""
         with self._lock:
             key = key_of(arguments)
-            found = self._entries.pop(key, None)
-            self._provisional.pop(key, None)
+            found = self._entries.pop(key, None) or self._provisional.pop(key, None)
         if found is not None:
             self._changed()
         return found is not None
@@ -131,14 +119,13 @@ class ConfigCache(Shown):
     def items(self) -> list[tuple[Hashable, Any]]:
         """Return all keys with their configurations."""
         with self._lock:
-            return [(key, entry.config) for key, entry in self._entries.items()]
+            return [(key, entry.config) for key, entry in (*self._provisional.items(), *self._entries.items())]
 
     def __contains__(self, key: Hashable) -> bool:
-        with self._lock:
-            return key in self._entries
+        return self.remembered(key) is not None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.items())
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call the bound method `listener` whenever an earlier answer becomes invalid."""

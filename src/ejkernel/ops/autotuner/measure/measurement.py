@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 N = TypeVar("N", int, float)
 
 WARM, COLD = "warm", "cold"
-_CACHE_BYTES = 128 << 20
+_CACHE_BYTES = 128 << 20  # covers the last-level caches of today's GPUs
 _TIMES_CACHE = 3
 
 
@@ -95,8 +95,6 @@ class Runner:
     Args:
         function: The function; a `jax.stages.Compiled` also provides memory figures.
         argument_sets: Sets of positional arguments of equal shapes; at least one.
-        compile_seconds: The time to compile `function`.
-        cache_bytes: The size of the device's last-level cache; by default a safe upper estimate.
         case: The case of these arguments, if there are several.
 
     Raises:
@@ -108,17 +106,13 @@ class Runner:
         function: Callable[..., Any],
         argument_sets: Sequence[Sequence[object]] = ((),),
         *,
-        compile_seconds: float | None = None,
-        cache_bytes: int | None = None,
         case: Case | None = None,
     ) -> None:
         if not argument_sets:
             raise ConfigError("argument_sets must contain the arguments of at least one call, got none.")
         self.function = function
         self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
-        self.compile_seconds = compile_seconds
         self.case = case
-        self._cache_bytes = cache_bytes
         self._next = 0
 
     def __call__(self) -> Any:
@@ -130,7 +124,7 @@ class Runner:
     @property
     def cache(self) -> str:
         """`cold` with enough sets of arguments for cold caches, otherwise `warm`."""
-        enough = sets_for_cold(_bytes_of(self.argument_sets[0]), cache_bytes=self._cache_bytes)
+        enough = sets_for_cold(_bytes_of(self.argument_sets[0]))
         return COLD if 1 < enough <= len(self.argument_sets) else WARM
 
     def measurement(self, samples: Sequence[float], method: str) -> Measurement:
@@ -140,7 +134,6 @@ class Runner:
             samples=tuple(samples),
             method=method,
             cache=self.cache,
-            compile_seconds=self.compile_seconds,
             peak_bytes=peak_bytes(self.function) if tells else None,
             output_bytes=output_bytes(self.function) if tells else None,
         )
@@ -176,7 +169,7 @@ class OnEach:
         )
 
 
-def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
+def sets_for_cold(bytes_of_one: int) -> int:
     """Return the number of argument sets to alternate so that each call finds a cold last-level cache.
 
     Together the sets are three times as large as the cache, which also flushes caches with random replacement. Small
@@ -184,10 +177,8 @@ def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
 
     Args:
         bytes_of_one: The size of one set.
-        cache_bytes: The size of the cache; 128 MiB by default, which covers today's GPUs.
     """
-    size = _CACHE_BYTES if cache_bytes is None else cache_bytes
-    return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * size // bytes_of_one))
+    return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * _CACHE_BYTES // bytes_of_one))
 
 
 def _bytes_of(arguments: Sequence[object]) -> int:
