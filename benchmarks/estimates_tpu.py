@@ -48,14 +48,15 @@ class Product(Kernel[Blocks, jax.Array]):
 
     def run(self, a: jax.Array, b: jax.Array, *, cfg: Blocks) -> jax.Array:
         """Return the product."""
-        return _product(a, b, cfg) if cfg.rows else jnp.dot(a, b)
+        return product(a, b, cfg) if cfg.rows else jnp.dot(a, b)
 
     def heuristic_cfg(self, inv: Invocation[Blocks, jax.Array]) -> Blocks:
         """Return XLA's product."""
         return Blocks()
 
 
-def _product(a: jax.Array, b: jax.Array, blocks: Blocks) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, blocks: Blocks, *, columns_first: bool = False) -> jax.Array:
+    """Return the product in Pallas; with `columns_first`, the blocks of columns are the outermost loop."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -71,19 +72,25 @@ def _product(a: jax.Array, b: jax.Array, blocks: Blocks) -> jax.Array:
             out[...] = total[...].astype(out.dtype)
 
     (rows, inner), columns = a.shape, b.shape[1]
-    product: jax.Array = pl.pallas_call(
+    grid = (rows // blocks.rows, columns // blocks.columns)
+
+    def at(*axes: int) -> Any:
+        order = (1, 0, 2) if columns_first else (0, 1, 2)
+        return lambda *steps: tuple(steps[order[axis]] for axis in axes)
+
+    found: jax.Array = pl.pallas_call(
         body,
-        grid=(rows // blocks.rows, columns // blocks.columns, inner // blocks.inner),
+        grid=(*(grid[::-1] if columns_first else grid), inner // blocks.inner),
         in_specs=[
-            pl.BlockSpec((blocks.rows, blocks.inner), lambda i, j, k: (i, k)),
-            pl.BlockSpec((blocks.inner, blocks.columns), lambda i, j, k: (k, j)),
+            pl.BlockSpec((blocks.rows, blocks.inner), at(0, 2)),
+            pl.BlockSpec((blocks.inner, blocks.columns), at(2, 1)),
         ],
-        out_specs=pl.BlockSpec((blocks.rows, blocks.columns), lambda i, j, k: (i, j)),
+        out_specs=pl.BlockSpec((blocks.rows, blocks.columns), at(0, 1)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), a.dtype),
         scratch_shapes=[pltpu.VMEM((blocks.rows, blocks.columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     )(a, b)
-    return product
+    return found
 
 
 # size, blocks, published microseconds with dispatch

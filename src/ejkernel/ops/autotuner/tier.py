@@ -23,7 +23,7 @@ from ejkernel.ops.config.estimates import PRUNED_FROM, EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED
+from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED, PUBLISHED
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -70,7 +70,9 @@ class AutotuneTier:
         own_space = options.get("candidates") is None and kernel is not None
         saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
         if store is not None and _takes(tuner.tune, "records"):
-            options["records"] = [*saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
+            published = [] if kernel is None else kernel.published(inv.representative)
+            first = [Record(PUBLISHED.name, ((each.config, 1.0),)) for each in published if not each.why_not]
+            options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
         found = estimates_of(chain.persistent, inv, kernel)
         if found and "records" in options and not options.get("others"):
             options["records"] = [*options["records"], Record(ESTIMATED.name, tuple(found))]
