@@ -127,7 +127,8 @@ def rows_of(folder: Path, skipped: collections.Counter[str]) -> Iterator[tuple[s
                 try:
                     table, row = _row(json.loads(key), found, f"tpu:{chip.name}", read)
                 except (SkippedError, ConfigError) as error:
-                    skipped[f"{name}: {re.sub('[0-9]+', 'N', str(error))}"] += 1
+                    reason = re.sub(r"\b[0-9]+\b", "N", str(error))
+                    skipped[f"{name}: {reason}"] += 1
                     continue
                 times = [_us(each[key]) for each in usual if each.get(key)]
                 yield table, row | ({"xla_us": min(times)} if times else {})

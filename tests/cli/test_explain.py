@@ -129,6 +129,11 @@ def test_list_is_about_the_target_and_says_why_an_implementation_does_not_run_th
     reason = r"^flash_attention +cudnn +no +needs an NVIDIA GPU, Ampere \(A100\) or later$"
     assert re.search(reason, out, re.M)
     assert re.search(r"^flash_attention +splash +yes", out, re.M)
+    assert re.search(
+        r"^flash_attention, splash: \d+ configurations published in tokamax \S+, 20\d\d-\d\d-\d\d$", out, re.M
+    )
+    published = json.loads(run(capsys, "list", "--target", "tpu_v6e", "--json")[1])["published"]
+    assert {"grouped_matmul", "paged_attention"} <= {each["operation"] for each in published}
     assert callable(flash)
 
 
