@@ -100,8 +100,8 @@ def _name(row: EstimatedRow) -> str:
 
 
 def _of_best(row: EstimatedRow, best: EstimatedRow) -> str:
-    ratio = (row.us or 0.0) / (best.us or 1.0)
-    return f"{ratio:.2f}, pruned" if ratio >= PRUNED_FROM and not row.is_heuristic else f"{ratio:.2f}"
+    ratio, least = ((us or 0.0) / (best.us or 1.0) for us in (row.us, row.us if row.least_us is None else row.least_us))
+    return f"{ratio:.2f}, pruned" if least >= PRUNED_FROM and not row.is_heuristic else f"{ratio:.2f}"
 
 
 def options_of(options: dict[str, Any], device: str) -> EstimateOptions:

@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import GivenUpError
 from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.tier import estimates_of, pruned_by
 from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -32,6 +33,7 @@ from ejkernel.ops.execution.explain import explain_call
 
 V6E = Target.named("tpu_v6e")
 X = jax.ShapeDtypeStruct((8,), jnp.int32)
+EXCESS: dict[int, float] = {}  # by configuration
 
 
 class Estimated(Kernel[int, jax.Array]):
@@ -59,7 +61,7 @@ def simulate(inv, choice):
         raise CandidateError("the worker was killed by SIGABRT: F1123 12:00:00.0 1 a.cc:75] Check failed: no such unit")
     if choice.config == 8:
         raise GivenUpError("the worker was silent")
-    return Program(cycles=choice.config * 1000.0)
+    return Program(cycles=choice.config * 1000.0, least_cycles=choice.config * 1000.0 - EXCESS.get(choice.config, 0))
 
 
 @pytest.fixture
@@ -168,6 +170,7 @@ def test_kernels_that_the_simulator_is_wrong_for_are_found_in_the_traced_program
     facts = [compat.kernel_facts(jax.jit(jax.jit(f)).trace(number, x).jaxpr) for f in (prefetched, with_grid)]
     assert [(each.scalar_prefetch, each.dynamic_grid) for each in facts] == [(True, False), (False, True)]
     assert "int8" in facts[0].dtypes
+    assert facts[0].grid_steps == 2
 
 
 # --- estimating ---
@@ -271,6 +274,16 @@ def test_a_search_starts_from_the_estimates_and_prunes_the_slow_ones(store, monk
     # 13 is 1.3 times the best; 20 is the heuristic, with which all others are compared
     assert {each.config: each.status for each in asked["rejected"]} == {13: "pruned", 30: "pruned"}
     assert asked["rejected"][-1].reason == "its estimated time is 3.00 times the best estimate; it was not measured"
+
+
+def test_candidates_whose_excess_of_short_steps_may_explain_their_time_are_not_pruned(store, monkeypatch):
+    monkeypatch.setitem(EXCESS, 13, 100)
+    monkeypatch.setitem(EXCESS, 20, 9500)
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    EstimateFiles(store.path).put(found)
+    assert not pruned_by(estimates_of(store, CALL, KERNEL), CALL, KERNEL)
+    answers = {each.tier: each.note for each in chain(store).consult(CALL, KERNEL)}
+    assert answers["estimated"].startswith("the heuristic's 11.4 us is within the error of the best, 5.7 us")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config.estimates import PRUNED_FROM, EstimateFiles
+from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedTime, EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
@@ -75,7 +75,10 @@ class AutotuneTier:
             options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
         found = estimates_of(chain.persistent, inv, kernel)
         if found and "records" in options and not options.get("others"):
-            options["records"] = [*options["records"], Record(ESTIMATED.name, tuple(found))]
+            options["records"] = [
+                *options["records"],
+                Record(ESTIMATED.name, tuple((each.config, each.seconds) for each in found)),
+            ]
             if _takes(tuner.tune, "rejected"):
                 options["rejected"] = pruned_by(found, inv, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
@@ -140,8 +143,8 @@ class AutotuneTier:
             return self._locks.setdefault(key, threading.RLock())
 
 
-def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> list[tuple[Any, float]]:
-    """Return configurations of a call with estimated seconds, the fastest first; empty without estimates."""
+def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> list[EstimatedTime]:
+    """Return the estimates of a call, the fastest first; empty without any."""
     if kernel is None or inv.platform != "tpu" or not isinstance(persistent, PersistentCache):
         return []
     found = None if persistent.path is None else EstimateFiles(persistent.path).load(inv.key)
@@ -149,19 +152,19 @@ def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> 
 
 
 def pruned_by(
-    found: Sequence[tuple[Any, float]], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+    found: Sequence[EstimatedTime], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
 ) -> tuple[Outcome, ...]:
     """Return the candidates that are not measured because their estimated time is long; never the heuristic."""
     kept = {config_id(config) for config in heuristic_of(inv, kernel)}
-    best = min((seconds for _, seconds in found), default=0.0)
+    best = min((each.seconds for each in found), default=0.0)
     return tuple(
         Outcome(
-            config=config,
+            config=each.config,
             status=Status.PRUNED,
-            reason=f"its estimated time is {seconds / best:.2f} times the best estimate; it was not measured",
+            reason=f"its estimated time is {each.seconds / best:.2f} times the best estimate; it was not measured",
         )
-        for config, seconds in found
-        if seconds >= PRUNED_FROM * best and config_id(config) not in kept
+        for each in found
+        if each.least >= PRUNED_FROM * best and config_id(each.config) not in kept
     )
 
 

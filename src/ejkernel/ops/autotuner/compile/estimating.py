@@ -128,8 +128,9 @@ def _rows(
         if program is None or program.cycles is None:
             rows.append(row_of(config, reason=_why_not(done.error, timeout_s), **known))
             continue
-        us = seconds_of(program.cycles, target) * 1e6
-        rows.append(row_of(config, us=round(us, 4), cycles=round(program.cycles, 1), **known))
+        least = program.cycles if program.least_cycles is None else program.least_cycles
+        us, least_us = (round(seconds_of(cycles, target) * 1e6, 4) for cycles in (program.cycles, least))
+        rows.append(row_of(config, us=us, least_us=least_us, cycles=round(program.cycles, 1), **known))
     return rows
 
 

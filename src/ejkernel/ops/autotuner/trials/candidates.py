@@ -180,6 +180,7 @@ class Program:
         spilled: Bytes of registers that a thread spills to memory, if known.
         why_left: Why it was not compiled here.
         cycles: Cycles of the device that a simulator estimates, if one was asked.
+        least_cycles: The same without the simulator's known excess.
     """
 
     digest: str = ""
@@ -190,6 +191,7 @@ class Program:
     spilled: int | None = None
     why_left: str = ""
     cycles: float | None = None
+    least_cycles: float | None = None
 
     def load(self) -> Any:
         """Load the program onto the default device.
