@@ -150,7 +150,7 @@ def test_a_program_is_explained_for_the_target(folder, capsys):
     [
         (["--target", "nvidia_h200"], "got 'nvidia_h200': only Google's compiler for TPUs has a simulator"),
         (["--target", "tpu7x"], "got 'tpu7x': its simulator ends the process"),
-        ([], "--estimate needs MODULE:FUNCTION and --target"),
+        ([], "--estimate needs MODULE:FUNCTION or --shapes, and --target"),
         (["--target", "tpu_v6e", "--budget", "3"], "--budget cannot be used with --estimate, which measures nothing"),
         (["--target", "tpu_v6e", "--compile-only"], "run one after the other"),
     ],

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,14 +75,15 @@ class AutotuneTier:
             published = [] if kernel is None else kernel.published(inv.representative)
             first = [Record(PUBLISHED.name, ((each.config, 1.0),)) for each in published if not each.why_not]
             options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
-        found = estimates_of(chain.persistent, inv, kernel)
-        if found and "records" in options and not options.get("others"):
+        calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
+        found = estimates_of(chain.persistent, calls, kernel)
+        if found and "records" in options:
             options["records"] = [
                 *options["records"],
                 Record(ESTIMATED.name, tuple((each.config, each.seconds) for each in found)),
             ]
             if _takes(tuner.tune, "rejected"):
-                options["rejected"] = pruned_by(found, inv, kernel)
+                options["rejected"] = pruned_by(found, calls, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
         if others:
@@ -89,7 +92,6 @@ class AutotuneTier:
                 for o in others
             ]
         if store is not None and resume and _takes(tuner.tune, "known"):
-            calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
             options["known"] = store.unfinished(inv, shares_of(calls))
         if _takes(tuner.tune, "partners"):
             options["partners"] = partners_in_force(chain, inv, kernel)
@@ -143,19 +145,38 @@ class AutotuneTier:
             return self._locks.setdefault(key, threading.RLock())
 
 
-def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> list[EstimatedTime]:
-    """Return the estimates of a call, the fastest first; empty without any."""
-    if kernel is None or inv.platform != "tpu" or not isinstance(persistent, PersistentCache):
+def estimates_of(persistent: object, calls: Sequence[SharedCall], kernel: Any) -> list[EstimatedTime]:
+    """Return the configurations with an estimate for every call, the fastest by the geometric mean first."""
+    is_simulated = all(call.inv.platform == "tpu" for call in calls)
+    if kernel is None or not is_simulated or not isinstance(persistent, PersistentCache) or persistent.path is None:
         return []
-    found = None if persistent.path is None else EstimateFiles(persistent.path).load(inv.key)
-    return [] if found is None else found.times(inv, kernel)
+    files, shares, found = EstimateFiles(persistent.path), shares_of(calls), []
+    for call in calls:
+        estimates = files.load(call.inv.key)
+        times = [] if estimates is None else estimates.times(call.inv, kernel)
+        found.append({config_id(each.config): each for each in times})
+    weights = [shares[call.inv.call_key] for call in calls]
+    common = [[each[name] for each in found] for name in found[0] if all(name in each for each in found)]
+    means = [
+        EstimatedTime(
+            several[0].config,
+            _mean([each.seconds for each in several], weights),
+            _mean([each.least for each in several], weights),
+        )
+        for several in common
+    ]
+    return sorted(means, key=lambda each: each.seconds)
+
+
+def _mean(seconds: Sequence[float], weights: Sequence[float]) -> float:
+    return math.exp(statistics.fmean([math.log(max(each, 1e-12)) for each in seconds], weights))
 
 
 def pruned_by(
-    found: Sequence[EstimatedTime], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+    found: Sequence[EstimatedTime], calls: Sequence[SharedCall], kernel: Kernel[Any, Any]
 ) -> tuple[Outcome, ...]:
-    """Return the candidates that are not measured because their estimated time is long; never the heuristic."""
-    kept = {config_id(config) for config in heuristic_of(inv, kernel)}
+    """Return the candidates that are not measured because their estimated time is long; never a heuristic's."""
+    kept = {config_id(config) for call in calls for config in heuristic_of(call.inv, kernel)}
     best = min((each.seconds for each in found), default=0.0)
     return tuple(
         Outcome(

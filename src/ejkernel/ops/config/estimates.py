@@ -61,6 +61,7 @@ class EstimatedRow:
         us: Estimated microseconds; `None` if the simulator refuses it.
         least_us: The same without the simulator's known excess for short grid steps; `None` if unknown.
         cycles: Estimated cycles.
+        simulated: The part of the call that was simulated, in words; empty for the whole call.
         reason: Why it is refused.
         is_heuristic: Whether it is the heuristic's configuration.
     """
@@ -70,6 +71,7 @@ class EstimatedRow:
     us: float | None = None
     least_us: float | None = None
     cycles: float | None = None
+    simulated: str = ""
     reason: str = ""
     is_heuristic: bool = False
 
