@@ -122,6 +122,11 @@ def test_a_measured_configuration_replaces_it(chain_of):
     assert chain.resolve(call_of(), KERNEL).config == fast(2)
 
 
+def test_it_ranks_below_all_that_was_measured_and_above_estimates(chain_of):
+    asked = [consulted.tier for consulted in chain_of().consult(call_of(), KERNEL)]
+    assert asked[-5:] == ["sister", "forward", "published", "estimated", "heuristic"]
+
+
 def test_it_counts_as_a_miss(chain_of):
     assert chain_of(row(64)).resolve(call_of(), KERNEL).tier.is_provisional
 

@@ -72,7 +72,8 @@ class AutotuneTier:
         own_space = options.get("candidates") is None and kernel is not None
         saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
         if store is not None and _takes(tuner.tune, "records"):
-            published = [] if kernel is None else kernel.published(inv.representative)
+            has_tables = kernel is not None and inv.platform == "tpu"
+            published = kernel.published(inv.representative) if has_tables else ()
             first = [Record(PUBLISHED.name, ((each.config, 1.0),)) for each in published if not each.why_not]
             options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
         calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
