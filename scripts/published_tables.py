@@ -78,17 +78,18 @@ def product(asked: Mapping[str, Any], blocks: Mapping[str, Any], device: str) ->
     if blocks["input_buffer_count"] != 2:
         raise SkippedError("more than two buffers of an operand, which JAX's kernel does not have")
     contracted = [axes[0] for axes in asked["ragged_dot_dimension_numbers"]["dot_dimension_numbers"][0]]
-    is_wgrad, transposed = contracted == [0, 0], contracted == [1, 2]
+    if contracted == [1, 2]:
+        raise SkippedError("a transposed matrix, for which tile_k and tile_n are swapped in some tables only")
+    is_wgrad = contracted == [0, 0]
     call = GroupedMatmulCall(
         platform="tpu",
         device_fingerprint=device,
         rows=left[0],
         groups=count,
         inner=left[1],
-        columns=right[1] if is_wgrad or transposed else right[2],
+        columns=right[-1],
         dtype="bfloat16",
         out_dtype="bfloat16",
-        transpose_rhs=transposed,
     )
     params = _with(MegabloxParams, blocks, "tile_m", "tile_k", "tile_n")
     return MegabloxWgrad() if is_wgrad else Megablox(), call, params

@@ -105,6 +105,11 @@ def test_rows_that_do_not_fit_are_skipped_with_the_reason(imported, asked, block
         ({}, TILES | {"input_buffer_count": 3}, "more than two buffers"),
         ({"rhs": {"qvalue": "f8_e4m3fn[8,512,256]"}}, TILES, "quantised operands"),
         ({"activation": "silu"}, TILES, "an epilogue"),
+        (
+            {"ragged_dot_dimension_numbers": {"dot_dimension_numbers": [[[1], [2]], [[], []]]}},
+            TILES,
+            "a transposed matrix",
+        ),
     ],
 )
 def test_products_that_the_kernel_does_not_compute_are_skipped(imported, asked, blocks, reason):

@@ -38,16 +38,15 @@ def attention(call):
 
 
 def product(call):
-    sizes = (call["columns"], call["inner"]) if call["transposed"] else (call["inner"], call["columns"])
     groups = jax.ShapeDtypeStruct((call["groups"],), "int32")
-    args = (like(call["rows"], call["inner"]), like(call["groups"], *sizes), groups)
-    return invocation("grouped_matmul", args, {"transpose_rhs": bool(call["transposed"])}, call["device"])
+    args = (like(call["rows"], call["inner"]), like(call["groups"], call["inner"], call["columns"]), groups)
+    return invocation("grouped_matmul", args, {}, call["device"])
 
 
 @pytest.mark.parametrize(("implementation", "call_of"), [(Splash(), attention), (Megablox(), product)])
 def test_each_row_is_found_and_runs(implementation, call_of):
     ((_, rows),) = implementation.published.read().items()
-    assert len(rows) > 50
+    assert len(rows) > 20
     for row in rows:
         inv, backward = call_of(row["call"]), bool(row["call"].get("backward"))
         call = dataclasses.replace(inv.kernel.call_of(inv), backward=backward)

@@ -61,10 +61,9 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def published_as(self, call: GroupedMatmulCall) -> Facts | None:
         """Return the sizes of a plain product in bfloat16."""
-        if call.features or {call.dtype, call.out_dtype} != {"bfloat16"}:
+        if call.features or call.transpose_rhs or {call.dtype, call.out_dtype} != {"bfloat16"}:
             return None
-        sizes = {"rows": call.rows, "groups": call.groups, "inner": call.inner, "columns": call.columns}
-        return {**sizes, "transposed": int(call.transpose_rhs)}
+        return {"rows": call.rows, "groups": call.groups, "inner": call.inner, "columns": call.columns}
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
