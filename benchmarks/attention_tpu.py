@@ -49,9 +49,8 @@ _SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
 def cycles(case: dict[str, Any], groups: int, folder: Path) -> float:
     """Return the simulated cycles of some key heads and their query heads."""
-    # our kernels state their own limit
-    options = {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[case["chip"]] << 10)}
-    found: float = _cycles(_lowered(case, groups), {} if case["kernel"] == "pallas_tpu" else options, folder)
+    chip = None if case["kernel"] == "pallas_tpu" else case["chip"]  # our kernels state their own limit
+    found: float = kernel_cycles(_lowered(case, groups), chip, folder)
     return found * (_visible_share(case) if case["kernel"] == "splash" else 1)
 
 
@@ -67,10 +66,11 @@ def _visible_share(case: dict[str, Any]) -> float:
     return float(np.mean(found))
 
 
-def _cycles(lowered: Any, options: dict[str, str], folder: Path) -> int:
-    """Compile a program, and return the cycles of its kernels."""
+def kernel_cycles(lowered: Any, chip: str | None, folder: Path) -> int:
+    """Compile a program, and return the cycles of its kernels, which may use most of the vector memory of `chip`."""
     for file in folder.iterdir():
         file.unlink()
+    options = {} if chip is None else {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[chip] << 10)}
     text = lowered.compile(compiler_options=options).as_text()
     kernels = set(re.findall(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"", text))
     found = {}
@@ -89,7 +89,7 @@ def _lowered(case: dict[str, Any], groups: int) -> Any:
 
     from ejkernel.kernels.flash_attention.common import Operands
 
-    like: Any = functools.partial(jax.ShapeDtypeStruct, sharding=_sharding(case["chip"]))
+    like: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding(case["chip"]))
     heads, length, dim = groups * case["repeats"], case["length"], case["head_dim"]
     lse = like((1, heads, length), "float32")
     if case["kernel"] == "pallas_tpu":
@@ -104,7 +104,8 @@ def _lowered(case: dict[str, Any], groups: int) -> Any:
 
 
 @functools.cache
-def _sharding(chip: str) -> Any:
+def sharding(chip: str) -> Any:
+    """Return the placement on one device of a chip."""
     import jax
     from jax.experimental import topologies
     from jax.experimental.pallas import tpu as pltpu
@@ -191,7 +192,7 @@ def _splash(case: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any
     return forward, backward
 
 
-def simulate() -> None:
+def simulate(cycles: Callable[[dict[str, Any], int, Path], float] = cycles) -> None:
     """Read cases from standard input, one JSON object a line, and write their cycles or an error to standard output."""
     folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
     for line in sys.stdin:
@@ -207,9 +208,14 @@ def simulate() -> None:
 
 
 class Simulator:
-    """A process that simulates; another one takes its place if it ends."""
+    """A process that simulates; another one takes its place if it ends.
 
-    def __init__(self) -> None:
+    Args:
+        module: The module of this package that simulates.
+    """
+
+    def __init__(self, module: str = "attention_tpu") -> None:
+        self._module = f"benchmarks.{module}"
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
 
@@ -238,7 +244,7 @@ class Simulator:
                 "TPU_ACCELERATOR_TYPE": "v5litepod-4",
             }
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.attention_tpu", "--simulate"],
+                [sys.executable, "-m", self._module, "--simulate"],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

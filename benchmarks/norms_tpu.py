@@ -71,13 +71,16 @@ def lowered(chip: str, operation: str, program: str, implementation: str) -> Any
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate all cases, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="a JSON file; a table goes beside it")
+    parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
     given = parser.parse_args(arguments)
-    results: list[dict[str, Any]] = []
+    results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
     with tempfile.TemporaryDirectory() as name:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={name}"  # read when libtpu is loaded
-        for chip, operation, program in itertools.product(CHIPS, OPERATIONS, PROGRAMS):
+        for chip, operation, program in itertools.product(given.chips, OPERATIONS, PROGRAMS):
             case: dict[str, Any] = {"chip": chip, "operation": operation, "program": program}
+            if any(case.items() <= one.items() for one in results):
+                continue
             for implementation in IMPLEMENTATIONS:
                 case[implementation] = cycles(lowered(chip, operation, program, implementation), Path(name))
             memory = ARRAYS[program] * ROWS * DIM * 2 // BANDWIDTH[chip]

@@ -129,6 +129,11 @@ def test_list_is_about_the_target_and_says_why_an_implementation_does_not_run_th
     reason = r"^flash_attention +cudnn +no +needs an NVIDIA GPU, Ampere \(A100\) or later$"
     assert re.search(reason, out, re.M)
     assert re.search(r"^flash_attention +splash +yes", out, re.M)
+    assert re.search(
+        r"^flash_attention, splash: \d+ configurations published in tokamax \S+, 20\d\d-\d\d-\d\d$", out, re.M
+    )
+    published = json.loads(run(capsys, "list", "--target", "tpu_v6e", "--json")[1])["published"]
+    assert {"grouped_matmul", "paged_attention"} <= {each["operation"] for each in published}
     assert callable(flash)
 
 
@@ -145,7 +150,7 @@ def test_a_program_is_explained_for_the_target(folder, capsys):
     [
         (["--target", "nvidia_h200"], "got 'nvidia_h200': only Google's compiler for TPUs has a simulator"),
         (["--target", "tpu7x"], "got 'tpu7x': its simulator ends the process"),
-        ([], "--estimate needs MODULE:FUNCTION and --target"),
+        ([], "--estimate needs MODULE:FUNCTION or --shapes, and --target"),
         (["--target", "tpu_v6e", "--budget", "3"], "--budget cannot be used with --estimate, which measures nothing"),
         (["--target", "tpu_v6e", "--compile-only"], "run one after the other"),
     ],

@@ -9,10 +9,12 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 import ejkernel.modules  # noqa: F401 - makes the kernels that lines name
+from ejkernel.cli import estimate as estimate_command
 from ejkernel.cli import main
 from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops import Kernel
 from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.config.estimates import EstimatedRow, EstimateFiles, Estimates
 from ejkernel.ops.errors import ArgumentError
 
 NORM = '{"kernel": "rms_norm", "args": ["f32[%s,64]", "f32[64]"]%s}'
@@ -177,6 +179,21 @@ def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, ca
     assert "on the machine with the device: ejkernel tune --from bundle --shapes shapes.jsonl" in printed.err
     assert main(["tune", "--in-process", "--from", "bundle", *NAMED, "--cache", "saved", "--json"]) == 0
     assert [entry["config"] for entry in json.loads(capsys.readouterr().out)["entries"]] == [{"rows": 4}] * 2
+
+
+def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypatch):
+    asked = []
+
+    def estimate(calls, target, **options):
+        asked.extend(inv.args[0].shape for inv in calls)
+        row = EstimatedRow(config={"rows": 2}, config_type="json", us=1.0, cycles=1750.0, is_heuristic=True)
+        return [Estimates.of(inv, "made up", [row]) for inv in calls]
+
+    monkeypatch.setattr(estimate_command, "estimate_calls", estimate)
+    assert main(["tune", "--estimate", "--target", "tpu_v6e", *NAMED, "--cache", "saved"]) == 0
+    assert asked == [(16,), (48,)]
+    assert "`ejkernel tune --shapes shapes.jsonl` on the device" in " ".join(capsys.readouterr().err.split())
+    assert len(list(EstimateFiles(folder / "saved").files())) == 2
 
 
 @pytest.mark.parametrize("others", [["program:step"], ["--missed"], ["--missed", "--from", "bundle"]])

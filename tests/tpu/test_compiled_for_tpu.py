@@ -179,6 +179,56 @@ def test_megablox_compiles_within_the_estimate(sharding, case, implementation):
         check_estimate(implementation.memory(call, params), max(used), params, most=2 if case == "odd sizes" else 1.5)
 
 
+def published(implementation):
+    (rows,) = implementation.published.read().values()
+    # the gradients of longer calls need more memory than a chip has
+    return sampled([row for row in rows if row["call"].get("queries", 0) <= 16_384], implementation.name)
+
+
+def test_published_blocks_of_attention_compile_within_the_estimate(sharding):
+    implementation = splash.Splash()
+    for row in published(implementation):
+        facts, backward = row["call"], bool(row["call"]["backward"])
+        rules = Rules(scale=0.1, right=0 if facts["causal"] else None)
+        assert facts["queries"] == facts["keys"]
+        sizes = {"length": facts["queries"], "head_dim": facts["head_dim"], "value_dim": facts["value_dim"]}
+        operands, (out, lse) = attention_operands(sharding, **sizes)
+        call = describe(operands, rules, platform="tpu", backward=backward)
+        params = implementation.params_type(backward=backward)(**row["params"])
+        if backward:
+            used = used_memory(
+                lambda o, out, lse, dout, rules=rules, params=params: implementation.differentiate(
+                    o, (out, lse), dout, rules, params
+                ),
+                *(operands, out, lse, out),
+            )
+        else:
+            used = used_memory(lambda o, rules=rules, params=params: implementation.attend(o, rules, params), operands)
+        assert max(used) <= splash.vector_memory(call, params), (facts, params)
+
+
+@pytest.mark.parametrize("implementation", [Megablox(), MegabloxWgrad()], ids=["product", "weights"])
+def test_published_tiles_of_groups_compile_within_the_estimate(sharding, implementation):
+    for row in published(implementation):
+        facts = {name: size for name, size in row["call"].items() if name != "device"}
+        call = GroupedMatmulCall(**facts, dtype="bfloat16", out_dtype="bfloat16", platform="tpu")
+
+        def like(*shape, dtype="bfloat16"):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        rhs = (
+            like(call.rows, call.columns)
+            if isinstance(implementation, MegabloxWgrad)
+            else like(call.groups, call.inner, call.columns)
+        )
+        args = (like(call.rows, call.inner), rhs, like(call.groups, dtype="int32"))
+        params = implementation.params(**row["params"])
+        used = used_memory(
+            lambda *args, call=call, params=params: implementation.forward(call, *args, params=params)[0], *args
+        )
+        assert max(used) <= implementation.memory(call, params), (row["call"], params)
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("operation", ["rms_norm", "layer_norm"])
 def test_row_norms_compile_within_the_estimate(sharding, operation, backward):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 
@@ -11,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.execution.discovery import discover_for
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
@@ -101,3 +104,12 @@ def test_candidates_are_simulated_or_have_the_reason(capfd):
     assert "killed by SIGABRT" in reasons["bfloat16"]
     assert "Check failed" in reasons["bfloat16"]
     assert "symbolize" not in capfd.readouterr().err
+
+
+def test_a_call_with_many_examples_is_simulated_for_a_few():
+    like = jax.ShapeDtypeStruct((16, 512, 2, 128), jnp.bfloat16)
+    attend = jax.jit(functools.partial(flash_attention, causal=True, implementation="pallas_tpu"))
+    calls = discover_for(attend, (like,) * 3, {}, platform="tpu")
+    (found,) = estimate_calls(calls, Target.named("tpu_v6e"), candidates=lambda inv: [])
+    assert found.rows[0].us > 0
+    assert found.rows[0].simulated == "1, 2 and 3 of 16 along 'batch'"

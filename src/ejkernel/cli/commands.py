@@ -192,8 +192,8 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 
 def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
-    if ":" not in options["target"] or device == "here" or output is not None:
-        raise click.UsageError("--estimate needs MODULE:FUNCTION and --target, and has no --output.")
+    if not (":" in options["target"] or options["shapes"]) or device == "here" or output is not None:
+        raise click.UsageError("--estimate needs MODULE:FUNCTION or --shapes, and --target, and has no --output.")
     _check_unused(options, "--estimate")
     _leave_devices_alone()
     from ejkernel.cli.estimate import options_of, run_estimate

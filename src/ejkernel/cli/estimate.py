@@ -35,6 +35,7 @@ class EstimateOptions:
     target: str
     imports: tuple[str, ...]
     device: str
+    shapes: Path | None = None
     cache: Path | None = None
     compile_processes: int | None = None
     as_json: bool = False
@@ -49,7 +50,7 @@ def run_estimate(options: EstimateOptions) -> int:
     reason = store.why_not_writable()
     if reason is not None or store.path is None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
-    found = find_on(Source.of(options.target, options.imports), aim)
+    found = find_on(Source.of(options.target, options.imports, shapes=options.shapes), aim)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
     if not found.calls:
         raise TuningError(found.empty)
@@ -66,9 +67,10 @@ def run_estimate(options: EstimateOptions) -> int:
         click.echo("\n\n".join(_as_text(each, verbose=options.verbose) for each in estimates))
     rows = [row for each in estimates for row in each.rows]
     some = sum(row.us is not None for row in rows)
+    again = options.target or f"--shapes {options.shapes}"
     console.print(
         f"{some} of {counted(len(rows), 'candidate')} estimated in {time.monotonic() - started:.1f} s, none measured; "
-        f"stored in {store.path}. `ejkernel tune {options.target}` on the device, with this folder as its cache, "
+        f"stored in {store.path}. `ejkernel tune {again}` on the device, with this folder as its cache, "
         f"measures the fastest first, and none of {PRUNED_FROM} times the best estimate or more",
         soft_wrap=True,
     )
@@ -100,8 +102,8 @@ def _name(row: EstimatedRow) -> str:
 
 
 def _of_best(row: EstimatedRow, best: EstimatedRow) -> str:
-    ratio = (row.us or 0.0) / (best.us or 1.0)
-    return f"{ratio:.2f}, pruned" if ratio >= PRUNED_FROM and not row.is_heuristic else f"{ratio:.2f}"
+    ratio, least = ((us or 0.0) / (best.us or 1.0) for us in (row.us, row.us if row.least_us is None else row.least_us))
+    return f"{ratio:.2f}, pruned" if least >= PRUNED_FROM and not row.is_heuristic else f"{ratio:.2f}"
 
 
 def options_of(options: dict[str, Any], device: str) -> EstimateOptions:

@@ -147,12 +147,18 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
             {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
             for name, implementation, reason in rows
         ]
-        report.echo_json({"device": aim, "implementations": found})
+        published = [
+            {"operation": op, "implementation": name, "source": source, "configurations": count}
+            for op, name, source, count in _published_on(aim)
+        ]
+        report.echo_json({"device": aim, "implementations": found, "published": published})
         return
     click.echo(f"On {aim}:", err=True)
     cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
     runs = "runs here" if device == "here" else "runs there"
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
+    for op, name, source, count in _published_on(aim):
+        click.echo(f"{op}, {name}: {counted(count, 'configuration')} published in {source}")
 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:
@@ -164,6 +170,12 @@ def implementations_on(device: str) -> list[tuple[str, str, str]]:
     """Return `(operation, implementation, why not on this device)` for the operations of this package."""
     import_operations()
     return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel, device)]
+
+
+def _published_on(device: str) -> list[tuple[str, str, str, int]]:
+    """Return operation, implementation, source and number of the configurations published for a device."""
+    kernels = [kernel for _, kernel in _kernels(ours=True) if isinstance(kernel, Operation)]
+    return [(kernel.op_id, *found) for kernel in kernels for found in kernel.published_on(device)]
 
 
 def _rows_of(name: str, kernel: Kernel[Any, Any], device: str) -> list[tuple[str, str, str]]:

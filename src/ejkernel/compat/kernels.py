@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -228,6 +228,16 @@ def tpu_ragged_paged_attention(
     how |= {"num_kv_pages_per_block": pages, "num_queries_per_block": queries}
     run: Any = module.ragged_paged_attention
     return unchecked(lambda: run(q, kv_pages, kv_lengths, page_table, query_offsets, count, **how), q)
+
+
+def tuned_ragged_blocks() -> Iterator[tuple[str, tuple[Any, ...], tuple[int, int]]]:
+    """Yield device, sizes, and the pages and queries of a block from JAX's table for `tpu_ragged_paged_attention`."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes
+
+    devices = {"TPU v5": ("tpu:tpu_v5_lite", "tpu:tpu_v5"), "TPU v6": ("tpu:tpu_v6_lite",)}
+    for chip, blocks in tuned_block_sizes.TUNED_BLOCK_SIZES.items():
+        for device in devices.get(chip, ()):
+            yield from ((device, sizes, found) for sizes, found in blocks.items())
 
 
 def unchecked(compute: Callable[[], Any], like: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -214,11 +215,13 @@ class KernelFacts(NamedTuple):
         scalar_prefetch: Whether scalars in memory choose the blocks of a kernel.
         dynamic_grid: Whether the grid of a kernel depends on values.
         dtypes: The dtypes of all values of the program.
+        grid_steps: The number of grid steps of all kernels, each counted once.
     """
 
     scalar_prefetch: bool
     dynamic_grid: bool
     dtypes: frozenset[str]
+    grid_steps: int
 
 
 def kernel_facts(closed: Any) -> KernelFacts:
@@ -230,6 +233,7 @@ def kernel_facts(closed: Any) -> KernelFacts:
         any(grid.num_index_operands for grid in grids),
         any(grid.num_dynamic_grid_bounds for grid in grids),
         frozenset(str(aval.dtype) for aval in values if hasattr(aval, "dtype")),
+        sum(math.prod(size for size in grid.grid if isinstance(size, int)) for grid in grids),
     )
 
 

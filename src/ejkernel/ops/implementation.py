@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 
+from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.messages.names import did_you_mean
@@ -72,6 +73,7 @@ class Implementation(Generic[CallT]):
         features: The supported members of `OperationCall.features`; calls with other features are rejected.
         unavailable: Groups of checks of `ejkernel.testing.check_kernel` that do not apply, such as `vmap` or `export`,
             each with the reason.
+        published: The table of parameters that others have published for it.
     """
 
     name: ClassVar[str]
@@ -81,6 +83,11 @@ class Implementation(Generic[CallT]):
     differentiable: ClassVar[bool] = False
     features: ClassVar[frozenset[str]] = frozenset()
     unavailable: ClassVar[Mapping[str, str]] = {}
+    published: ClassVar[PublishedTable | None] = None
+
+    def published_as(self, call: CallT) -> Facts | None:
+        """Return the facts by which `published` lists such a call; `None` if it lists none."""
+        return None
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why `call` does not run, and what to use instead; `None` if it runs."""

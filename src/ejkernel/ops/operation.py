@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.config.published import Published, PublishedRow
 from ejkernel.ops.config.spaces.alternatives import alternatives
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
@@ -21,6 +22,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, Unsuppo
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
 from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.storage.serialize import from_plain
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -154,6 +156,28 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             chosen = self.implementations[config.implementation]
             reason = None if params is None else chosen.params_fault(call, params)
         return reason or ""
+
+    def published(self, inv: Invocation[OpCfg, Out]) -> list[Published[OpCfg]]:
+        """See `Kernel`. An untuned call gets the heuristic's implementation, or one published as faster than XLA."""
+        names, call = self._able(inv)
+        return [
+            Published(
+                config=None if params is None else self._config(name, call, params),
+                note=row.note,
+                why_not=fault and f"{row.note}: {fault}",
+                why_not_untuned="" if name == names[0] else row.why_not_untuned,
+            )
+            for name in names
+            for row, params, fault in _published_params(self.implementations[name], call)
+        ]
+
+    def published_on(self, device: str) -> Iterator[tuple[str, str, int]]:
+        """Yield implementation, source and number of the configurations published for a device."""
+        for name in self.implementations:
+            if not self.implementations.elsewhere(name, device.partition(":")[0]):
+                for found in self.implementations.loadable([name]):
+                    counts = {} if found.published is None else found.published.counts(device)
+                    yield from ((name, source, count) for source, count in counts.items())
 
     def reasons(self, call: CallT) -> dict[str, str]:
         """Return, for each implementation, why it does not run a call; `""` if it does."""
@@ -433,13 +457,29 @@ def _params_of(config: OperationConfig, call: Any) -> Any:
     return config.bwd if call.backward else config.fwd
 
 
-def _valid_params(implementation: Implementation[Any], call: object) -> Collection[Any]:
+def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[Any]:
     """Return an implementation's space without invalid parameters; a `ConfigSpace` excludes them by constraints."""
     space = implementation.space(call)
     # A `ConfigSpace` may have millions of points, so do not list it.
     if isinstance(space, ConfigSpace):
         return space
-    return [params for params in space if implementation.params_fault(call, params) is None]
+    own = [params for params in space if implementation.params_fault(call, params) is None]
+    published = [params for _, params, fault in _published_params(implementation, call) if not fault]
+    return list(dict.fromkeys((*own, *published))) if published else own
+
+
+def _published_params(implementation: Implementation[Any], call: Any) -> Iterator[tuple[PublishedRow, Any, str]]:
+    """Yield the rows published for a call, with their parameters and why these are invalid for it."""
+    facts = None if implementation.published is None else implementation.published_as(call)
+    if implementation.published is None or facts is None:
+        return
+    for row in implementation.published.rows({"device": call.device_fingerprint, **facts}):
+        try:
+            params = from_plain(row.params, implementation.params_type(backward=call.backward))
+        except ConfigError as error:  # of another version of the implementation
+            yield row, None, str(error)
+        else:
+            yield row, params, implementation.params_fault(call, params) or ""
 
 
 def _is_partitioned() -> bool:

@@ -12,12 +12,16 @@ import pytest
 from tests.ops.sealing import change_object
 
 from ejkernel import compat
+from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
+from ejkernel.ops.autotuner.compile.parts import extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.schedules import cycles_of
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import GivenUpError
 from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.autotuner.tier import estimates_of, pruned_by
 from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -26,12 +30,14 @@ from ejkernel.ops.config.estimates import EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.errors import CacheWarning, CandidateError, ConfigError
+from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.execution.explain import explain_call
 
 V6E = Target.named("tpu_v6e")
 X = jax.ShapeDtypeStruct((8,), jnp.int32)
+EXCESS: dict[int, float] = {}  # by configuration
 
 
 class Estimated(Kernel[int, jax.Array]):
@@ -59,7 +65,7 @@ def simulate(inv, choice):
         raise CandidateError("the worker was killed by SIGABRT: F1123 12:00:00.0 1 a.cc:75] Check failed: no such unit")
     if choice.config == 8:
         raise GivenUpError("the worker was silent")
-    return Program(cycles=choice.config * 1000.0)
+    return Program(cycles=choice.config * 1000.0, least_cycles=choice.config * 1000.0 - EXCESS.get(choice.config, 0))
 
 
 @pytest.fixture
@@ -168,6 +174,62 @@ def test_kernels_that_the_simulator_is_wrong_for_are_found_in_the_traced_program
     facts = [compat.kernel_facts(jax.jit(jax.jit(f)).trace(number, x).jaxpr) for f in (prefetched, with_grid)]
     assert [(each.scalar_prefetch, each.dynamic_grid) for each in facts] == [(True, False), (False, True)]
     assert "int8" in facts[0].dtypes
+    assert facts[0].grid_steps == 2
+
+
+# --- a part of a call ---
+
+
+def attention(batch=16, **options):
+    like = jax.ShapeDtypeStruct((batch, 64, 2, 128), jnp.bfloat16)
+    inv = Invocation(kernel=living_kernels()["flash_attention@v0"][0], args=(like,) * 3, kwargs=options)
+    return inv, inv.argument_types
+
+
+def shapes(parts):
+    return [{like.shape for like in types} for types in parts.types]
+
+
+def test_the_examples_of_a_call_are_its_parts():
+    parts = parts_of(*attention())
+    assert (parts.number, parts.name) == (16, "batch")
+    assert shapes(parts) == [{(count, 64, 2, 128)} for count in (1, 2, 3)]
+
+
+def test_the_examples_of_a_vmapped_backward_call_are_its_parts():
+    like = jax.ShapeDtypeStruct((32, 1, 64, 2, 128), jnp.bfloat16)
+    attend = jax.vmap(lambda q: flash_attention(q, q, q, causal=True))
+    _, inv = discover_for(jax.jit(jax.grad(lambda q: attend(q).astype("float32").sum())), (like,), {}, platform="tpu")
+    parts = parts_of(inv, inv.argument_types)
+    assert parts.number == 32
+    assert {types[0].shape[0] for types in parts.types} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("inv", [attention(batch=8)[0], Invocation(kernel=KERNEL, args=(X,))])
+def test_calls_with_few_examples_and_kernels_without_a_rule_have_no_parts(inv):
+    assert parts_of(inv, inv.argument_types) is None
+
+
+@pytest.mark.parametrize(("times", "cycles"), [((100, 150, 200), 850), ((100, 150, 202), None), ((100, 90, 80), None)])
+def test_parts_stand_for_a_call_only_if_each_takes_the_same_time(times, cycles):
+    parts = parts_of(*attention())
+    remaining = iter(times)
+    found = extrapolated(parts, lambda types: next(remaining))
+    assert found == (None if cycles is None else (cycles, "1, 2 and 3 of 16 along 'batch'"))
+
+
+def test_a_part_that_cannot_be_simulated_leaves_the_whole_call():
+    def refuse(types):
+        raise CandidateError("not estimated: no kernel")
+
+    assert extrapolated(parts_of(*attention()), refuse) is None
+
+
+def test_a_row_says_what_was_simulated(store):
+    part = "1, 2 and 3 of 16 along 'batch'"
+    (found,) = estimate_calls([CALL], V6E, simulate=lambda inv, choice: Program(cycles=1000.0, simulated=part))
+    EstimateFiles(store.path).put(found)
+    assert {row.simulated for row in EstimateFiles(store.path).load(CALL.key).rows} == {part}
 
 
 # --- estimating ---
@@ -271,6 +333,35 @@ def test_a_search_starts_from_the_estimates_and_prunes_the_slow_ones(store, monk
     # 13 is 1.3 times the best; 20 is the heuristic, with which all others are compared
     assert {each.config: each.status for each in asked["rejected"]} == {13: "pruned", 30: "pruned"}
     assert asked["rejected"][-1].reason == "its estimated time is 3.00 times the best estimate; it was not measured"
+
+
+def test_candidates_whose_excess_of_short_steps_may_explain_their_time_are_not_pruned(store, monkeypatch):
+    monkeypatch.setitem(EXCESS, 13, 100)
+    monkeypatch.setitem(EXCESS, 20, 9500)
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    EstimateFiles(store.path).put(found)
+    calls = [SharedCall(inv=CALL)]
+    assert not pruned_by(estimates_of(store, calls, KERNEL), calls, KERNEL)
+    answers = {each.tier: each.note for each in chain(store).consult(CALL, KERNEL)}
+    assert answers["estimated"].startswith("the heuristic's 11.4 us is within the error of the best, 5.7 us")
+
+
+def test_calls_that_share_a_configuration_have_the_mean_of_their_estimates(store):
+    other = dataclasses.replace(CALL, args=(jax.ShapeDtypeStruct((16,), jnp.int32),))
+
+    def longer(inv, choice):
+        found = simulate(inv, choice)
+        return dataclasses.replace(found, cycles=found.cycles * (16 if inv.args[0].shape == (16,) else 1))
+
+    for each in estimate_calls([CALL, other], V6E, simulate=longer):
+        EstimateFiles(store.path).put(each)
+    alone = {each.config: each.seconds for each in estimates_of(store, [SharedCall(inv=CALL)], KERNEL)}
+    calls = [SharedCall(inv=CALL, weight=3.0), SharedCall(inv=other)]
+    shared = estimates_of(store, calls, KERNEL)
+    assert [each.config for each in shared] == [10, 12, 13, 20]
+    assert [each.seconds / alone[each.config] for each in shared] == pytest.approx([2.0] * 4, rel=1e-3)
+    missing = dataclasses.replace(CALL, args=(jax.ShapeDtypeStruct((32,), jnp.int32),))
+    assert estimates_of(store, [*calls, SharedCall(inv=missing)], KERNEL) == []
 
 
 @pytest.mark.slow

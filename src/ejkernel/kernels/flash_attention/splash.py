@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 
 from ._tpu import LANES, check_blocks, unsupported_reason
@@ -93,6 +94,17 @@ class Splash(AttentionImplementation):
     params = SplashParams
     bwd_params = SplashBwdParams
     features = frozenset(("query_lengths", "key_lengths", "return_lse", "deterministic"))
+    published = PublishedTable("splash")
+
+    def published_as(self, call: AttentionCall) -> Facts | None:
+        """Return lengths, head dimensions, direction and mask; blocks do not depend on the number of heads."""
+        rules = Rules(scale=call.rules.scale, right=call.rules.right)
+        plain = dataclasses.replace(call, segments=False, query_lengths=False, key_lengths=False)
+        if call != plain or call.rules != rules or rules.right not in (None, 0) or call.dtype != "bfloat16":
+            return None
+        lengths = {"queries": call.query[1], "keys": call.key[1]}
+        sizes = {"head_dim": call.query[3], "value_dim": call.value[3]}
+        return lengths | sizes | {"causal": int(rules.right == 0), "backward": int(call.backward)}
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
+from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -57,6 +58,12 @@ class _Megablox(Implementation[GroupedMatmulCall]):
     name = "megablox"
     params = MegabloxParams
     features = frozenset({"first_group"})
+
+    def published_as(self, call: GroupedMatmulCall) -> Facts | None:
+        """Return the sizes of a plain product in bfloat16."""
+        if call.features or call.transpose_rhs or {call.dtype, call.out_dtype} != {"bfloat16"}:
+            return None
+        return {"rows": call.rows, "groups": call.groups, "inner": call.inner, "columns": call.columns}
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
@@ -112,6 +119,8 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 class Megablox(_Megablox):
     """The product on TPUs."""
 
+    published = PublishedTable("megablox")
+
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: MegabloxParams) -> tuple[jax.Array, Any]:
         """Return the product, without residuals."""
         lhs, rhs, groups = args
@@ -138,6 +147,8 @@ class MegabloxActivation(_Megablox):
 
 class MegabloxWgrad(_Megablox):
     """The weights' gradient on TPUs."""
+
+    published = PublishedTable("megablox_wgrad")
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: MegabloxParams) -> tuple[jax.Array, Any]:
         """Return the gradient, without residuals."""

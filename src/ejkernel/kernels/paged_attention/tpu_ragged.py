@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
+from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -46,11 +48,38 @@ class TpuRaggedParams:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}.")
 
 
+class _OfJax(PublishedTable):
+    """The table of the installed JAX, for sizes rounded up to powers of two."""
+
+    def read(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """See `PublishedTable`."""
+        names = ("heads", "kv_heads", "head_dim", "page", "tokens", "length")
+        rows = [
+            {
+                "call": dict(zip(names, sizes, strict=True)) | {"device": device, "dtype": dtype},
+                "params": {"block_pages": pages, "block_queries": queries},
+            }
+            for device, (dtype, cache_dtype, *sizes), (pages, queries) in compat.tuned_ragged_blocks()
+            if dtype == cache_dtype
+        ]
+        return {f"JAX {jax.__version__}": rows}
+
+
 class TpuRagged(Implementation[PagedCall]):
     """JAX's ragged paged attention, on TPUs."""
 
     name = "tpu_ragged"
     params = TpuRaggedParams
+    published = _OfJax("tpu_ragged")
+
+    def published_as(self, call: PagedCall) -> Facts | None:
+        """Return the sizes that JAX's table rounds."""
+        heads, kv_heads = heads_of_block(call)
+        page = call.pages[1]
+        sizes = {"heads": heads, "kv_heads": kv_heads, "page": page, "tokens": call.q[0]}
+        sizes["length"] = page * call.table[1]
+        rounded = {name: 1 << (size - 1).bit_length() for name, size in sizes.items()}
+        return {**rounded, "head_dim": -(-call.pages[4] // _LANES) * _LANES, "dtype": call.dtype}
 
     def unsupported(self, call: PagedCall) -> str | None:
         """Return why the kernel does not support the call, with an alternative; `None` if it does."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +21,11 @@ from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config.estimates import PRUNED_FROM, EstimateFiles
+from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedTime, EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED
+from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED, PUBLISHED
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -70,12 +72,19 @@ class AutotuneTier:
         own_space = options.get("candidates") is None and kernel is not None
         saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
         if store is not None and _takes(tuner.tune, "records"):
-            options["records"] = [*saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
-        found = estimates_of(chain.persistent, inv, kernel)
-        if found and "records" in options and not options.get("others"):
-            options["records"] = [*options["records"], Record(ESTIMATED.name, tuple(found))]
+            has_tables = kernel is not None and inv.platform == "tpu"
+            published = kernel.published(inv.representative) if has_tables else ()
+            first = [Record(PUBLISHED.name, ((each.config, 1.0),)) for each in published if not each.why_not]
+            options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
+        calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
+        found = estimates_of(chain.persistent, calls, kernel)
+        if found and "records" in options:
+            options["records"] = [
+                *options["records"],
+                Record(ESTIMATED.name, tuple((each.config, each.seconds) for each in found)),
+            ]
             if _takes(tuner.tune, "rejected"):
-                options["rejected"] = pruned_by(found, inv, kernel)
+                options["rejected"] = pruned_by(found, calls, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
         if others:
@@ -84,7 +93,6 @@ class AutotuneTier:
                 for o in others
             ]
         if store is not None and resume and _takes(tuner.tune, "known"):
-            calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
             options["known"] = store.unfinished(inv, shares_of(calls))
         if _takes(tuner.tune, "partners"):
             options["partners"] = partners_in_force(chain, inv, kernel)
@@ -138,28 +146,47 @@ class AutotuneTier:
             return self._locks.setdefault(key, threading.RLock())
 
 
-def estimates_of(persistent: object, inv: Invocation[Any, Any], kernel: Any) -> list[tuple[Any, float]]:
-    """Return configurations of a call with estimated seconds, the fastest first; empty without estimates."""
-    if kernel is None or inv.platform != "tpu" or not isinstance(persistent, PersistentCache):
+def estimates_of(persistent: object, calls: Sequence[SharedCall], kernel: Any) -> list[EstimatedTime]:
+    """Return the configurations with an estimate for every call, the fastest by the geometric mean first."""
+    is_simulated = all(call.inv.platform == "tpu" for call in calls)
+    if kernel is None or not is_simulated or not isinstance(persistent, PersistentCache) or persistent.path is None:
         return []
-    found = None if persistent.path is None else EstimateFiles(persistent.path).load(inv.key)
-    return [] if found is None else found.times(inv, kernel)
+    files, shares, found = EstimateFiles(persistent.path), shares_of(calls), []
+    for call in calls:
+        estimates = files.load(call.inv.key)
+        times = [] if estimates is None else estimates.times(call.inv, kernel)
+        found.append({config_id(each.config): each for each in times})
+    weights = [shares[call.inv.call_key] for call in calls]
+    common = [[each[name] for each in found] for name in found[0] if all(name in each for each in found)]
+    means = [
+        EstimatedTime(
+            several[0].config,
+            _mean([each.seconds for each in several], weights),
+            _mean([each.least for each in several], weights),
+        )
+        for several in common
+    ]
+    return sorted(means, key=lambda each: each.seconds)
+
+
+def _mean(seconds: Sequence[float], weights: Sequence[float]) -> float:
+    return math.exp(statistics.fmean([math.log(max(each, 1e-12)) for each in seconds], weights))
 
 
 def pruned_by(
-    found: Sequence[tuple[Any, float]], inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+    found: Sequence[EstimatedTime], calls: Sequence[SharedCall], kernel: Kernel[Any, Any]
 ) -> tuple[Outcome, ...]:
-    """Return the candidates that are not measured because their estimated time is long; never the heuristic."""
-    kept = {config_id(config) for config in heuristic_of(inv, kernel)}
-    best = min((seconds for _, seconds in found), default=0.0)
+    """Return the candidates that are not measured because their estimated time is long; never a heuristic's."""
+    kept = {config_id(config) for call in calls for config in heuristic_of(call.inv, kernel)}
+    best = min((each.seconds for each in found), default=0.0)
     return tuple(
         Outcome(
-            config=config,
+            config=each.config,
             status=Status.PRUNED,
-            reason=f"its estimated time is {seconds / best:.2f} times the best estimate; it was not measured",
+            reason=f"its estimated time is {each.seconds / best:.2f} times the best estimate; it was not measured",
         )
-        for config, seconds in found
-        if seconds >= PRUNED_FROM * best and config_id(config) not in kept
+        for each in found
+        if each.least >= PRUNED_FROM * best and config_id(each.config) not in kept
     )
 
 

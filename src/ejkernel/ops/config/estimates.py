@@ -12,7 +12,7 @@ import datetime
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 
@@ -43,6 +43,14 @@ WITHIN_ERROR: Final = 1.1  # ratios of two estimates below this are within the s
 _LARGEST: Final = 16 << 20  # bytes of a file; a configuration takes hundreds
 
 
+class EstimatedTime(NamedTuple):
+    """A configuration, its estimated seconds, and these without the simulator's known excess."""
+
+    config: Any
+    seconds: float
+    least: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedRow:
     """One configuration.
@@ -51,7 +59,9 @@ class EstimatedRow:
         config: The configuration as plain data.
         config_type: Its type.
         us: Estimated microseconds; `None` if the simulator refuses it.
+        least_us: The same without the simulator's known excess for short grid steps; `None` if unknown.
         cycles: Estimated cycles.
+        simulated: The part of the call that was simulated, in words; empty for the whole call.
         reason: Why it is refused.
         is_heuristic: Whether it is the heuristic's configuration.
     """
@@ -59,7 +69,9 @@ class EstimatedRow:
     config: Any
     config_type: str
     us: float | None = None
+    least_us: float | None = None
     cycles: float | None = None
+    simulated: str = ""
     reason: str = ""
     is_heuristic: bool = False
 
@@ -122,13 +134,14 @@ class Estimates:
         """The heuristic's row, if it has an estimate."""
         return next((row for row in self.ranked if row.is_heuristic), None)
 
-    def times(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[tuple[Any, float]]:
-        """Return the decoded configurations with estimated seconds, the fastest first, without undecodable ones."""
+    def times(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[EstimatedTime]:
+        """Return the estimates of decodable configurations, the fastest first."""
         note_config_types(inv, kernel)
         found = []
         for row in self.ranked:
             try:
-                found.append((decode_config(row.config, row.config_type), _us(row) / 1e6))
+                config = decode_config(row.config, row.config_type)
+                found.append(EstimatedTime(config, _us(row) / 1e6, _least_us(row) / 1e6))
             except (ConfigError, SerializationError):  # of another version of the kernel
                 continue
         return found
@@ -140,6 +153,10 @@ class Estimates:
 
 def _us(row: EstimatedRow) -> float:
     return math.inf if row.us is None else row.us
+
+
+def _least_us(row: EstimatedRow) -> float:
+    return _us(row) if row.least_us is None else row.least_us
 
 
 def row_of(config: object, **known: Any) -> EstimatedRow:
@@ -157,7 +174,7 @@ def chosen(found: Estimates) -> tuple[EstimatedRow | None, str]:
         return None, f"the heuristic has no estimate to compare with; {found.source()}"
     best = found.ranked[0]
     mine, theirs = durations((_us(best) / 1e6, _us(before) / 1e6))
-    if _us(before) < WITHIN_ERROR * _us(best):
+    if _least_us(before) < WITHIN_ERROR * _us(best):
         return None, f"the heuristic's {theirs} is within the error of the best, {mine}; {found.source()}"
     return best, f"{mine}, the heuristic {theirs}; {found.source()}"
 

@@ -281,13 +281,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             (tiers.STALE, lambda request: self._saved(request, tiers.STALE, "retune")),
             (tiers.SISTER, lambda request: self._shipped(request, tiers.SISTER, ShippedConfigs.find_of_sister)),
             (tiers.FORWARD, self._from_forward),
+            (tiers.PUBLISHED, self._from_published),
             (tiers.ESTIMATED, self._from_estimates),
             (tiers.HEURISTIC, self._from_heuristic),
         )
         for tier, ask in documented:
             if (tier is tiers.SHARED and not getattr(self.persistent, "shared", ())) or (
                 (tier is tiers.STALE and request.policy.stale == StalePolicy())
-                or (tier is tiers.ESTIMATED and request.inv.platform != "tpu")  # only TPUs have a simulator
+                # only TPUs have tables and a simulator
+                or (tier in (tiers.PUBLISHED, tiers.ESTIMATED) and request.inv.platform != "tpu")
             ):
                 continue  # cannot have an answer, so `explain` need not list it
             answer = ask(request)
@@ -424,6 +426,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 # an overlay's configuration holds only inside its block
                 return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
         return "its forward call has no measured configuration either"
+
+    def _from_published(self, request: _Request) -> _Answer:
+        """Return the preferred configuration that others published, unless it does not run here."""
+        if not getattr(self.persistent, "shipped", False):
+            return "the chain does not use shipped configurations"
+        notes = []
+        for found in request.kernel.published(request.inv):
+            why = found.why_not or found.why_not_untuned
+            if not why:
+                return Consulted(tiers.PUBLISHED.name, request.answer(found.config, tiers.PUBLISHED), found.note)
+            notes.append(why)
+        return "; ".join(dict.fromkeys(notes)) or "none for this call"
 
     def _from_estimates(self, request: _Request) -> _Answer:
         """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""

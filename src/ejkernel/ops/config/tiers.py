@@ -42,13 +42,14 @@ AGREED: Final = Tier("agreed", is_temporary=True)  # by the processes of a progr
 STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, but the policy asks to tune it again
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
+PUBLISHED: Final = Tier("published", is_provisional=True, is_saved=True)  # measured by others
 ESTIMATED: Final = Tier("estimated", is_provisional=True, is_saved=True)  # by a compiler's simulator, not measured
 HEURISTIC: Final = Tier("heuristic", is_provisional=True, is_for_one_call=True)
 CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # a user-defined chooser, which asks no tiers
 
 _TIERS: Final = (
     *(OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE),
-    *(STALE, SISTER, FORWARD, ESTIMATED, HEURISTIC, CHOOSER),
+    *(STALE, SISTER, FORWARD, PUBLISHED, ESTIMATED, HEURISTIC, CHOOSER),
 )
 _BY_NAME: Final = {tier.name: tier for tier in _TIERS}
 

@@ -163,6 +163,10 @@ class Kernel(Computation[Cfg, Out]):
         """Return why a configuration measured elsewhere must not run a call here; `""` if it may."""
         return ""
 
+    def published(self, inv: Invocation[Cfg, Out]) -> Sequence[Any]:
+        """Return the configurations that others published for a call, the preferred first; see `Published`."""
+        return ()
+
     def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
         """Return the work of a call, including enclosing `vmap`s; `None`, the default, if it is unknown.
 

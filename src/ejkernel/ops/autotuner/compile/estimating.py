@@ -124,12 +124,15 @@ def _rows(
     heuristics = {config_id(config) for config in heuristic_of(inv, kernel_of(inv))}
     rows = []
     for config, done in zip(configs, ended, strict=True):
-        program, known = done.result, {"is_heuristic": config_id(config) in heuristics}
+        program = done.result
+        known: dict[str, Any] = {"is_heuristic": config_id(config) in heuristics}
         if program is None or program.cycles is None:
             rows.append(row_of(config, reason=_why_not(done.error, timeout_s), **known))
             continue
-        us = seconds_of(program.cycles, target) * 1e6
-        rows.append(row_of(config, us=round(us, 4), cycles=round(program.cycles, 1), **known))
+        least = program.cycles if program.least_cycles is None else program.least_cycles
+        known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
+        us, least_us = (round(seconds_of(cycles, target) * 1e6, 4) for cycles in (program.cycles, least))
+        rows.append(row_of(config, us=us, least_us=least_us, **known))
     return rows
 
 

@@ -180,6 +180,8 @@ class Program:
         spilled: Bytes of registers that a thread spills to memory, if known.
         why_left: Why it was not compiled here.
         cycles: Cycles of the device that a simulator estimates, if one was asked.
+        least_cycles: The same without the simulator's known excess.
+        simulated: The part of the call that was simulated, in words; empty for the whole call.
     """
 
     digest: str = ""
@@ -190,6 +192,8 @@ class Program:
     spilled: int | None = None
     why_left: str = ""
     cycles: float | None = None
+    least_cycles: float | None = None
+    simulated: str = ""
 
     def load(self) -> Any:
         """Load the program onto the default device.
