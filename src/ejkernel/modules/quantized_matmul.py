@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantized_matmul`: matrix products of 8-bit numbers with scales; `quantize` and `Quantized` make and hold these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
+from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
+from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
+from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Block, given_scale, without_gradient
+from ejkernel.kernels.quantized_matmul.quantized import Quantized as Quantized
+from ejkernel.kernels.quantized_matmul.quantized import quantize as quantize
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import names_checked
+from ejkernel.ops.utils.values.signature import is_array
+
+_NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
+    "lhs": "x",
+    "rhs": "w",
+    "weight": "w",
+    "scale_a": "x_scale",
+    "scale_b": "w_scale",
+    "lhs_scale": "x_scale",
+    "rhs_scale": "w_scale",
+    "weight_scale": "w_scale",
+    "dtype": "preferred_element_type",
+    "out_dtype": "preferred_element_type",
+    "use_fast_accum": "accumulation='fast' is use_fast_accum=True.",
+    "transpose_rhs": "transpose_w",
+    "config": "cfg",
+}
+
+
+@names_checked(_NAMES_ELSEWHERE)
+def quantized_matmul(
+    x: Quantized | Num[Array, "*rows k"],
+    w: Quantized | Num[Array, "k n"] | Num[Array, "n k"],
+    *,
+    x_scale: Float[Array, "..."] | None = None,
+    w_scale: Float[Array, "..."] | None = None,
+    transpose_w: bool = False,
+    preferred_element_type: DTypeLike = "bfloat16",
+    accumulation: Literal["exact", "fast"] = "exact",
+    implementation: str | Sequence[str] | None = None,
+    cfg: QuantizedMatmulConfig | None = None,
+) -> Float[Array, "*rows n"]:
+    """Multiply matrices of which at least one holds 8-bit numbers with scales: `dequantize(x) @ dequantize(w)`.
+
+        w8 = quantize(w.T)                                              # once: [n, k], a scale for each column of w
+        y = quantized_matmul(quantize(x), w8, transpose_w=True)
+
+    The tensor cores of Hopper GPUs keep few bits of a float8 sum: over k = 16,384 a sum of positive products came out
+    24 % too small. By default partial sums are therefore added in float32, every 256 of k. `accumulation="fast"` does
+    not, which is some 8 % faster; its error on data with mean zero was 0.4 %. int8 sums are exact either way.
+
+    Scales may be one number, or one for each row of `x` and column of `w`, or for blocks along `k`, such as 1x128 and
+    128x128. `mosaic_gpu` runs 8-bit operands with scales of rows, columns or whole arrays, and `w` as `[n, k]`; `xla`
+    runs everything else, on widened operands.
+
+    A bfloat16, float16 or float32 operand has a gradient: the product of the result's gradient and the other,
+    dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
+
+    Under `jit` over a mesh the call splits itself by rows, columns and `k`, and scales are sharded like their operands.
+    Blocks are never cut. Inside `jax.shard_map` each shard must begin and end with a block.
+
+    Args:
+        x: Rows: `Quantized`, a `qwix.QArray`, an 8-bit array with `x_scale`, or a floating-point array.
+        w: The matrix, in one of the same forms.
+        x_scale: Factors of an 8-bit array `x`: a number, `[m]` for each row of a matrix, or an array of the same rank
+            whose sizes divide those of `x`.
+        w_scale: Factors of an 8-bit array `w`: a number, `[n]`, or an array of the same rank.
+        transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
+        preferred_element_type: Dtype of the result: bfloat16, float16 or float32.
+        accumulation: `exact` adds partial sums in float32; `fast` permits sums in the tensor core.
+        implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
+            none of them supports it. `None` leaves the choice to the configuration.
+        cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own.
+
+    Returns:
+        The product.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
+        UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
+    """
+    x, x_scale, x_block = _operand("x", x, x_scale, 0)
+    w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w is True else 1)
+    return _quantized_matmul(
+        x,
+        w,
+        x_scale,
+        w_scale,
+        x_block=x_block,
+        w_block=w_block,
+        transpose_w=transpose_w,
+        preferred_element_type=preferred_element_type,
+        accumulation=accumulation,
+        implementation=implementation,
+        cfg=cfg,
+    )
+
+
+def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:
+    """Return an operand's numbers, scales and blocks; `axis` is that of a vector of scales."""
+    if hasattr(array, "qvalue"):
+        array = Quantized.from_qwix(array)
+    if isinstance(array, Quantized):
+        if scale is not None:
+            raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
+        return *without_gradient(array.values, array.scale), array.block
+    if scale is None or not is_array(array) or str(array.dtype) not in LARGEST:
+        return array, scale, None
+    if is_array(scale) and len(scale.shape) == 1 and len(array.shape) == 2:
+        scale = scale.reshape((-1, 1) if axis == 0 else (1, -1))
+    found = given_scale(name, array, scale)
+    return *without_gradient(found.values, found.scale), found.block
