@@ -124,10 +124,11 @@ class QuantizedKernel(ProductKernel):
 
         zeros = plgpu.layout_cast(jnp.zeros((plan.part_rows, plan.part_columns), jnp.float32), plgpu.Layout.WGMMA)
         chunks, rest = divmod(plan.steps, plan.promoted)
-        sums = lax.fori_loop(
-            0, chunks, lambda i, sums: chunk(step + i * plan.promoted, plan.promoted, sums), [zeros] * plan.parts
-        )
-        return chunk(step + chunks * plan.promoted, rest, sums) if rest else list(sums)
+        # The short chunk comes first: after the loop it would spill registers.
+        sums = chunk(step, rest, [zeros] * plan.parts) if rest else [zeros] * plan.parts
+        first = step + rest
+        body = lambda i, sums: chunk(first + i * plan.promoted, plan.promoted, sums)  # noqa: E731
+        return list(lax.fori_loop(0, chunks, body, sums))
 
     def _part(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         """Return the products of one part over some stages; the last part releases them."""
