@@ -208,9 +208,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             f"{', '.join(texts)} -> {' '.join([*rows, 'columns'])}", split=split, follows=follows, cheapest=True
         )
 
-    def example_inputs(
-        self, inv: _Invocation, rng: np.random.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random operands, quantised as the call's are."""
         (x, w, x_scale, w_scale), options = super().example_inputs(inv, rng)
         x, x_scale = self._example(rng, x, x_scale, options.get("x_block"))

@@ -125,7 +125,10 @@ def quantize(
     """
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
         raise ArgumentError(f"x must be a floating-point array of 16 bits or more, got {type_text(x)}.")
-    name, scales = canonical_dtype("dtype", dtype, tuple(LARGEST)), canonical_dtype("scale_dtype", scale_dtype, SCALE_DTYPES)
+    name, scales = (
+        canonical_dtype("dtype", dtype, tuple(LARGEST)),
+        canonical_dtype("scale_dtype", scale_dtype, SCALE_DTYPES),
+    )
     blocks = _canonical_block(block, axis, len(x.shape))
     if isinstance(stochastic, bool) and stochastic:
         raise ArgumentError("stochastic must be a PRNG key or False, got True; pass jax.random.key(seed).")
@@ -134,7 +137,9 @@ def quantize(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _quantized(dtype: str, scale_dtype: str, block: Block, x: jax.Array, *key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantized(
+    dtype: str, scale_dtype: str, block: Block, x: jax.Array, *key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     wide = x.astype(accumulator(x.dtype))
     top = jnp.asarray(LARGEST[dtype], wide.dtype)
     largest = _largest(wide, block)
@@ -241,7 +246,9 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
     if len(scale.shape) == 0:
         scale = scale.reshape((1,) * len(shape))
     pairs = list(zip(shape, scale.shape, strict=False))
-    if len(scale.shape) != len(shape) or any(entries != 1 and (not entries or size % entries) for size, entries in pairs):
+    if len(scale.shape) != len(shape) or any(
+        entries != 1 and (not entries or size % entries) for size, entries in pairs
+    ):
         raise ArgumentError(
             f"the scale of {name} must be a number, or have the rank of {name} and sizes that divide {shape}; got "
             f"{type_text(scale)}. With a shorter last block, pass Quantized(values, scale, block)."

@@ -74,7 +74,9 @@ class QuantizedKernel(ProductKernel):
             plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
         for part in range(plan.parts):
             columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-            plgpu.copy_gmem_to_smem(self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full)
+            plgpu.copy_gmem_to_smem(
+                self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full
+            )
         return step + 1
 
     def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
@@ -152,9 +154,7 @@ class QuantizedKernel(ProductKernel):
             part, at = divmod(i * width, plan.part_columns)
             values = accumulators[part][:, at : at + width]
             columns = pl.ds(tile.column + i * width, width)
-            factors = plgpu.load(
-                self.column_scale.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-            )
+            factors = plgpu.load(self.column_scale.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             values = values * lax.broadcast_in_dim(factors, values.shape, [1])
             values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
             yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.quantized_matmul`: products of 8-bit operands on a Hopper GPU.
+
+The contenders: our kernel with exact and with fast sums, on int8, and with other tiles; our plain JAX on widened
+operands; XLA's cuBLASLt call for float8 with scalar scales, XLA's product of float8 arrays without scales, and cuBLAS
+on bfloat16. "quantize" makes the rows' numbers and scales from bfloat16, as a layer does before each product.
+
+Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
+times are those of a warm card, limited by power. `kernel_us` is the sum of the kernels of one call after a pause.
+`errors` are norms relative to the float32 product of the dequantised operands: on normal numbers, and on their
+magnitudes, where coarse sums show. "rival / ours" compares exact and fast sums with cuBLASLt's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import report
+from benchmarks.linear_cross_entropy_hopper import relative_error, seconds_per_call
+from ejkernel import compat
+from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
+
+SLICES, SLICE_S = 5, 0.08
+CHECKED = 512  # rows
+SCALAR = 2.0**-6
+EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
+Function = Callable[..., Any]
+
+
+class Shape(NamedTuple):
+    """Rows, columns and summed axis of a product."""
+
+    m: int
+    n: int
+    k: int
+
+
+SHAPES = {
+    "B": Shape(4096, 16384, 7168),
+    "C": Shape(8192, 8192, 8192),
+    "A": Shape(4096, 7168, 16384),
+    "D": Shape(4096, 4096, 7168),
+    "decode": Shape(64, 28672, 8192),
+    "ragged": Shape(4999, 7176, 1920),
+    "tiny": Shape(200, 200, 384),
+}
+
+
+def ours(shape: Shape, *, implementation: str = "mosaic_gpu", fast: bool = False, **params: Any) -> Function:
+    """Return the module's product, by its heuristic or by given parameters."""
+    cfg: Any = None
+    if params:
+        from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+
+        cfg = QuantizedMatmulConfig(implementation=implementation, fwd=MosaicGpuParams(**params))
+
+    def run(x: Quantized, w: Quantized) -> jax.Array:
+        return quantized_matmul(
+            x,
+            w,
+            transpose_w=True,
+            accumulation="fast" if fast else "exact",
+            implementation=implementation,
+            cfg=cfg,
+        )
+
+    return run
+
+
+def by_xla(shape: Shape, *, scaled: bool = False, precision: Any = None) -> Function:
+    """Return XLA's product of the numbers alone, or with scalar scales in the form that it hands to cuBLASLt."""
+
+    def run(x: Quantized, w: Quantized) -> jax.Array:
+        left, right = x.values, w.values
+        if scaled:
+            left, right = (a.astype(jnp.bfloat16) * jnp.asarray(SCALAR, jnp.bfloat16) for a in (left, right))
+        found = lax.dot_general(
+            left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        return found.astype(jnp.bfloat16)
+
+    return run
+
+
+def bfloat16_product(shape: Shape) -> Function:
+    """Return cuBLAS's product of bfloat16 arrays."""
+    return lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+CONTENDERS: dict[str, Callable[[Shape], Function]] = {
+    EXACT: ours,
+    FAST: functools.partial(ours, fast=True),
+    "ejkernel int8": ours,
+    "ejkernel xla": functools.partial(ours, implementation="xla"),
+    "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
+    "block_n 192": functools.partial(ours, block_n=192, out_slots=3),
+    "panel 8": functools.partial(ours, panel=8),
+    "panel 32": functools.partial(ours, panel=32),
+    "block_n 128": functools.partial(ours, block_n=128, stages=6),
+    RIVAL: functools.partial(by_xla, scaled=True),
+    "xla float8": by_xla,
+    "xla float8 highest": functools.partial(by_xla, precision="highest"),
+    "cublas bfloat16": bfloat16_product,
+    "quantize": lambda shape: lambda x, w: quantize(x),
+}
+TILES = ("block_n 192", "panel 8", "panel 32", "block_n 128")
+FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
+OF_SHAPE = {
+    "C": (*FEW, "xla float8 highest"),
+    "A": FEW,
+    "D": FEW,
+    "decode": (*FEW, "block_n 128", "block_n 192"),
+    "ragged": (*FEW[:3], "ejkernel xla"),
+}
+
+
+def operands(shape: Shape, name: str, *, positive: bool) -> tuple[Any, Any]:
+    """Return a contender's operands: bfloat16, or quantised with a scale for each row and column."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    made = [jax.random.normal(key, (size, shape.k), jnp.bfloat16) for key, size in zip(keys, shape[:2], strict=True)]
+    x, w = (jnp.abs(a) if positive else a for a in made)
+    if name in ("cublas bfloat16", "quantize"):
+        return x, w
+    dtype = "int8" if "int8" in name else "float8_e4m3fn"
+    return quantize(x, dtype=dtype), quantize(w, dtype=dtype)
+
+
+def expected(name: str, x: Quantized, w: Quantized) -> jax.Array:
+    """Return the first rows of the float32 product that a contender computes."""
+    if isinstance(x, jax.Array):
+        left, right = x[:CHECKED].astype(jnp.float32), jnp.asarray(w).astype(jnp.float32)
+    elif name.startswith("xla") or name == RIVAL:
+        factor = SCALAR if name == RIVAL else 1
+        left, right = (factor * a.astype(jnp.float32) for a in (x.values[:CHECKED], w.values))
+    else:
+        left, right = Quantized(x.values[:CHECKED], x.scale[:CHECKED], x.block).dequantize(), w.dequantize()
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision="highest")
+
+
+def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each contender, or the reason for having none."""
+    make = jax.jit(operands, static_argnums=(0, 1), static_argnames="positive")
+    given = {name: make(shape, name, positive=False) for name in names}
+    found: dict[str, Any] = {}
+    runs: dict[str, Function] = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compile_one = lambda name: jax.jit(CONTENDERS[name](shape)).lower(*given[name]).compile()  # noqa: E731
+        jobs = {name: pool.submit(compile_one, name) for name in names}
+        for name, job in jobs.items():
+            try:
+                program = job.result()
+                found[name] = {"f8 call": "matmul$f8" in program.as_text()} if "xla" in name else {}
+                jax.block_until_ready(program(*given[name]))
+                if name != "quantize":
+                    found[name]["errors"] = [error(shape, name, program, positive=p) for p in (False, True)]
+            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *given[name])
+    add_times(shape, found, runs)
+    return found
+
+
+def error(shape: Shape, name: str, program: Function, *, positive: bool) -> float:
+    """Return a contender's error on numbers of mean zero, or on positive ones."""
+    x, w = jax.jit(operands, static_argnums=(0, 1), static_argnames="positive")(shape, name, positive=positive)
+    return float(f"{relative_error(program(x, w)[:CHECKED], jax.jit(expected, static_argnums=0)(name, x, w)):.2e}")
+
+
+def add_times(shape: Shape, found: dict[str, Any], runs: dict[str, Function]) -> None:
+    """Add the times of contenders that run, interleaved, and then of their kernels."""
+    numbers = {name: max(1, int(SLICE_S / seconds_per_call(run, 3))) for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = np.random.default_rng(0)
+    for _ in range(SLICES):
+        for name in order.permutation(list(runs)):
+            samples[str(name)].append(seconds_per_call(runs[str(name)], numbers[str(name)]))
+    for name, run in runs.items():
+        time.sleep(0.3)  # the card cools down
+        kernels = compat.cupti_seconds(run) if jax.default_backend() == "gpu" else None
+        times = {"us": 1e6 * float(np.median(samples[name])), "kernel_us": None if kernels is None else 1e6 * kernels}
+        flops = 2 * shape.m * shape.n * shape.k
+        for kind, us in times.items():
+            if us is not None:
+                found[name][kind] = round(us, 1)
+                if name != "quantize":
+                    found[name][f"{kind.removesuffix('us')}tflops"] = round(flops / us / 1e6)
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return cuBLASLt's time relative to ours."""
+    found = {}
+    for kind in ("us", "kernel_us"):
+        for name in (EXACT, FAST, "ejkernel int8"):
+            pair = rows.get(RIVAL, {}).get(kind), rows.get(name, {}).get(kind)
+            if pair[0] and pair[1]:
+                found[f"rival / {name}, {kind}"] = round(pair[0] / pair[1], 3)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a Markdown table, a line per shape and contender."""
+    fields = ("us", "tflops", "kernel_us", "kernel_tflops")
+    lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
+    for key, rows in found.items():
+        if key == "environment":
+            continue
+        for name, row in rows["contenders"].items():
+            cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
+            said = row.get("errors", row.get("reason", ""))
+            lines.append(f"| {' x '.join(map(str, SHAPES[key]))}, {name} | {' | '.join(cells)} | {said} |")
+        lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Return the result of measuring in a separate process, or the reason for having none."""
+    command = [sys.executable, "-m", "benchmarks.quantized_matmul", "--one", shape, "--contenders", *names]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"it took more than {seconds:.0f} s", "contenders": {}, "ratios": {}}
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
+        return {"reason": reason, "contenders": {}, "ratios": {}}
+    rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"contenders": rows, "ratios": ratios(rows)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_matmul", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_matmul_<device>.json and .md there")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        found[shape] = run_apart(shape, args.contenders or OF_SHAPE.get(shape, tuple(CONTENDERS)), args.seconds)
+        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
+        if args.out is not None:  # written after each process, in case a later one fails
+            report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
