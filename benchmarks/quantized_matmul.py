@@ -164,7 +164,7 @@ def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
         for name, job in jobs.items():
             try:
                 program = job.result()
-                found[name] = {"f8 call": "matmul$f8" in program.as_text()} if "xla" in name else {}
+                found[name] = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
                 jax.block_until_ready(program(*given[name]))
                 if name != "quantize":
                     found[name]["errors"] = [error(shape, name, program, positive=p) for p in (False, True)]

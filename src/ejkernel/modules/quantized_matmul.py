@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
@@ -42,8 +41,8 @@ def quantized_matmul(
     x: Quantized | Num[Array, "*rows k"],
     w: Quantized | Num[Array, "k n"] | Num[Array, "n k"],
     *,
-    x_scale: Float[Array, "..."] | None = None,
-    w_scale: Float[Array, "..."] | None = None,
+    x_scale: Float[Array, ...] | None = None,
+    w_scale: Float[Array, ...] | None = None,
     transpose_w: bool = False,
     preferred_element_type: DTypeLike = "bfloat16",
     accumulation: Literal["exact", "fast"] = "exact",

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python compiled_for_hopper.py NUMBER`: compile our products of 8-bit operands for an H200, and NUMBER more of each
-space.
+"""`python compiled_for_hopper.py NUMBER`: compile our 8-bit products for an H200, and NUMBER more of each space.
 
 JAX's own switches print the names of the programs, their PTX and the report of ptxas.
 """

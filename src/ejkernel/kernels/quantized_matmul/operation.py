@@ -142,7 +142,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     ) -> tuple[Any, ...]:
         """Return the gradient of the operand without scales, by another call; the other operand has none."""
         x, w, x_scale, w_scale = primals
-        shared = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
+        shared: dict[str, Any] = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
         if isinstance(shared.get("implementation"), str | tuple):
             shared["implementation"] = "xla"  # the only one with an operand without scales
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
@@ -161,14 +161,15 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 product of the dequantised operands."""
         x, w, x_scale, w_scale = args
-        operands = [
-            array.astype(jnp.float32)
-            if scale is None
-            else Quantized(lax.stop_gradient(array), lax.stop_gradient(scale), block).dequantize()
-            for array, scale, block in ((x, x_scale, options.get("x_block")), (w, w_scale, options.get("w_block")))
-        ]
+
+        def wide(array: jax.Array, scale: jax.Array | None, block: Any) -> jax.Array:
+            if scale is None:
+                return array.astype(jnp.float32)
+            return Quantized(lax.stop_gradient(array), lax.stop_gradient(scale), block).dequantize()
+
+        left, right = wide(x, x_scale, options.get("x_block")), wide(w, w_scale, options.get("w_block"))
         axes = ((x.ndim - 1,), (1 if options.get("transpose_w") else 0,))
-        out = lax.dot_general(*operands, (axes, ((), ())), precision="highest")
+        out = lax.dot_general(left, right, (axes, ((), ())), precision="highest")
         return out.astype(options["preferred_element_type"])
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.kernels._numbers import accumulator, is_integer
@@ -68,13 +70,12 @@ class Quantized:
             ArgumentError: A last block is shorter than the others, which Qwix cannot say.
             ImportError: Qwix is not installed.
         """
-        import qwix
-
         check_quantized("the array", self)
         for size, block in zip(self.shape, full_block(self.block, len(self.shape)), strict=True):
             if block is not None and size % block:
                 raise ArgumentError(f"block must divide the shape for Qwix; got {self.block} for shape {self.shape}.")
-        return qwix.QArray(self.values, self.scale)
+        # Imported by name: type checkers may lack it.
+        return importlib.import_module("qwix").QArray(self.values, self.scale)
 
     @classmethod
     def from_qwix(cls, array: Any) -> Quantized:
@@ -143,7 +144,7 @@ def _quantized(
     wide = x.astype(accumulator(x.dtype))
     top = jnp.asarray(LARGEST[dtype], wide.dtype)
     largest = _largest(wide, block)
-    tiny = jnp.asarray(jnp.finfo(jnp.float32).tiny, wide.dtype)
+    tiny = jnp.asarray(np.finfo(np.float32).tiny, wide.dtype)
     scale = jnp.where(jnp.isfinite(largest), jnp.maximum(largest / top, tiny), jnp.nan).astype(scale_dtype)
     # Divided by the rounded scale, so that its rounding adds no error; a scale rounded down saturates.
     ratio = wide / spread(scale.astype(wide.dtype), x.shape, block)
@@ -216,7 +217,8 @@ def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
 
 def check_quantized(name: str, array: Quantized) -> None:
     """Raise unless dtypes and shapes fit together."""
-    values, scale, block = array.values, array.scale, array.block
+    values, scale = array.values, array.scale
+    block: Any = array.block
     if not is_array(values) or str(values.dtype) not in LARGEST:
         raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
     if not isinstance(block, tuple) or len(block) > len(values.shape) or not all(map(_is_size, block)):
@@ -259,7 +261,7 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
     """Return the name of a dtype among `allowed`."""
     try:
-        found = jnp.dtype(dtype).name
+        found = str(jnp.dtype(dtype).name)
     except TypeError:
         found = ""
     if found not in allowed:

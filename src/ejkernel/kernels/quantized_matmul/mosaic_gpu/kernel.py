@@ -10,6 +10,7 @@ float32 sums in registers; parts of the columns take turns with one accumulator.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ class QuantizedKernel(ProductKernel):
             sums = self._promoted(step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
             # Computed before the branches of the store, as in `ProductKernel`.
             for piece in self._pieces(sums, row_scale, tile):
-                self._store(lambda piece=piece: [piece], row, warpgroup, count)
+                self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
         # Rows past the last group remain unwritten: the caller cuts them off.
         return step + plan.steps
