@@ -69,7 +69,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         x_block: Any = None,
         w_block: Any = None,
         transpose_w: Any = False,
-        preferred_element_type: Any = "bfloat16",
+        preferred_element_type: Any = None,
         accumulation: Any = "exact",
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -89,8 +89,10 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             "transpose_w": transpose_w,
             "accumulation": accumulation if accumulation == "fast" else None,
         }
-        out = canonical_dtype("preferred_element_type", preferred_element_type, OUTPUTS)
-        options = {name: value for name, value in said.items() if value} | {"preferred_element_type": out}
+        if preferred_element_type is not None:
+            out = canonical_dtype("preferred_element_type", preferred_element_type, OUTPUTS)
+            said["preferred_element_type"] = None if out == _usual_result(x, w) else out
+        options = {name: value for name, value in said.items() if value}
         args = (x, w, None if x_block is None else x_scale, None if w_block is None else w_scale)
         return args, options | {"implementation": self.requested(implementation)}
 
@@ -104,7 +106,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         x_block: Block | None = None,
         w_block: Block | None = None,
         transpose_w: bool = False,
-        preferred_element_type: str = "bfloat16",
+        preferred_element_type: str | None = None,
         accumulation: str = "exact",
     ) -> QuantizedMatmulCall:
         """Return the sizes, dtypes and blocks of a call."""
@@ -114,7 +116,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             columns=w.shape[0 if transpose_w else 1],
             x_dtype=str(x.dtype),
             w_dtype=str(w.dtype),
-            out_dtype=preferred_element_type,
+            out_dtype=preferred_element_type or _usual_result(x, w),
             x_block=None if x_block is None else x_block[-2:] if len(x_block) > 1 else (1, *x_block),
             w_block=w_block if w_block is None or transpose_w else w_block[::-1],
             transpose_w=transpose_w,
@@ -131,10 +133,9 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
 
     def run(self, *args: Any, cfg: QuantizedMatmulConfig, **options: Any) -> Any:
         """Return the product; the leading axes of `x` become one axis."""
-        x, w, x_scale, w_scale = args
-        rows = _flat(x)
+        x, w, x_scale, w_scale = _constant(*args)
         scales = None if x_scale is None else _flat(x_scale)
-        found = super().run(rows, w, scales, w_scale, cfg=cfg, **options)
+        found = super().run(_flat(x), w, scales, w_scale, cfg=cfg, **options)
         return found.reshape(*x.shape[:-1], found.shape[-1])
 
     def custom_vjp(
@@ -148,29 +149,27 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
         if x_scale is None:
             shared |= {"w_block": kwargs["w_block"], "transpose_w": not transposed}
-            dx = self(dout.astype(x.dtype), w, None, w_scale, preferred_element_type=x.dtype, **shared)
+            dx = self(dout.astype(x.dtype), w, None, w_scale, **shared)
             return dx, None, None, None
         if w_scale is not None:
             return None, None, None, None
         block = kwargs["x_block"]
         flat_block = block[-2:] if len(block) > 1 else (1, *block)
-        shared |= {"w_block": flat_block, "preferred_element_type": w.dtype}
+        shared["w_block"] = flat_block
         dw = self(_flat(dout.astype(w.dtype)).T, _flat(x), None, _flat(x_scale), **shared)  # [n, k]
         return None, dw if transposed else dw.T, None, None
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 product of the dequantised operands."""
-        x, w, x_scale, w_scale = args
+        x, w, x_scale, w_scale = _constant(*args)
 
         def wide(array: jax.Array, scale: jax.Array | None, block: Any) -> jax.Array:
-            if scale is None:
-                return array.astype(jnp.float32)
-            return Quantized(lax.stop_gradient(array), lax.stop_gradient(scale), block).dequantize()
+            return array.astype(jnp.float32) if scale is None else Quantized(array, scale, block).dequantize()
 
         left, right = wide(x, x_scale, options.get("x_block")), wide(w, w_scale, options.get("w_block"))
         axes = ((x.ndim - 1,), (1 if options.get("transpose_w") else 0,))
         out = lax.dot_general(left, right, (axes, ((), ())), precision="highest")
-        return out.astype(options["preferred_element_type"])
+        return out.astype(options.get("preferred_element_type") or _usual_result(x, w))
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits rows, columns and the summed axis; scales follow their operands.
@@ -247,6 +246,19 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
 
 
 quantized_matmul = QuantizedMatmul()
+
+
+def _usual_result(x: Any, w: Any) -> str:
+    """Return the default dtype of a result: that of the operand without scales, or bfloat16."""
+    return next((str(array.dtype) for array in (x, w) if str(array.dtype) in OPERANDS), "bfloat16")
+
+
+def _constant(x: Any, w: Any, x_scale: Any = None, w_scale: Any = None) -> tuple[Any, ...]:
+    """Return the arguments without derivatives of quantised operands."""
+    stop = lax.stop_gradient
+    x, x_scale = (x, None) if x_scale is None else (stop(x), stop(x_scale))
+    w, w_scale = (w, None) if w_scale is None else (stop(w), stop(w_scale))
+    return x, w, x_scale, w_scale
 
 
 def _flat(x: Any) -> Any:
