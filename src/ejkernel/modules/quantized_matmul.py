@@ -75,8 +75,8 @@ def quantized_matmul(
             whose sizes divide those of `x`.
         w_scale: Factors of an 8-bit array `w`: a number, `[n]`, or an array of the same rank.
         transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
-        preferred_element_type: Dtype of the result: bfloat16, float16 or float32; by default that of the operand without
-            scales, or bfloat16 if both are quantised.
+        preferred_element_type: Dtype of the result: bfloat16, float16 or float32. By default that of the operand
+            without scales, or bfloat16 if both are quantised.
         accumulation: `exact` adds partial sums in float32; `fast` permits sums in the tensor core.
         implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
             none of them supports it. `None` leaves the choice to the configuration.

@@ -21,13 +21,14 @@ _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
+_BLOCKS = ((1, STEP), (STEP, STEP))
 _ROW_TILE = 8  # rows of a tile of shared memory
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
 
 
 class MosaicGpu(Implementation[QuantizedMatmulCall]):
-    """The product of two 8-bit operands with scales of rows and columns, on Hopper GPUs."""
+    """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs."""
 
     name = "mosaic_gpu"
     params = MosaicGpuParams
@@ -51,6 +52,8 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
             return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {_MOST_SUMS} leave enough."
         if not plan.promoted and sums > 128:
             return f"one accumulator has at most 128 registers per thread, got {sums}; use smaller tiles."
+        if plan.blocks and (params.block_m, plan.parts) != (128, 1):
+            return f"blocks' scales need block_m=128 and block_n of at most 192, got {params.block_m, params.block_n}."
         # While sums are promoted, the stages of a chunk are held together.
         if plan.promoted > params.stages:
             return f"stages must be at least {plan.promoted}, got {params.stages}."
@@ -58,7 +61,9 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
 
     def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
         """Return good parameters: the widest tile that wastes few columns in the last one."""
-        waste = {size: -(-call.columns // size) * size for size in _WIDTHS}
+        # Two parts with blocks' scales spill registers.
+        widths = _WIDTHS if call.scales_outside else _WIDTHS[:-1]
+        waste = {size: -(-call.columns // size) * size for size in widths}
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         pieces = quantized_plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
@@ -91,8 +96,11 @@ def _operands_reason(call: QuantizedMatmulCall) -> str | None:
             f"x is {call.x_dtype} and w is {call.w_dtype}; 'mosaic_gpu' multiplies two float8 or two int8 operands; "
             "quantise both, or use 'xla'."
         )
-    if not call.scales_outside:
-        return f"scales vary along k in blocks {call.x_block} and {call.w_block}; quantise whole rows, or use 'xla'."
+    if not call.scales_outside and ((call.x_block, call.w_block) != _BLOCKS or call.is_integer):
+        return (
+            f"scales vary along k in blocks {call.x_block} of {call.x_dtype} and {call.w_block}; 'mosaic_gpu' has "
+            "float8 blocks of 1x128 by 128x128; quantise whole rows, or use 'xla'."
+        )
     if not call.transpose_w:
         return "w is [k, n]; 'mosaic_gpu' reads 8-bit numbers along k: pass [n, k] with transpose_w=True, or use 'xla'."
     if call.out_dtype not in _OUT_DTYPES:

@@ -14,39 +14,25 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.backend import backend_for
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import GroupedMemory, run_kernel
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import GroupedMemory
 
 from .plan import STEP, QuantizedPlan
-
-
-def multiply(plan: QuantizedPlan, *arrays: Any, interpret: Any = None) -> jax.Array:
-    """Run the kernel.
-
-    Args:
-        plan: The launch.
-        *arrays: `x`; `w` as `[1, n, k]`; the int32 number of rows, `[1]`; float32 factors of rows and of columns, both
-            with room for one more tile.
-        interpret: `InterpretGPUParams` to simulate it on a CPU.
-    """
-    kernel, shape = QuantizedKernel(plan, backend_for(interpret)), (plan.rows, plan.columns)
-    return run_kernel(kernel, arrays, shape, name="quantized_matmul")[0]
 
 
 class QuantizedKernel(ProductKernel):
     """The program of one block of threads."""
 
     plan: QuantizedPlan
+    column_scale: Any = None
 
     def memory_types(self) -> GroupedMemory:
         """See `ProductKernel`."""
@@ -90,7 +76,7 @@ class QuantizedKernel(ProductKernel):
         @pl.when(in_group & (count > 0))
         def _some_rows() -> None:
             row_scale = self._load_row_scale(row, in_group)  # long before it is needed
-            sums = self._promoted(step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
+            sums = self._promoted(tile, step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
             # Computed before the branches of the store, as in `ProductKernel`.
             for piece in self._pieces(sums, row_scale, tile):
                 self._store(functools.partial(list, [piece]), row, warpgroup, count)
@@ -115,8 +101,9 @@ class QuantizedKernel(ProductKernel):
         found = pl.run_scoped(products, plgpu.ACC((plan.part_rows, plan.part_columns), sums))
         return [found.astype(jnp.float32)]
 
-    def _promoted(self, step: Any, warpgroup: Any) -> list[Any]:
+    def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
         """Return the products of each part, summed in float32."""
+        del tile
         plan, pipeline = self.plan, self.pipeline
 
         def chunk(first: Any, length: int, sums: Sequence[Any]) -> list[Any]:
@@ -152,10 +139,12 @@ class QuantizedKernel(ProductKernel):
     ) -> Iterator[tuple[Any, Any, Any, Any]]:
         plan, width = self.plan, self.plan.piece_columns
         for i in range(plan.pieces):
-            part, at = divmod(i * width, plan.part_columns)
+            part, at = divmod(i * width, accumulators[0].shape[1])
             values = accumulators[part][:, at : at + width]
             columns = pl.ds(tile.column + i * width, width)
-            factors = plgpu.load(self.column_scale.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            values = values * lax.broadcast_in_dim(factors, values.shape, [1])
-            values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
+            if self.column_scale is not None:
+                factors = self.column_scale.at[columns]
+                factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                values = values * lax.broadcast_in_dim(factors, values.shape, [1])
+                values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
             yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns

@@ -12,6 +12,7 @@ from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+SCALES = 32  # float32 numbers of the least copy
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
@@ -49,15 +50,17 @@ class MosaicGpuParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedPlan(ProductPlan):
-    """The launch of a product of 8-bit operands; `scaled` is set, because rows and columns have scales.
+    """The launch of a product of 8-bit operands; `scaled` is set if rows and columns have scales.
 
     Attributes:
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
         promoted: Steps whose products are summed in the tensor core; 0: all of them.
+        blocks: Whether scales are those of 1x128 and 128x128 blocks; else of rows and columns.
     """
 
     w_dtype: str
     promoted: int
+    blocks: bool = False
 
     @property
     def steps(self) -> int:
@@ -79,9 +82,15 @@ class QuantizedPlan(ProductPlan):
         """Columns of a part."""
         return self.tile_columns // self.parts
 
+    @property
+    def scale_rows(self) -> int:
+        """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
+        return self.tile_rows + SCALES
+
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
         operands = self.stages * STEP * (self.tile_rows + self.tile_columns)
+        operands += self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
         return operands + WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES + OVERHEAD
 
     def sums_per_thread(self) -> int:
@@ -92,6 +101,7 @@ class QuantizedPlan(ProductPlan):
 
 def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
     """Return the plan of a launch."""
+    blocks = not call.scales_outside
     return QuantizedPlan(
         rows=max(call.rows, ROWS),
         groups=1,
@@ -106,6 +116,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         panel=params.panel,
         out_slots=params.out_slots,
         transpose_rhs=True,
-        scaled=True,
-        promoted=0 if call.is_integer or call.fast else PROMOTED,
+        scaled=not blocks,
+        promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
+        blocks=blocks,
     )
