@@ -106,6 +106,9 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     EXACT: ours,
     FAST: functools.partial(ours, fast=True),
     "ejkernel int8": ours,
+    "ejkernel blocks": ours,
+    "blocks, 5 stages": functools.partial(ours, block_n=192, stages=5, out_slots=1),
+    "blocks, block_n 128": functools.partial(ours, block_n=128, stages=6),
     "ejkernel xla": functools.partial(ours, implementation="xla"),
     "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
     "block_n 192": functools.partial(ours, block_n=192, out_slots=3),
@@ -118,14 +121,17 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "cublas bfloat16": bfloat16_product,
     "quantize": lambda shape: lambda x, w: quantize(x),
 }
-TILES = ("block_n 192", "panel 8", "panel 32", "block_n 128")
 FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
-OF_SHAPE = {
-    "C": (*FEW, "xla float8 highest"),
-    "A": FEW,
-    "D": FEW,
-    "decode": (*FEW, "block_n 128", "block_n 192"),
-    "ragged": (*FEW[:3], "ejkernel xla"),
+BLOCKS = ("ejkernel blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
+# The contenders of each process, by shape.
+OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "B": (tuple(name for name in CONTENDERS if "blocks" not in name), BLOCKS),
+    "C": ((*FEW, "xla float8 highest"), BLOCKS),
+    "A": (FEW,),
+    "D": (FEW,),
+    "decode": ((*FEW, "block_n 128", "block_n 192"),),
+    "ragged": ((*FEW[:3], "ejkernel blocks", "ejkernel xla"),),
+    "tiny": (tuple(CONTENDERS),),
 }
 
 
@@ -137,6 +143,8 @@ def operands(shape: Shape, name: str, *, positive: bool) -> tuple[Any, Any]:
     if name in ("cublas bfloat16", "quantize"):
         return x, w
     dtype = "int8" if "int8" in name else "float8_e4m3fn"
+    if "blocks" in name:
+        return quantize(x, dtype=dtype, block=128), quantize(w, dtype=dtype, block=128, axis=(0, 1))
     return quantize(x, dtype=dtype), quantize(w, dtype=dtype)
 
 
@@ -206,7 +214,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """Return cuBLASLt's time relative to ours."""
     found = {}
     for kind in ("us", "kernel_us"):
-        for name in (EXACT, FAST, "ejkernel int8"):
+        for name in (EXACT, FAST, "ejkernel int8", "ejkernel blocks"):
             pair = rows.get(RIVAL, {}).get(kind), rows.get(name, {}).get(kind)
             if pair[0] and pair[1]:
                 found[f"rival / {name}, {kind}"] = round(pair[0] / pair[1], 3)
@@ -223,7 +231,7 @@ def table(found: dict[str, Any]) -> str:
         for name, row in rows["contenders"].items():
             cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
             said = row.get("errors", row.get("reason", ""))
-            lines.append(f"| {' x '.join(map(str, SHAPES[key]))}, {name} | {' | '.join(cells)} | {said} |")
+            lines.append(f"| {' x '.join(map(str, SHAPES[key.split()[0]]))}, {name} | {' | '.join(cells)} | {said} |")
         lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
     return "\n".join(lines) + "\n"
 
@@ -257,10 +265,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     found: dict[str, Any] = {"environment": report.environment()}
     for shape in args.shapes:
-        found[shape] = run_apart(shape, args.contenders or OF_SHAPE.get(shape, tuple(CONTENDERS)), args.seconds)
-        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
-        if args.out is not None:  # written after each process, in case a later one fails
-            report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
+        for number, names in enumerate([args.contenders] if args.contenders else OF_SHAPE[shape]):
+            key = f"{shape} {number}" if number else shape
+            found[key] = run_apart(shape, names, args.seconds)
+            print(key, json.dumps(found[key]), file=sys.stderr, flush=True)
+            if args.out is not None:  # written after each process, in case a later one fails
+                report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
     print(table(found))
     return 0
 

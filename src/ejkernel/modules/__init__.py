@@ -36,6 +36,7 @@ from .quantized_matmul import Quantized as Quantized
 from .quantized_matmul import QuantizedMatmul as QuantizedMatmul
 from .quantized_matmul import QuantizedMatmulConfig as QuantizedMatmulConfig
 from .quantized_matmul import quantize as quantize
+from .quantized_matmul import quantized_dense as quantized_dense
 from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
@@ -78,6 +79,7 @@ __all__ = [
     "paged_attention",
     "paged_plan",
     "quantize",
+    "quantized_dense",
     "quantized_matmul",
     "ragged_paged_attention",
     "rms_norm",

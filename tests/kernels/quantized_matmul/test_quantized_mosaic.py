@@ -101,6 +101,20 @@ def test_simulated_products_match_the_float32_product(mosaic, name, positive):
     assert error(mosaic, x, w, MosaicGpuParams(**params), **options) < allowed
 
 
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ((200, 264, 512), {"block_n": 192, "out_slots": 3, "stages": 3}),
+        ((37, 72, 128), {"block_n": 64, "out_slots": 1, "stages": 2}),
+        ((130, 136, 256), {"block_n": 128, "stages": 2}),
+    ],
+)
+def test_simulated_blocks_match_the_float32_product(mosaic, shape, params):
+    x, w = operands(shape, (E4M3, E5M2), positive=True, block=128)
+    w = quantize(w.dequantize() * jnp.exp(jnp.arange(shape[1]) % 5)[:, None], block=128, axis=(0, 1))
+    assert error(mosaic, x, w, MosaicGpuParams(**params), races=True, preferred_element_type="float32") < 1e-5
+
+
 @settings(deadline=None, max_examples=4)
 @given(m=st.integers(1, 300), n=st.integers(1, 34), k=st.integers(1, 4), whole=st.booleans())
 def test_any_number_of_rows_and_columns_is_simulated_right(m, n, k, whole):
@@ -128,6 +142,7 @@ def test_simulated_kernel_has_no_races(mosaic, accumulation):
         ({"x_dtype": "int8"}, "two float8 or two int8 operands"),
         ({"transpose_w": False}, "pass [n, k] with transpose_w=True"),
         ({"x_block": (1, 64)}, "scales vary along k"),
+        ({"x_block": (1, 128), "w_block": (128, 128), "x_dtype": "int8", "w_dtype": "int8"}, "float8 blocks of 1x128"),
         ({"inner": 1000}, "k must be a multiple of 128 and n of 8"),
         ({"columns": 2044}, "k must be a multiple of 128 and n of 8"),
         ({"rows": 0}, "x or w is empty"),
@@ -154,6 +169,13 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(mosa
 )
 def test_parameters_that_do_not_fit_are_refused(params, message):
     assert message in (MosaicGpu().params_fault(CALL, MosaicGpuParams(**params)) or "")
+
+
+def test_blocks_take_one_part_of_columns():
+    call = dataclasses.replace(CALL, x_block=(1, 128), w_block=(128, 128))
+    assert MosaicGpu().unsupported(call) is None or compat.mosaic_gpu_reason()
+    assert MosaicGpu().heuristic(call).block_n <= 192
+    assert "block_n of at most 192" in MosaicGpu().params_fault(call, MosaicGpuParams(stages=3))
 
 
 def test_parameters_outside_their_ranges_are_refused():
