@@ -185,7 +185,9 @@ def test_parameters_outside_their_ranges_are_refused():
 
 def test_heuristics_and_spaces_hold_valid_parameters():
     for columns in (8, 64, 200, 1024, 28672):
-        for change in ({}, {"fast": True}, {"x_dtype": "int8", "w_dtype": "int8"}, {"out_dtype": "float32"}):
+        blocks = {"x_block": (1, 128), "w_block": (128, 128)}
+        integers = {"x_dtype": "int8", "w_dtype": "int8"}
+        for change in ({}, {"fast": True}, integers, {"out_dtype": "float32"}, blocks):
             call = dataclasses.replace(CALL, columns=columns, **change)
             space = MosaicGpu().space(call)
             assert MosaicGpu().params_fault(call, MosaicGpu().heuristic(call)) is None

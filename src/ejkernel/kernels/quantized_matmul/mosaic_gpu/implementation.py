@@ -67,7 +67,9 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         pieces = quantized_plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
-        return MosaicGpuParams(block_n=block_n, stages=_STAGES[block_n], out_slots=out_slots)
+        # Blocks' scales take shared memory, too.
+        stages = _STAGES[block_n] - (block_n < 192 and not call.scales_outside)
+        return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
     def space(self, call: QuantizedMatmulCall) -> ConfigSpace[MosaicGpuParams]:
         """Return the search space."""
