@@ -68,7 +68,7 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
         pieces = quantized_plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
         # Blocks' scales take shared memory, too.
-        stages = _STAGES[block_n] - (block_n < 192 and not call.scales_outside)
+        stages = _STAGES[block_n] - (block_n == 128 and not call.scales_outside)
         return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
     def space(self, call: QuantizedMatmulCall) -> ConfigSpace[MosaicGpuParams]:
