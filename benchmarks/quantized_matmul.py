@@ -69,7 +69,7 @@ def ours(shape: Shape, *, implementation: str = "mosaic_gpu", fast: bool = False
 
         cfg = QuantizedMatmulConfig(implementation=implementation, fwd=MosaicGpuParams(**params))
 
-    def run(x: Quantized, w: Quantized) -> jax.Array:
+    def run(x: Any, w: Quantized) -> jax.Array:
         return quantized_matmul(
             x,
             w,
@@ -111,6 +111,7 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "blocks, block_n 128": functools.partial(ours, block_n=128, stages=5),
     "ejkernel xla": functools.partial(ours, implementation="xla"),
     "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
+    "ejkernel bfloat16 by int8": functools.partial(ours, implementation="xla"),
     "block_n 192": functools.partial(ours, block_n=192, out_slots=3),
     "panel 8": functools.partial(ours, panel=8),
     "panel 32": functools.partial(ours, panel=32),
@@ -127,7 +128,7 @@ BLOCKS = ("ejkernel blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
 OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
     "B": (tuple(name for name in CONTENDERS if "blocks" not in name), BLOCKS),
     "C": ((*FEW, "xla float8 highest"), BLOCKS),
-    "decode": ((*FEW, "block_n 128", "block_n 192"),),
+    "decode": ((*FEW, "ejkernel bfloat16 by int8", "block_n 128", "block_n 192"),),
     "ragged": ((*FEW[:3], "ejkernel xla"), BLOCKS[:1]),
     "A": (FEW,),
     "D": (FEW,),
@@ -143,15 +144,18 @@ def operands(shape: Shape, name: str, *, positive: bool) -> tuple[Any, Any]:
     if name in ("cublas bfloat16", "quantize"):
         return x, w
     dtype = "int8" if "int8" in name else "float8_e4m3fn"
+    if "bfloat16 by" in name:
+        return x, quantize(w, dtype=dtype)
     if "blocks" in name:
         return quantize(x, dtype=dtype, block=128), quantize(w, dtype=dtype, block=128, axis=(0, 1))
     return quantize(x, dtype=dtype), quantize(w, dtype=dtype)
 
 
-def expected(name: str, x: Quantized, w: Quantized) -> jax.Array:
+def expected(name: str, x: Any, w: Any) -> jax.Array:
     """Return the first rows of the float32 product that a contender computes."""
     if isinstance(x, jax.Array):
-        left, right = x[:CHECKED].astype(jnp.float32), jnp.asarray(w).astype(jnp.float32)
+        left = x[:CHECKED].astype(jnp.float32)
+        right = w.dequantize() if isinstance(w, Quantized) else jnp.asarray(w).astype(jnp.float32)
     elif name.startswith("xla") or name == RIVAL:
         factor = SCALAR if name == RIVAL else 1
         left, right = (factor * a.astype(jnp.float32) for a in (x.values[:CHECKED], w.values))
