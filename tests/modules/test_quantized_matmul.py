@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.modules import Quantized, QuantizedMatmul, quantize, quantized_dense, quantized_matmul
+from ejkernel.modules import Quantized, QuantizedMatmul, grouped_matmul, quantize, quantized_dense, quantized_matmul
 from ejkernel.ops import ArgumentError, UnsupportedError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -269,6 +269,11 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
         call = {"x": normal(4, 16), "w": normal(16, 4)} | change
         with pytest.raises(ArgumentError, match=message):
             quantized_dense(call.pop("x"), call.pop("w"), **call)
+
+
+def test_grouped_products_refuse_quantised_operands():
+    with pytest.raises(ArgumentError, match="got Quantized; use its dequantize"):
+        grouped_matmul(quantize(normal(8, 16)), normal(2, 16, 4), jnp.array([3, 5]))
 
 
 def test_keys_tell_blocks_dtypes_and_accumulation_apart():

@@ -117,7 +117,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             x_dtype=str(x.dtype),
             w_dtype=str(w.dtype),
             out_dtype=preferred_element_type or _usual_result(x, w),
-            x_block=None if x_block is None else x_block[-2:] if len(x_block) > 1 else (1, *x_block),
+            x_block=None if x_block is None else _flat_block(x_block),
             w_block=w_block if w_block is None or transpose_w else w_block[::-1],
             transpose_w=transpose_w,
             fast=accumulation == "fast",
@@ -144,8 +144,6 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         """Return the gradient of the operand without scales, by another call; the other operand has none."""
         x, w, x_scale, w_scale = primals
         shared: dict[str, Any] = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
-        if isinstance(shared.get("implementation"), str | tuple):
-            shared["implementation"] = "xla"  # the only one with an operand without scales
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
         if x_scale is None:
             shared |= {"w_block": kwargs["w_block"], "transpose_w": not transposed}
@@ -153,9 +151,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             return dx, None, None, None
         if w_scale is not None:
             return None, None, None, None
-        block = kwargs["x_block"]
-        flat_block = block[-2:] if len(block) > 1 else (1, *block)
-        shared["w_block"] = flat_block
+        shared["w_block"] = _flat_block(kwargs["x_block"])
         dw = self(_flat(dout.astype(w.dtype)).T, _flat(x), None, _flat(x_scale), **shared)  # [n, k]
         return None, dw if transposed else dw.T, None, None
 
@@ -264,6 +260,11 @@ def _constant(x: Any, w: Any, x_scale: Any = None, w_scale: Any = None) -> tuple
 def _flat(x: Any) -> Any:
     """Return an array with its leading axes as one."""
     return x if len(x.shape) == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _flat_block(block: Block) -> Block:
+    """Return the block of an array whose leading axes became one."""
+    return block[-2:] if len(block) > 1 else (1, *block)
 
 
 def _checked(name: str, array: Any, scale: Any, block: Any) -> Block | None:
