@@ -46,6 +46,8 @@ class BlocksMemory(NamedTuple):
 class BlocksKernel(QuantizedKernel):
     """The program of one block of threads."""
 
+    memory: Any  # `BlocksMemory`
+
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
         plan, base = self.plan, super().memory_types()
