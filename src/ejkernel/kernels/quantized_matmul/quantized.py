@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -70,12 +69,13 @@ class Quantized:
             ArgumentError: A last block is shorter than the others, which Qwix cannot say.
             ImportError: Qwix is not installed.
         """
+        import qwix
+
         check_quantized("the array", self)
         for size, block in zip(self.shape, full_block(self.block, len(self.shape)), strict=True):
             if block is not None and size % block:
                 raise ArgumentError(f"block must divide the shape for Qwix; got {self.block} for shape {self.shape}.")
-        # Imported by name: type checkers may lack it.
-        return importlib.import_module("qwix").QArray(self.values, self.scale)
+        return qwix.QArray(self.values, self.scale)
 
     @classmethod
     def from_qwix(cls, array: Any) -> Quantized:
