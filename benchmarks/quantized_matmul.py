@@ -36,7 +36,7 @@ from ejkernel import compat
 from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
 
 SLICES, SLICE_S = 5, 0.08
-CHECKED = 512  # rows
+CHECKED = 512  # rows and columns
 SCALAR = 2.0**-6
 EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
 Function = Callable[..., Any]
@@ -126,8 +126,8 @@ FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
 BLOCKS = ("ejkernel blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
 # The contenders of each process, by shape.
 OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "B": (tuple(name for name in CONTENDERS if "blocks" not in name), BLOCKS),
-    "C": ((*FEW, "xla float8 highest"), BLOCKS),
+    "B": (FEW, BLOCKS, tuple(name for name in CONTENDERS if name not in (*FEW[1:], *BLOCKS))),
+    "C": (FEW, BLOCKS),
     "decode": ((*FEW, "ejkernel bfloat16 by int8", "block_n 128", "block_n 192"),),
     "ragged": ((*FEW[:3], "ejkernel xla"), BLOCKS[:1]),
     "A": (FEW,),
@@ -136,62 +136,70 @@ OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def operands(shape: Shape, name: str, *, positive: bool) -> tuple[Any, Any]:
-    """Return a contender's operands: bfloat16, or quantised with a scale for each row and column."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
+    """Return operands: bfloat16, or quantised with a scale for each row and column, or for blocks."""
     keys = jax.random.split(jax.random.key(0), 2)
     made = [jax.random.normal(key, (size, shape.k), jnp.bfloat16) for key, size in zip(keys, shape[:2], strict=True)]
-    x, w = (jnp.abs(a) if positive else a for a in made)
-    if name in ("cublas bfloat16", "quantize"):
+    x, w = (jnp.where(positive, jnp.abs(a), a) for a in made)
+    if kind == "bfloat16":
         return x, w
-    dtype = "int8" if "int8" in name else "float8_e4m3fn"
-    if "bfloat16 by" in name:
-        return x, quantize(w, dtype=dtype)
-    if "blocks" in name:
-        return quantize(x, dtype=dtype, block=128), quantize(w, dtype=dtype, block=128, axis=(0, 1))
-    return quantize(x, dtype=dtype), quantize(w, dtype=dtype)
+    if kind == "wide rows":
+        return x, quantize(w, dtype="int8")
+    if kind == "blocks":
+        return quantize(x, block=128), quantize(w, block=128, axis=(0, 1))
+    return quantize(x, dtype=kind), quantize(w, dtype=kind)
 
 
-def expected(name: str, x: Any, w: Any) -> jax.Array:
-    """Return the first rows of the float32 product that a contender computes."""
-    if isinstance(x, jax.Array):
-        left = x[:CHECKED].astype(jnp.float32)
-        right = w.dequantize() if isinstance(w, Quantized) else jnp.asarray(w).astype(jnp.float32)
-    elif name.startswith("xla") or name == RIVAL:
-        factor = SCALAR if name == RIVAL else 1
-        left, right = (factor * a.astype(jnp.float32) for a in (x.values[:CHECKED], w.values))
-    else:
-        left, right = Quantized(x.values[:CHECKED], x.scale[:CHECKED], x.block).dequantize(), w.dequantize()
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision="highest")
+def kind_of(name: str) -> str:
+    """Return the kind of a contender's operands."""
+    kinds = {"cublas bfloat16": "bfloat16", "quantize": "bfloat16", "ejkernel bfloat16 by int8": "wide rows"}
+    return kinds.get(name) or ("blocks" if "blocks" in name else "int8" if "int8" in name else "float8_e4m3fn")
+
+
+@jax.jit
+def expected(x: Any, w: Any, factor: float | jax.Array) -> jax.Array:
+    """Return a corner of the float32 product, with `factor` in place of each scale unless it is 0."""
+
+    def wide(a: Any) -> jax.Array:
+        if not isinstance(a, Quantized):
+            return jnp.asarray(a[:CHECKED]).astype(jnp.float32)
+        plain = factor * a.values[:CHECKED].astype(jnp.float32)
+        return jnp.where(factor == 0, a.dequantize()[:CHECKED], plain)
+
+    return lax.dot_general(wide(x), wide(w), (((1,), (1,)), ((), ())), precision="highest")
 
 
 def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of each contender, or the reason for having none."""
-    make = jax.jit(operands, static_argnums=(0, 1), static_argnames="positive")
-    given = {name: make(shape, name, positive=False) for name in names}
+    """Return the figures of each contender, or the reason for having none; print what is known so far."""
+    given = {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+    positive = {kind: operands(shape, kind, True) for kind in given}
     found: dict[str, Any] = {}
     runs: dict[str, Function] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compile_one = lambda name: jax.jit(CONTENDERS[name](shape)).lower(*given[name]).compile()  # noqa: E731
+        compile_one = lambda name: jax.jit(CONTENDERS[name](shape)).lower(*given[kind_of(name)]).compile()  # noqa: E731
         jobs = {name: pool.submit(compile_one, name) for name in names}
         for name, job in jobs.items():
+            own = given[kind_of(name)], positive[kind_of(name)]
             try:
                 program = job.result()
                 found[name] = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
-                jax.block_until_ready(program(*given[name]))
+                jax.block_until_ready(program(*own[0]))
                 if name != "quantize":
-                    found[name]["errors"] = [error(shape, name, program, positive=p) for p in (False, True)]
+                    found[name]["errors"] = [error(name, program, *pair) for pair in own]
             except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
                 found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
             else:
-                runs[name] = functools.partial(program, *given[name])
+                runs[name] = functools.partial(program, *own[0])
+            print(json.dumps(found), flush=True)
     add_times(shape, found, runs)
     return found
 
 
-def error(shape: Shape, name: str, program: Function, *, positive: bool) -> float:
-    """Return a contender's error on numbers of mean zero, or on positive ones."""
-    x, w = jax.jit(operands, static_argnums=(0, 1), static_argnames="positive")(shape, name, positive=positive)
-    return float(f"{relative_error(program(x, w)[:CHECKED], jax.jit(expected, static_argnums=0)(name, x, w)):.2e}")
+def error(name: str, program: Function, x: Any, w: Any) -> float:
+    """Return a contender's error on some operands."""
+    factor = SCALAR if name == RIVAL else float(name.startswith("xla"))
+    return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
 
 
 def add_times(shape: Shape, found: dict[str, Any], runs: dict[str, Function]) -> None:
@@ -246,13 +254,14 @@ def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"it took more than {seconds:.0f} s", "contenders": {}, "ratios": {}}
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
-        return {"reason": reason, "contenders": {}, "ratios": {}}
-    rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"contenders": rows, "ratios": ratios(rows)}
+        lines = done.stdout.splitlines()
+        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout or b""
+        lines = (out if isinstance(out, str) else out.decode()).splitlines()
+        reason = f"it took more than {seconds:.0f} s"
+    rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+    return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
