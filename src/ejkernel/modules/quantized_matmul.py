@@ -58,8 +58,8 @@ def quantized_matmul(
         w8 = quantize(w.T)                                              # once: [n, k], a scale for each column of w
         y = quantized_matmul(quantize(x), w8, transpose_w=True)
 
-    The tensor cores of Hopper GPUs keep few bits of a float8 sum: over k = 16,384 a sum of positive products came out
-    24 % too small. By default partial sums are therefore added in float32, every 256 of k. `accumulation="fast"` does
+    The tensor cores of Hopper GPUs keep few bits of a float8 sum: sums of 16,384 positive products came out 24 % too
+    small, and sums of 7,168 by cuBLASLt 12 %. By default partial sums are therefore added in float32, every 256 of k. `accumulation="fast"` does
     not, which is some 8 % faster; its error on data with mean zero was 0.4 %. int8 sums are exact either way.
 
     Scales may be one number, or one for each row of `x` and column of `w`, or for blocks along `k`, such as 1x128 and
