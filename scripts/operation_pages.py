@@ -118,6 +118,23 @@ def _paged(
     return (_array(dtype, tokens, 32, dim), pages, *integers), options | _arrays(dtype, arrays)
 
 
+def _quantized(
+    dtype: str,
+    *,
+    x: str = "float8_e4m3fn",
+    w: str = "float8_e4m3fn",
+    scales: tuple[tuple[int, ...], ...] = ((4096, 1), (2048, 1)),
+    transpose_w: bool = True,
+    **options: Any,
+) -> Built:
+    """Return a product of 4,096 rows, of 1,024 and 2,048 columns; `x=""` is an operand in `dtype` without scales."""
+    matrix = (2048, 1024) if transpose_w else (1024, 2048)
+    own = {} if not x else {"x_scale": _array("float32", *scales[0])}
+    own |= {"w_scale": _array("float32", *(scales[1] if transpose_w else scales[1][::-1]))}
+    out = {"transpose_w": transpose_w, "preferred_element_type": dtype, **options}
+    return (_array(x or dtype, 4096, 1024), _array(w, *matrix)), own | out
+
+
 def _rows(dtype: str, vectors: int, *, dim: int = 4096, weight: str = "", residual: bool = False) -> Built:
     rows = _array(dtype, 8192, dim)
     return (rows, *[_array(weight or dtype, dim)] * vectors), {"residual": rows} if residual else {}
@@ -248,6 +265,25 @@ CALLS: dict[str, Page] = {
                 "`logits_soft_cap`": {"logits_soft_cap": 30.0},
                 "`sinks`": {"arrays": {"sinks": ("float32", 32)}},
                 "`return_lse`": {"return_lse": True},
+            },
+        ),
+        has_gradient=False,
+    ),
+    "quantized_matmul": Page(
+        modules.quantized_matmul,
+        _quantized,
+        _variants(
+            _quantized,
+            {
+                "`float8_e5m2` by `float8_e4m3fn`": {"x": "float8_e5m2"},
+                "`int8`": {"x": "int8", "w": "int8"},
+                "`float8_e4m3fn` by `int8`": {"w": "int8"},
+                "one scale for each array": {"scales": ((1, 1), (1, 1))},
+                "1x128 by 128x128 blocks": {"scales": ((4096, 8), (16, 8))},
+                "other blocks along `k`": {"scales": ((4096, 16), (2048, 16))},
+                "rows in 16 or 32 bits": {"x": ""},
+                "`w` as `[k, n]`": {"transpose_w": False},
+                '`accumulation="fast"`': {"accumulation": "fast"},
             },
         ),
         has_gradient=False,

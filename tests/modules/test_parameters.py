@@ -18,6 +18,7 @@ OPERATIONS = {
     "layer_norm": [modules.LayerNorm],
     "linear_cross_entropy": [modules.LinearCrossEntropy],
     "paged_attention": [modules.PagedAttention],
+    "quantized_matmul": [modules.QuantizedMatmul],
     "rms_norm": [modules.RmsNorm],
     "token_log_probs": [modules.LinearCrossEntropy],
 }
@@ -35,6 +36,7 @@ IN_THE_MODULE = {  # parameters that the function itself handles
 WITHOUT_OPERATION = (
     *("append_to_pages", "copy_pages", "paged_plan", "ragged_paged_attention"),
     *("from_zigzag", "to_zigzag"),
+    *("quantize", "quantized_dense"),
 )
 
 

@@ -32,6 +32,12 @@ from .paged_attention import PagedAttentionConfig as PagedAttentionConfig
 from .paged_attention import PagedPlan as PagedPlan
 from .paged_attention import paged_attention as paged_attention
 from .paged_attention import paged_plan as paged_plan
+from .quantized_matmul import Quantized as Quantized
+from .quantized_matmul import QuantizedMatmul as QuantizedMatmul
+from .quantized_matmul import QuantizedMatmulConfig as QuantizedMatmulConfig
+from .quantized_matmul import quantize as quantize
+from .quantized_matmul import quantized_dense as quantized_dense
+from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
@@ -57,6 +63,9 @@ __all__ = [
     "PagedAttention",
     "PagedAttentionConfig",
     "PagedPlan",
+    "Quantized",
+    "QuantizedMatmul",
+    "QuantizedMatmulConfig",
     "RmsNorm",
     "RmsNormConfig",
     "append_to_pages",
@@ -69,6 +78,9 @@ __all__ = [
     "linear_cross_entropy",
     "paged_attention",
     "paged_plan",
+    "quantize",
+    "quantized_dense",
+    "quantized_matmul",
     "ragged_paged_attention",
     "rms_norm",
     "to_zigzag",

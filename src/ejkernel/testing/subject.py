@@ -256,8 +256,11 @@ def function_of(subject: Subject, baseline: object) -> Flat:
 
 
 def _widened(arrays: Arrays) -> list[Any]:
+    # 8-bit numbers are arguments of kernels made for them.
     return [
-        np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)) if is_inexact(array) else array
+        np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32))
+        if is_inexact(array) and array.dtype.itemsize > 1
+        else array
         for array in arrays
     ]
 

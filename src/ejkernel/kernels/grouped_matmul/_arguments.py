@@ -31,7 +31,8 @@ def _other_than_asked(value: Any, dtype: str) -> str:
     """Describe an argument that is not an array of such a dtype, and how to fix it."""
     if is_array(value):
         return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
-    return f"{type(value).__name__}; pass a JAX or NumPy array"
+    other = "; use its dequantize()" if hasattr(value, "dequantize") else "; pass a JAX or NumPy array"
+    return f"{type(value).__name__}{other}"
 
 
 def check_product(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:

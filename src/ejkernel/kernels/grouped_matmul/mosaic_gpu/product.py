@@ -45,7 +45,7 @@ class _GroupCursor(NamedTuple):
     row_tiles: Any
 
 
-class _ProductTile(NamedTuple):
+class ProductTile(NamedTuple):
     """A tile of the result: its group, its first row, how many of its rows are the group's, its first column."""
 
     group: Any
@@ -100,7 +100,7 @@ class ProductKernel:
 
     # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[_ProductTile, Any], Any]) -> Any:
+    def _each_tile(self, body: Callable[[ProductTile, Any], Any]) -> Any:
         """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads."""
         plan, zero = self.plan, jnp.int32(0)
         rows = self._rows_of(zero, self.first_row)
@@ -152,25 +152,25 @@ class ProductKernel:
         found: _GroupCursor = lax.while_loop(behind, following, cursor)
         return found
 
-    def _tile(self, number: Any, cursor: _GroupCursor) -> _ProductTile:
+    def _tile(self, number: Any, cursor: _GroupCursor) -> ProductTile:
         row_tile, column_tile = tile_position(number - cursor.first_tile, cursor.row_tiles, self.plan)
         offset = row_tile * self.plan.tile_rows
         # The last tile ends with its group: rows that two tiles share get the same bits from both.
         offset = jnp.minimum(offset, jnp.maximum(cursor.rows - self.plan.tile_rows, 0))
         rows = jnp.minimum(cursor.rows - offset, self.plan.tile_rows)
-        return _ProductTile(cursor.group, cursor.first_row + offset, rows, column_tile * self.plan.tile_columns)
+        return ProductTile(cursor.group, cursor.first_row + offset, rows, column_tile * self.plan.tile_columns)
 
     # Producer.
 
     def _produce(self) -> None:
         producer_tail(self._each_tile(self._copy_tile), self.pipeline)
 
-    def _copy_tile(self, tile: _ProductTile, step: Any) -> Any:
+    def _copy_tile(self, tile: ProductTile, step: Any) -> Any:
         # Rows outside all groups have no products: zeros are stored.
         steps = jnp.where(tile.group < self.plan.groups, self.plan.steps, 0)
         return lax.fori_loop(0, steps, lambda i, step: self._copy_step(tile, i, step), step)
 
-    def _copy_step(self, tile: _ProductTile, index: Any, step: Any) -> Any:
+    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
         plan, along = self.plan, pl.ds(index * STEP, STEP)
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
@@ -193,20 +193,12 @@ class ProductKernel:
         self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
-    def _compute_tile(self, tile: _ProductTile, step: Any, warpgroup: Any) -> Any:
+    def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
         plan = self.plan
         count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
         in_group = tile.group < plan.groups
 
-        # A warpgroup without rows multiplies nothing, but must release the stages: the producer waits for both.
-        @pl.when(in_group & (count <= 0))
-        def _idle() -> None:
-            @pl.loop(0, plan.steps)
-            def _pass(i: Any) -> None:
-                stage = self.pipeline.stage(step + i)
-                self.pipeline.consumer_wait(stage)
-                self.pipeline.consumer_release(stage)
-
+        pl.when(in_group & (count <= 0))(lambda: self._idle(step))
         row_scale = self._load_row_scale(tile.row + plan.part_rows * warpgroup, in_group)  # long before it is needed
 
         def products(*accumulators: Any) -> None:
@@ -214,7 +206,7 @@ class ProductKernel:
 
         accumulators = accumulate(plan, products)
         row = tile.row + plan.part_rows * warpgroup
-        pieces = functools.partial(self._pieces, accumulators, row_scale, tile.column)
+        pieces = functools.partial(self._pieces, accumulators, row_scale, tile)
         if plan.is_plain:
             self._store(pieces, row, warpgroup, count)
         else:  # computed before the branches: two copies of the epilogue would spill registers
@@ -224,6 +216,15 @@ class ProductKernel:
         # Tiles outside all groups come last and run no steps, but counting steps for them does no harm, and a constant
         # increment keeps the stage in uniform registers.
         return step + plan.steps
+
+    def _idle(self, step: Any) -> None:
+        """Release the stages of a tile without rows for this warpgroup: the producer waits for both."""
+
+        @pl.loop(0, self.plan.steps)
+        def _pass(i: Any) -> None:
+            stage = self.pipeline.stage(step + i)
+            self.pipeline.consumer_wait(stage)
+            self.pipeline.consumer_release(stage)
 
     def _mainloop(self, accumulators: Sequence[Any], step: Any, warpgroup: Any) -> None:
         plan = self.plan
@@ -245,7 +246,9 @@ class ProductKernel:
         factors = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         return jnp.where(in_group, factors, jnp.zeros_like(factors))
 
-    def _pieces(self, accumulators: Sequence[Any], row_scale: Any, column: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _pieces(
+        self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile
+    ) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield slot, values, result and columns of each piece of the tile."""
         plan, width = self.plan, self.plan.piece_columns
         for i in range(plan.pieces):
@@ -253,7 +256,7 @@ class ProductKernel:
             values = [_finished(products, row_scale, plan.activation), *products[: len(self.kept)]]
             for j, (result, value) in enumerate(zip((self.out, *self.kept), values, strict=True)):
                 slot = (i * plan.results + j) % plan.out_slots
-                yield slot, value.astype(plan.out_dtype), result, pl.ds(column + i * width, width)
+                yield slot, value.astype(plan.out_dtype), result, pl.ds(tile.column + i * width, width)
 
     def _store(self, pieces: Callable[[], Iterable[Any]], row: Any, warpgroup: Any, count: Any) -> None:
         part_rows = self.plan.part_rows

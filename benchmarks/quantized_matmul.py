@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.quantized_matmul`: products of 8-bit operands on a Hopper GPU.
+
+The contenders: our kernel with exact and with fast sums, on int8, and with other tiles; our plain JAX on widened
+operands; XLA's cuBLASLt call for float8 with scalar scales, XLA's product of float8 arrays without scales, and cuBLAS
+on bfloat16. "quantize" makes the rows' numbers and scales from bfloat16, as a layer does before each product.
+
+Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
+times are those of a warm card, limited by power. `kernel_us` is the sum of the kernels of one call after a pause.
+`errors` are norms relative to the float32 product of the dequantised operands: on normal numbers, and on their
+magnitudes, where coarse sums show. "rival / ours" compares exact and fast sums with cuBLASLt's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import report
+from benchmarks.linear_cross_entropy_hopper import relative_error, seconds_per_call
+from ejkernel import compat
+from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
+
+SLICES, SLICE_S = 5, 0.08
+CHECKED = 512  # rows and columns
+SCALAR = 2.0**-6
+EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
+Function = Callable[..., Any]
+
+
+class Shape(NamedTuple):
+    """Rows, columns and summed axis of a product."""
+
+    m: int
+    n: int
+    k: int
+
+
+SHAPES = {
+    "B": Shape(4096, 16384, 7168),
+    "C": Shape(8192, 8192, 8192),
+    "decode": Shape(64, 28672, 8192),
+    "ragged": Shape(4999, 7176, 1920),
+    "A": Shape(4096, 7168, 16384),
+    "D": Shape(4096, 4096, 7168),
+    "tiny": Shape(200, 200, 384),
+}
+
+
+def ours(shape: Shape, *, implementation: str = "mosaic_gpu", fast: bool = False, **params: Any) -> Function:
+    """Return the module's product, by its heuristic or by given parameters."""
+    cfg: Any = None
+    if params:
+        from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+
+        cfg = QuantizedMatmulConfig(implementation=implementation, fwd=MosaicGpuParams(**params))
+
+    def run(x: Any, w: Quantized) -> jax.Array:
+        return quantized_matmul(
+            x,
+            w,
+            transpose_w=True,
+            accumulation="fast" if fast else "exact",
+            implementation=implementation,
+            cfg=cfg,
+        )
+
+    return run
+
+
+def by_xla(shape: Shape, *, scaled: bool = False, precision: Any = None) -> Function:
+    """Return XLA's product of the numbers alone, or with scalar scales in the form that it hands to cuBLASLt."""
+
+    def run(x: Quantized, w: Quantized) -> jax.Array:
+        left, right = x.values, w.values
+        if scaled:
+            left, right = (a.astype(jnp.bfloat16) * jnp.asarray(SCALAR, jnp.bfloat16) for a in (left, right))
+        found = lax.dot_general(
+            left, right, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        return found.astype(jnp.bfloat16)
+
+    return run
+
+
+def bfloat16_product(shape: Shape) -> Function:
+    """Return cuBLAS's product of bfloat16 arrays."""
+    return lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+CONTENDERS: dict[str, Callable[[Shape], Function]] = {
+    EXACT: ours,
+    FAST: functools.partial(ours, fast=True),
+    "ejkernel int8": ours,
+    "ejkernel blocks": ours,
+    "blocks, 5 stages": functools.partial(ours, block_n=192, stages=5, out_slots=1),
+    "blocks, block_n 128": functools.partial(ours, block_n=128, stages=5),
+    "ejkernel xla": functools.partial(ours, implementation="xla"),
+    "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
+    "ejkernel bfloat16 by int8": functools.partial(ours, implementation="xla"),
+    "block_n 192": functools.partial(ours, block_n=192, out_slots=3),
+    "panel 8": functools.partial(ours, panel=8),
+    "panel 32": functools.partial(ours, panel=32),
+    "block_n 128": functools.partial(ours, block_n=128, stages=6),
+    RIVAL: functools.partial(by_xla, scaled=True),
+    "xla float8": by_xla,
+    "xla float8 highest": functools.partial(by_xla, precision="highest"),
+    "cublas bfloat16": bfloat16_product,
+    "quantize": lambda shape: lambda x, w: quantize(x),
+}
+FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
+BLOCKS = ("ejkernel blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
+# The contenders of each process, by shape.
+OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "B": (FEW, BLOCKS, tuple(name for name in CONTENDERS if name not in (*FEW[1:], *BLOCKS))),
+    "C": (FEW, BLOCKS),
+    "decode": ((*FEW, "ejkernel bfloat16 by int8", "block_n 128", "block_n 192"),),
+    "ragged": ((*FEW[:3], "ejkernel xla"), BLOCKS[:1]),
+    "A": (FEW,),
+    "D": (FEW,),
+    "tiny": (tuple(CONTENDERS),),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
+    """Return operands: bfloat16, or quantised with a scale for each row and column, or for blocks."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    made = [jax.random.normal(key, (size, shape.k), jnp.bfloat16) for key, size in zip(keys, shape[:2], strict=True)]
+    x, w = (jnp.where(positive, jnp.abs(a), a) for a in made)
+    if kind == "bfloat16":
+        return x, w
+    if kind == "wide rows":
+        return x, quantize(w, dtype="int8")
+    if kind == "blocks":
+        return quantize(x, block=128), quantize(w, block=128, axis=(0, 1))
+    return quantize(x, dtype=kind), quantize(w, dtype=kind)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a contender's operands."""
+    kinds = {"cublas bfloat16": "bfloat16", "quantize": "bfloat16", "ejkernel bfloat16 by int8": "wide rows"}
+    return kinds.get(name) or ("blocks" if "blocks" in name else "int8" if "int8" in name else "float8_e4m3fn")
+
+
+@jax.jit
+def expected(x: Any, w: Any, factor: float | jax.Array) -> jax.Array:
+    """Return a corner of the float32 product, with `factor` in place of each scale unless it is 0."""
+
+    def wide(a: Any) -> jax.Array:
+        if not isinstance(a, Quantized):
+            return jnp.asarray(a[:CHECKED]).astype(jnp.float32)
+        plain = factor * a.values[:CHECKED].astype(jnp.float32)
+        return jnp.where(factor == 0, a.dequantize()[:CHECKED], plain)
+
+    return lax.dot_general(wide(x), wide(w), (((1,), (1,)), ((), ())), precision="highest")
+
+
+def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each contender, or the reason for having none; print what is known so far."""
+    given = {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+    positive = {kind: operands(shape, kind, True) for kind in given}
+    found: dict[str, Any] = {}
+    runs: dict[str, Function] = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compile_one = lambda name: jax.jit(CONTENDERS[name](shape)).lower(*given[kind_of(name)]).compile()  # noqa: E731
+        jobs = {name: pool.submit(compile_one, name) for name in names}
+        for name, job in jobs.items():
+            own = given[kind_of(name)], positive[kind_of(name)]
+            try:
+                program = job.result()
+                found[name] = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
+                jax.block_until_ready(program(*own[0]))
+                if name != "quantize":
+                    found[name]["errors"] = [error(name, program, *pair) for pair in own]
+            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *own[0])
+            print(json.dumps(found), flush=True)
+    add_times(shape, found, runs)
+    return found
+
+
+def error(name: str, program: Function, x: Any, w: Any) -> float:
+    """Return a contender's error on some operands."""
+    factor = SCALAR if name == RIVAL else float(name.startswith("xla"))
+    return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
+
+
+def add_times(shape: Shape, found: dict[str, Any], runs: dict[str, Function]) -> None:
+    """Add the times of contenders that run, interleaved, and then of their kernels."""
+    numbers = {name: max(1, int(SLICE_S / seconds_per_call(run, 3))) for name, run in runs.items()}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = np.random.default_rng(0)
+    for _ in range(SLICES):
+        for name in order.permutation(list(runs)):
+            samples[str(name)].append(seconds_per_call(runs[str(name)], numbers[str(name)]))
+    for name, run in runs.items():
+        time.sleep(0.3)  # the card cools down
+        kernels = compat.cupti_seconds(run) if jax.default_backend() == "gpu" else None
+        times = {"us": 1e6 * float(np.median(samples[name])), "kernel_us": None if kernels is None else 1e6 * kernels}
+        flops = 2 * shape.m * shape.n * shape.k
+        for kind, us in times.items():
+            if us is not None:
+                found[name][kind] = round(us, 1)
+                if name != "quantize":
+                    found[name][f"{kind.removesuffix('us')}tflops"] = round(flops / us / 1e6)
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return cuBLASLt's time relative to ours."""
+    found = {}
+    for kind in ("us", "kernel_us"):
+        for name in (EXACT, FAST, "ejkernel int8", "ejkernel blocks"):
+            pair = rows.get(RIVAL, {}).get(kind), rows.get(name, {}).get(kind)
+            if pair[0] and pair[1]:
+                found[f"rival / {name}, {kind}"] = round(pair[0] / pair[1], 3)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a Markdown table, a line per shape and contender."""
+    fields = ("us", "tflops", "kernel_us", "kernel_tflops")
+    lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
+    for key, rows in found.items():
+        if key == "environment":
+            continue
+        for name, row in rows["contenders"].items():
+            cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
+            said = row.get("errors", row.get("reason", ""))
+            lines.append(f"| {' x '.join(map(str, SHAPES[key.split()[0]]))}, {name} | {' | '.join(cells)} | {said} |")
+        lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Return the result of measuring in a separate process, or the reason for having none."""
+    command = [sys.executable, "-m", "benchmarks.quantized_matmul", "--one", shape, "--contenders", *names]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        lines = done.stdout.splitlines()
+        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout or b""
+        lines = (out if isinstance(out, str) else out.decode()).splitlines()
+        reason = f"it took more than {seconds:.0f} s"
+    rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+    return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_matmul", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_matmul_<device>.json and .md there")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument(
+        "--start-within", type=float, default=165.0, metavar="S", help="no process starts later (default: %(default)s)"
+    )
+    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
+        return 0
+    start = time.perf_counter()
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        for number, names in enumerate([args.contenders] if args.contenders else OF_SHAPE[shape]):
+            key = f"{shape} {number}" if number else shape
+            if time.perf_counter() - start > args.start_within:
+                continue
+            found[key] = run_apart(shape, names, args.seconds)
+            print(key, json.dumps(found[key]), file=sys.stderr, flush=True)
+            if args.out is not None:  # written after each process, in case a later one fails
+                report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

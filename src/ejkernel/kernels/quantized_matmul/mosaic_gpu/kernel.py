@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel: the grouped product's, on 8-bit operands with scales of rows and columns.
+
+Only 16-bit operands can be transposed on their way to the tensor core, so both lie along `k`. A step is as many bytes
+as the 16-bit kernel's, and twice the elements.
+
+Hopper's tensor core keeps few bits of a float8 sum. If the plan promotes, what `promoted` steps gave is added to
+float32 sums in registers; parts of the columns take turns with one accumulator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._hopper.products import multiply_stages
+from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import GroupedMemory
+
+from .plan import STEP, QuantizedPlan
+
+
+class QuantizedKernel(ProductKernel):
+    """The program of one block of threads."""
+
+    plan: QuantizedPlan
+    column_scale: Any = None
+
+    def memory_types(self) -> GroupedMemory:
+        """See `ProductKernel`."""
+        plan, types = self.plan, super().memory_types
+        lhs = (plan.stages, WARPGROUPS, plan.part_rows, STEP)
+        rhs = (plan.stages, plan.parts, plan.part_columns, STEP)
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + plan.parts)
+        return GroupedMemory(
+            self.backend.aliased(tiled(lhs, plan.dtype), swizzled(lhs, plan.dtype)),
+            tiled(rhs, plan.w_dtype),
+            types().out,
+            pipeline,
+        )
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
+        """See `ProductKernel`."""
+        *others, self.column_scale = arrays
+        super().run(others, results, memory)
+
+    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
+        plan, along = self.plan, pl.ds(index * STEP, STEP)
+        stage = self.pipeline.producer_acquire(step)
+        full = self.pipeline.full.at[stage]
+        for w in range(WARPGROUPS):
+            rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
+            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
+        for part in range(plan.parts):
+            columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
+            plgpu.copy_gmem_to_smem(
+                self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full
+            )
+        return step + 1
+
+    def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
+        plan = self.plan
+        row = tile.row + plan.part_rows * warpgroup
+        count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
+        in_group = tile.group < plan.groups
+        pl.when(in_group & (count <= 0))(lambda: self._idle(step))
+
+        @pl.when(in_group & (count > 0))
+        def _some_rows() -> None:
+            row_scale = self._load_row_scale(row, in_group)  # long before it is needed
+            sums = self._promoted(tile, step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
+            # Computed before the branches of the store, as in `ProductKernel`.
+            for piece in self._pieces(sums, row_scale, tile):
+                self._store(functools.partial(list, [piece]), row, warpgroup, count)
+
+        # Rows past the last group remain unwritten: the caller cuts them off.
+        return step + plan.steps
+
+    def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any, part: int) -> None:
+        plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], self.memory.rhs.at[stage, part].transpose((1, 0)))
+
+    def _summed(self, step: Any, warpgroup: Any) -> list[Any]:
+        """Return the products, summed in the tensor core."""
+        plan = self.plan
+
+        def products(accumulator: Any) -> Any:
+            multiply_stages(
+                self.pipeline, step, plan.steps, lambda stage: self._multiply(accumulator, stage, warpgroup, 0)
+            )
+            return accumulator[...]
+
+        sums = jnp.int32 if plan.is_integer else jnp.float32
+        found = pl.run_scoped(products, plgpu.ACC((plan.part_rows, plan.part_columns), sums))
+        return [found.astype(jnp.float32)]
+
+    def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
+        """Return the products of each part, summed in float32."""
+        del tile
+        plan, pipeline = self.plan, self.pipeline
+
+        def chunk(first: Any, length: int, sums: Sequence[Any]) -> list[Any]:
+            stages = [pipeline.stage(first + i) for i in range(length)]
+            for stage in stages:
+                pipeline.consumer_wait(stage)
+            return [total + self._part(part, stages, warpgroup) for part, total in enumerate(sums)]
+
+        zeros = plgpu.layout_cast(jnp.zeros((plan.part_rows, plan.part_columns), jnp.float32), plgpu.Layout.WGMMA)
+        chunks, rest = divmod(plan.steps, plan.promoted)
+        # The short chunk comes first: after the loop it would spill registers.
+        sums = chunk(step, rest, [zeros] * plan.parts) if rest else [zeros] * plan.parts
+        first = step + rest
+        body = lambda i, sums: chunk(first + i * plan.promoted, plan.promoted, sums)  # noqa: E731
+        return list(lax.fori_loop(0, chunks, body, sums))
+
+    def _part(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
+        """Return the products of one part over some stages; the last part releases them."""
+
+        def products(accumulator: Any) -> Any:
+            for stage in stages:
+                self._multiply(accumulator, stage, warpgroup, part)
+            return accumulator[...]
+
+        found = pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.part_columns), jnp.float32))
+        if part == self.plan.parts - 1:
+            for stage in stages:
+                self.pipeline.consumer_release(stage)
+        return found
+
+    def _pieces(
+        self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile
+    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+        plan, width = self.plan, self.plan.piece_columns
+        for i in range(plan.pieces):
+            part, at = divmod(i * width, accumulators[0].shape[1])
+            values = accumulators[part][:, at : at + width]
+            columns = pl.ds(tile.column + i * width, width)
+            if self.column_scale is not None:
+                factors = self.column_scale.at[columns]
+                factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                values = values * lax.broadcast_in_dim(factors, values.shape, [1])
+                values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
+            yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch parameters, and the static description of one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, WARPGROUPS, padded
+from ejkernel.kernels._options import check_parameters
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
+from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+
+STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
+PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+SCALES = 32  # float32 numbers of the least copy
+_PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MosaicGpuParams:
+    """Launch parameters; they do not change the result.
+
+    A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
+    The launch is persistent: one block per multiprocessor takes tile after tile.
+
+    Attributes:
+        block_m: Rows of a tile, 128 or 256.
+        block_n: Columns of a tile: 64, 128, 192 or 256.
+        stages: Pipeline stages, each with 128 of `k`.
+        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
+        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    stages: int = 4
+    panel: int = 16
+    out_slots: int = 2
+
+    def __post_init__(self) -> None:
+        check_parameters(
+            self,
+            block_m=(128, 256),
+            block_n=(64, 128, 192, 256),
+            stages=range(2, 13),
+            panel=range(1, 257),
+            out_slots=range(1, 5),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedPlan(ProductPlan):
+    """The launch of a product of 8-bit operands; `scaled` is set if rows and columns have scales.
+
+    Attributes:
+        w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
+        promoted: Steps whose products are summed in the tensor core; 0: all of them.
+        blocks: Whether scales are those of 1x128 and 128x128 blocks; else of rows and columns.
+    """
+
+    w_dtype: str
+    promoted: int
+    blocks: bool = False
+
+    @property
+    def steps(self) -> int:
+        """See `ProductPlan`."""
+        return self.inner // STEP
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the sums are int32."""
+        return self.dtype == "int8"
+
+    @property
+    def parts(self) -> int:
+        """Pieces of a tile's columns, each with its own instruction."""
+        return max(1, self.tile_columns // _PART) if self.promoted else 1
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a part."""
+        return self.tile_columns // self.parts
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
+        return self.tile_rows + SCALES
+
+    def shared_bytes(self) -> int:
+        """See `GroupedPlan`."""
+        operands = self.stages * STEP * (self.tile_rows + self.tile_columns)
+        operands += self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
+        return operands + WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES + OVERHEAD
+
+    def sums_per_thread(self) -> int:
+        """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
+        columns = self.tile_columns + (self.part_columns if self.promoted else 0)
+        return self.part_rows * columns // 128
+
+
+def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
+    """Return the plan of a launch."""
+    blocks = not call.scales_outside
+    return QuantizedPlan(
+        rows=max(call.rows, ROWS),
+        groups=1,
+        inner=call.inner,
+        columns=padded(call.columns, ALIGNED),
+        dtype=call.x_dtype,
+        w_dtype=call.w_dtype,
+        out_dtype=call.out_dtype,
+        tile_rows=params.block_m,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+        transpose_rhs=True,
+        scaled=not blocks,
+        promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
+        blocks=blocks,
+    )

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Quantized`: 8-bit numbers with scales, and `quantize`, which makes them.
+
+A scale is a factor, `x = values * scale`, of a block of elements. Blocks are cut from the start of each axis; the last
+one may be shorter. The scales form an array of the same rank, with an entry per block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ejkernel.kernels._numbers import accumulator, is_integer
+from ejkernel.kernels._options import type_text
+from ejkernel.ops.errors import ArgumentError, UnsupportedError
+from ejkernel.ops.utils.values.signature import is_array, is_known
+
+Block = tuple[int | None, ...]
+LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # the values quantised numbers reach
+_MANTISSA: Final = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # stored bits, and the least normal exponent
+SCALE_DTYPES: Final = ("float32", "bfloat16")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("block",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantized:
+    """8-bit numbers with a scale for each block: `dequantize()` is `values * scale`.
+
+    A pytree with two leaves, so it passes through `jit`, `vmap`, `scan` and checkpoints.
+
+    Attributes:
+        values: Numbers in `float8_e4m3fn`, `float8_e5m2` or `int8`.
+        scale: float32 or bfloat16, of the same rank, with `ceil(size / block)` entries along each axis.
+        block: The size of a block along each of the last axes; `None` is the whole axis. Axes before these, such as
+            those that `jax.vmap` or stacking adds, have a scale for each entry.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the numbers."""
+        return self.values.dtype
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """Return `values * scale`, multiplied in float32 and rounded to `dtype`."""
+        check_quantized("the array", self)
+        wide = self.values.astype(jnp.float32)
+        return (wide * spread(self.scale.astype(jnp.float32), self.shape, self.block)).astype(dtype)
+
+    def to_qwix(self) -> Any:
+        """Return a `qwix.QArray`; every size must be a multiple of its block.
+
+        Raises:
+            ArgumentError: A last block is shorter than the others, which Qwix cannot say.
+            ImportError: Qwix is not installed.
+        """
+        import qwix
+
+        check_quantized("the array", self)
+        for size, block in zip(self.shape, full_block(self.block, len(self.shape)), strict=True):
+            if block is not None and size % block:
+                raise ArgumentError(f"block must divide the shape for Qwix; got {self.block} for shape {self.shape}.")
+        return qwix.QArray(self.values, self.scale)
+
+    @classmethod
+    def from_qwix(cls, array: Any) -> Quantized:
+        """Return the numbers and scales of a `qwix.QArray` without a zero point."""
+        if getattr(array, "zero_point", None) is not None:
+            raise ArgumentError("zero_point must be None: scales here are factors alone; quantise symmetrically.")
+        return given_scale("qvalue", array.qvalue, array.scale)
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    block: int | Sequence[int | None] | None = None,
+    axis: int | Sequence[int] | None = -1,
+    scale_dtype: DTypeLike = "float32",
+    stochastic: jax.Array | Literal[False] = False,
+) -> Quantized:
+    """Return `x` in 8 bits, with scales that map the largest magnitude of each block to the dtype's largest number.
+
+    For a product, the scales must not vary along the contracted axis, except by blocks:
+
+        quantize(x)                                         # x [m, k]: a scale for each row
+        quantize(w, axis=0)                                 # w [k, n]: a scale for each column
+        quantize(x, block=128)                              # 1x128 blocks
+        quantize(w, block=(128, 128), axis=(0, 1))          # 128x128 blocks
+        quantize(x, axis=None)                              # one scale
+
+    The error of a number is at most half a unit in its last place: `scale / 2` for int8, and for float8 the larger of
+    `|x| * 2**-4` (e4m3) or `|x| * 2**-3` (e5m2) and half the least positive number, `scale * 2**-10` or
+    `scale * 2**-17`; twice that if `stochastic`. A block of zeros stays zero. A block with NaN or infinity becomes NaN.
+    Scales are at least the dtype's smallest normal number.
+
+    `quantize` has no gradient: `jax.grad` through it raises. Use `quantized_dense` to train.
+
+    Args:
+        x: A floating-point array.
+        dtype: `float8_e4m3fn`, `float8_e5m2` or `int8`.
+        block: How many elements along each axis of `axis` share a scale; `None` is all of them. An integer counts for
+            each of these axes.
+        axis: The axis along which elements share a scale, or several; `None` is all axes.
+        scale_dtype: Dtype of the scales: float32 or bfloat16.
+        stochastic: A PRNG key to round up or down at random, with the right mean; `False` rounds to nearest even.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: The call is differentiated.
+    """
+    if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
+        raise ArgumentError(f"x must be a floating-point array of 16 bits or more, got {type_text(x)}.")
+    name, scales = (
+        canonical_dtype("dtype", dtype, tuple(LARGEST)),
+        canonical_dtype("scale_dtype", scale_dtype, SCALE_DTYPES),
+    )
+    blocks = _canonical_block(block, axis, len(x.shape))
+    if isinstance(stochastic, bool) and stochastic:
+        raise ArgumentError("stochastic must be a PRNG key or False, got True; pass jax.random.key(seed).")
+    key = () if isinstance(stochastic, bool) else (stochastic,)
+    return Quantized(*_quantized(name, scales, blocks, jnp.asarray(x), *key), blocks)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _quantized(
+    dtype: str, scale_dtype: str, block: Block, x: jax.Array, *key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    wide = x.astype(accumulator(x.dtype))
+    top = jnp.asarray(LARGEST[dtype], wide.dtype)
+    largest = _largest(wide, block)
+    tiny = jnp.asarray(np.finfo(np.float32).tiny, wide.dtype)
+    scale = jnp.where(jnp.isfinite(largest), jnp.maximum(largest / top, tiny), jnp.nan).astype(scale_dtype)
+    # Divided by the rounded scale, so that its rounding adds no error; a scale rounded down saturates.
+    ratio = wide / spread(scale.astype(wide.dtype), x.shape, block)
+    ratio = jnp.clip(jnp.where(jnp.isnan(ratio), jnp.zeros_like(ratio), ratio), -top, top)
+    if key:
+        ratio = _rounded_at_random(ratio, dtype, key[0])
+    return (jnp.round(ratio) if dtype == "int8" else ratio).astype(dtype), scale
+
+
+@_quantized.defjvp
+def _no_gradient(*_: Any) -> Any:
+    raise UnsupportedError(
+        "quantize has no gradient: rounding has none. Use quantized_dense to train, or jax.lax.stop_gradient on x."
+    )
+
+
+@jax.custom_jvp
+def without_gradient(values: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both arrays; differentiating them raises."""
+    return values, scale
+
+
+@without_gradient.defjvp
+def _no_gradient_of_operands(*_: Any) -> Any:
+    raise UnsupportedError(
+        "a quantised operand has no gradient: use quantized_dense to train, or jax.lax.stop_gradient on the operand."
+    )
+
+
+def _rounded_at_random(x: jax.Array, dtype: str, key: jax.Array) -> jax.Array:
+    """Return each number as one of the two nearest numbers of `dtype`, nearer ones more often."""
+    unit = jnp.ones_like(x)
+    if dtype in _MANTISSA:
+        bits, least = _MANTISSA[dtype]
+        exponent = jnp.maximum(jnp.frexp(x)[1] - 1, least) - bits
+        unit = jnp.ldexp(unit, exponent)
+    top = jnp.asarray(LARGEST[dtype], x.dtype)
+    found: jax.Array = jnp.clip(jnp.floor(x / unit + jax.random.uniform(key, x.shape, x.dtype)) * unit, -top, top)
+    return found
+
+
+def _largest(x: jax.Array, block: Block) -> jax.Array:
+    """Return the largest magnitude of each block."""
+    sizes = [(1, max(size, 1)) if b is None else (-(-size // b), b) for size, b in zip(x.shape, block, strict=True)]
+    padded = jnp.pad(jnp.abs(x), [(0, count * b - size) for size, (count, b) in zip(x.shape, sizes, strict=True)])
+    found: jax.Array = jnp.max(padded.reshape([n for pair in sizes for n in pair]), axis=tuple(range(1, 2 * x.ndim, 2)))
+    return found
+
+
+def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
+    """Return scales with an entry for each element, or of length 1 along axes where all elements share one."""
+    for axis, (size, b) in enumerate(zip(shape, full_block(block, len(shape)), strict=True)):
+        if b not in (None, 1):
+            scale = jax.lax.slice_in_dim(jnp.repeat(scale, b, axis), 0, size, axis=axis)
+    return scale
+
+
+def full_block(block: Block, rank: int) -> Block:
+    """Return the block with an entry for each axis."""
+    return (1,) * (rank - len(block)) + block
+
+
+def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
+    """Return the shape of the scales of an array."""
+    return tuple(
+        1 if b is None else size if b == 1 else -(-size // b)
+        for size, b in zip(shape, full_block(block, len(shape)), strict=True)
+    )
+
+
+def check_quantized(name: str, array: Quantized) -> None:
+    """Raise unless dtypes and shapes fit together."""
+    values, scale = array.values, array.scale
+    block: Any = array.block
+    if not is_array(values) or str(values.dtype) not in LARGEST:
+        raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
+    if not isinstance(block, tuple) or len(block) > len(values.shape) or not all(map(_is_size, block)):
+        raise ArgumentError(
+            f"{name}.block must be a tuple of positive integers or None, at most one per axis of {type_text(values)}; "
+            f"got {block!r}."
+        )
+    wanted = scale_shape(values.shape, block)
+    if not is_array(scale) or str(scale.dtype) not in SCALE_DTYPES or tuple(scale.shape) != wanted:
+        raise ArgumentError(
+            f"{name}.scale must be {' or '.join(SCALE_DTYPES)} of shape {wanted}: blocks {block} of "
+            f"{tuple(values.shape)}; got {type_text(scale)}. A shard must begin and end with a block."
+        )
+
+
+def given_scale(name: str, values: Any, scale: Any) -> Quantized:
+    """Return numbers with their scales, and the blocks that the shapes tell.
+
+    Args:
+        name: The argument of `values`, for messages.
+        values: The numbers.
+        scale: A number for the whole array, or an array of the same rank whose sizes are 1 or divide those of `values`.
+    """
+    if not is_array(values) or not is_array(scale):
+        raise ArgumentError(f"{name} and its scale must be arrays; got {type_text(values)} and {type_text(scale)}.")
+    shape = tuple(values.shape)
+    if len(scale.shape) == 0:
+        scale = scale.reshape((1,) * len(shape))
+    pairs = list(zip(shape, scale.shape, strict=False))
+    if len(scale.shape) != len(shape) or any(
+        entries != 1 and (not entries or size % entries) for size, entries in pairs
+    ):
+        raise ArgumentError(
+            f"the scale of {name} must be a number, or have the rank of {name} and sizes that divide {shape}; got "
+            f"{type_text(scale)}. With a shorter last block, pass Quantized(values, scale, block)."
+        )
+    return Quantized(values, scale, tuple(None if entries == 1 else size // entries for size, entries in pairs))
+
+
+def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
+    """Return the name of a dtype among `allowed`."""
+    try:
+        found = str(jnp.dtype(dtype).name)
+    except TypeError:
+        found = ""
+    if found not in allowed:
+        raise ArgumentError(f"{name} must be one of {', '.join(allowed)}; got {dtype!r}.")
+    return found
+
+
+def _canonical_block(block: Any, axis: Any, rank: int) -> Block:
+    axes = range(rank) if axis is None else (axis,) if is_integer(axis) else axis
+    if not isinstance(axes, Sequence) or not all(is_integer(a) and -rank <= a < rank for a in axes):
+        raise ArgumentError(f"axis must be axes of x, which has {rank}, or None; got {axis!r}.")
+    numbers = [a % rank for a in axes]
+    if len(set(numbers)) < len(numbers):
+        raise ArgumentError(f"axis must name each axis once; got {axis!r}.")
+    sizes = block if isinstance(block, Sequence) and not isinstance(block, str) else [block] * len(numbers)
+    if len(sizes) != len(numbers) or not all(map(_is_size, sizes)):
+        raise ArgumentError(f"block must be a positive integer or None for each axis of {tuple(axes)}; got {block!r}.")
+    found: dict[int, Any] = dict(zip(numbers, sizes, strict=True))
+    return tuple(None if found.get(a, 1) is None else int(found.get(a, 1)) for a in range(rank))
+
+
+def _is_size(size: Any) -> bool:
+    return size is None or (is_integer(size) and is_known(size) and size > 0)

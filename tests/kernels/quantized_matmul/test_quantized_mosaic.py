@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our products of 8-bit operands for Hopper: simulated on a CPU, and refused where not run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel import compat
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
+from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpu
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
+from ejkernel.kernels.quantized_matmul.quantized import quantize
+from ejkernel.modules import QuantizedMatmulConfig
+from ejkernel.ops import ConfigError
+
+pytestmark = pytest.mark.slow
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+CALL = QuantizedMatmulCall(
+    rows=4096,
+    inner=1024,
+    columns=2048,
+    x_dtype=E4M3,
+    w_dtype=E4M3,
+    out_dtype="bfloat16",
+    x_block=(1, None),
+    w_block=(1, None),
+    transpose_w=True,
+    platform="gpu",
+    device_fingerprint="gpu:nvidia_h200",
+)
+
+
+@pytest.fixture
+def mosaic(monkeypatch):
+    """The module of the kernels, where it can be imported; a launch has two thread blocks."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+    return mosaic_gpu
+
+
+def operands(shape, dtypes, *, positive=False, axis=-1, block=None):
+    m, n, k = shape
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(size), jnp.float32) for size in ((m, k), (n, k))]
+    return [
+        quantize(jnp.abs(a) if positive else a, dtype=dtype, axis=axis, block=block)
+        for a, dtype in zip(arrays, dtypes, strict=True)
+    ]
+
+
+def error(mosaic, x, w, params, *, races=False, **options):
+    """Return the kernel's error relative to the float32 product."""
+    args, options = quantized_matmul.prepare(
+        x.values, w.values, x.scale, w.scale, x_block=x.block, w_block=w.block, transpose_w=True, **options
+    )
+    options.pop("implementation")
+    call = quantized_matmul.describe(*args, **options)
+    assert MosaicGpu().params_fault(call, params) is None
+    interpret = mosaic.InterpretGPUParams(detect_races=races)
+    found = jax.jit(lambda *args: launch.product(call, args, params, interpret=interpret))(*args)
+    assert found.dtype == call.out_dtype
+    expected = jnp.matmul(x.dequantize(), w.dequantize().T, precision="highest")
+    return float(jnp.linalg.norm(found.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+
+
+SIMULATED = {
+    "promoted in two parts": ((200, 200, 512), (E4M3, E4M3), {"block_n": 256}, {}),
+    "an odd number of steps": ((40, 72, 384), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {}),
+    "one step": ((130, 264, 128), (E5M2, E5M2), {"block_n": 128, "stages": 2}, {}),
+    "fast": ((300, 264, 256), (E5M2, E4M3), {"block_n": 128}, {"accumulation": "fast"}),
+    "high tiles, float32": (
+        (300, 72, 256),
+        (E4M3, E4M3),
+        {"block_m": 256, "block_n": 64, "out_slots": 1},
+        {"preferred_element_type": "float32"},
+    ),
+    "int8, float16": ((130, 264, 256), ("int8", "int8"), {"block_n": 256}, {"preferred_element_type": "float16"}),
+}
+
+
+@pytest.mark.parametrize("positive", [False, True], ids=["mean zero", "positive"])
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_products_match_the_float32_product(mosaic, name, positive):
+    shape, dtypes, params, options = SIMULATED[name]
+    x, w = operands(shape, dtypes, positive=positive)
+    allowed = {"float32": 1e-5, "float16": 1e-3}.get(options.get("preferred_element_type"), 3e-3)
+    assert error(mosaic, x, w, MosaicGpuParams(**params), **options) < allowed
+
+
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ((200, 264, 512), {"block_n": 192, "out_slots": 3, "stages": 3}),
+        ((37, 72, 128), {"block_n": 64, "out_slots": 1, "stages": 2}),
+        ((130, 136, 256), {"block_n": 128, "stages": 2}),
+    ],
+)
+def test_simulated_blocks_match_the_float32_product(mosaic, shape, params):
+    x, w = operands(shape, (E4M3, E5M2), positive=True, block=128)
+    w = quantize(w.dequantize() * jnp.exp(jnp.arange(shape[1]) % 5)[:, None], block=128, axis=(0, 1))
+    assert error(mosaic, x, w, MosaicGpuParams(**params), races=True, preferred_element_type="float32") < 1e-5
+
+
+@settings(deadline=None, max_examples=4)
+@given(m=st.integers(1, 300), n=st.integers(1, 34), k=st.integers(1, 4), whole=st.booleans())
+def test_any_number_of_rows_and_columns_is_simulated_right(m, n, k, whole):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    x, w = operands((m, 8 * n, 128 * k), (E4M3, E4M3), axis=None if whole else -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+        params = MosaicGpuParams(block_n=128, stages=2, panel=2)
+        assert error(mosaic_gpu, x, w, params, preferred_element_type="float32") < 1e-5
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+def test_simulated_kernel_has_no_races(mosaic, accumulation):
+    x, w = operands((200, 200, 640), (E4M3, E4M3))
+    assert error(mosaic, x, w, MosaicGpuParams(stages=2), races=True, accumulation=accumulation) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_dtype": "bfloat16", "x_block": None}, "x is bfloat16 and w is float8_e4m3fn"),
+        ({"x_dtype": "int8"}, "two float8 or two int8 operands"),
+        ({"transpose_w": False}, "pass [n, k] with transpose_w=True"),
+        ({"x_block": (1, 64)}, "scales vary along k"),
+        ({"x_block": (1, 128), "w_block": (128, 128), "x_dtype": "int8", "w_dtype": "int8"}, "float8 blocks of 1x128"),
+        ({"inner": 1000}, "k must be a multiple of 128 and n of 8"),
+        ({"columns": 2044}, "k must be a multiple of 128 and n of 8"),
+        ({"rows": 0}, "x or w is empty"),
+        ({"x_dtype": "int8", "w_dtype": "int8", "inner": 2**18}, "may overflow where k exceeds 133144"),
+        ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
+        ({"partitioned": True}, "would gather both operands"),
+        ({"rows": 2**31}, "supports at most"),
+    ],
+)
+def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(mosaic, change, message):
+    assert MosaicGpu().unsupported(CALL) is None
+    reason = MosaicGpu().unsupported(dataclasses.replace(CALL, **change))
+    assert message in reason
+    assert "'xla'" in reason
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stages": 8}, "bytes of shared memory"),
+        ({"out_slots": 3, "stages": 2}, "out_slots must divide 4"),
+        ({"block_m": 256, "block_n": 128, "stages": 2}, "registers per thread for sums"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(params, message):
+    assert message in (MosaicGpu().params_fault(CALL, MosaicGpuParams(**params)) or "")
+
+
+def test_blocks_take_one_part_of_columns():
+    call = dataclasses.replace(CALL, x_block=(1, 128), w_block=(128, 128))
+    assert MosaicGpu().unsupported(call) is None or compat.mosaic_gpu_reason()
+    assert MosaicGpu().heuristic(call).block_n <= 192
+    assert "block_n of at most 192" in MosaicGpu().params_fault(call, MosaicGpuParams(stages=3))
+
+
+def test_parameters_outside_their_ranges_are_refused():
+    with pytest.raises(ConfigError, match="block_n must be 64, 128, 192 or 256"):
+        QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(block_n=96))
+
+
+def test_heuristics_and_spaces_hold_valid_parameters():
+    for columns in (8, 64, 200, 1024, 28672):
+        blocks = {"x_block": (1, 128), "w_block": (128, 128)}
+        integers = {"x_dtype": "int8", "w_dtype": "int8"}
+        for change in ({}, {"fast": True}, integers, {"out_dtype": "float32"}, blocks):
+            call = dataclasses.replace(CALL, columns=columns, **change)
+            space = MosaicGpu().space(call)
+            assert MosaicGpu().params_fault(call, MosaicGpu().heuristic(call)) is None
+            assert MosaicGpu().heuristic(call) in list(space)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of quantised operands under test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.kernels.conformance import Backend, Subject
+
+from ejkernel.kernels.quantized_matmul.xla import XlaParams
+from ejkernel.modules import QuantizedMatmul, quantize
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+ROWS, BLOCKS = {"axis": -1}, {"axis": -1, "block": 128}
+SQUARES = {"axis": (0, 1), "block": 128}
+
+
+def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
+    """Return a product of `[m, k]` and `[n, k]`; `x` and `w` are dtype and blocks of an operand, or `None`."""
+
+    def call(dtype):
+        m, k, n = shape
+        rng = np.random.default_rng(0)
+        arrays = [rng.standard_normal(size).astype(np.float32) for size in ((*lead, m, k), (n, k))]
+        arrays = [jnp.asarray(abs(a) if positive else a, dtype) for a in arrays]
+        # The result of two quantised operands is compared in full.
+        out = {"preferred_element_type": "float32"} if x and w else {}
+        given = {"transpose_w": True, **out, **options}
+        args, scales = [], []
+        for name, array, own in (("x", arrays[0], x), ("w", arrays[1], w)):
+            made = None if own is None else quantize(array, dtype=own[0], **own[1])
+            scales.append(None if made is None else made.scale)
+            values = array if made is None else made.values
+            if name == "w" and not given["transpose_w"]:
+                values, scales[-1] = values.T, None if made is None else made.scale.T
+            args.append(values)
+            if made is not None:
+                turned = made.block if given["transpose_w"] or name == "x" else made.block[::-1]
+                given[f"{name}_block"] = turned
+        return (*args, *scales), given
+
+    return call
+
+
+def in_use(dtype):
+    x, w = (jax.ShapeDtypeStruct(shape, E4M3) for shape in ((4096, 1024), (2048, 1024)))
+    scales = [jax.ShapeDtypeStruct((size, 1), jnp.float32) for size in (4096, 2048)]
+    blocks = {"x_block": (1, None), "w_block": (1, None)}
+    return (x, w, *scales), {"transpose_w": True, **blocks}
+
+
+SUBJECT = Subject(
+    operation=QuantizedMatmul(),
+    calls={
+        "rows and columns": call_of((E4M3, ROWS), (E4M3, ROWS)),
+        "positive": call_of((E4M3, ROWS), (E4M3, ROWS), (8, 2048, 16), positive=True),
+        "fast": call_of((E4M3, ROWS), (E5M2, ROWS), accumulation="fast"),
+        "one scale each": call_of((E5M2, {"axis": None}), (E4M3, {"axis": None})),
+        "int8": call_of(("int8", ROWS), ("int8", ROWS), positive=True),
+        "float8 by int8": call_of((E4M3, ROWS), ("int8", ROWS)),
+        "blocks": call_of((E4M3, BLOCKS), (E4M3, SQUARES), (24, 256, 136)),
+        "blocks that end early": call_of((E4M3, BLOCKS), ("int8", SQUARES), (5, 300, 130), positive=True),
+        "wide rows": call_of(None, ("int8", ROWS)),
+        "wide rows, blocks": call_of(None, (E4M3, SQUARES), (24, 300, 136), lead=(2,)),
+        "wide columns": call_of((E4M3, BLOCKS), None, lead=(3,)),
+        "not transposed": call_of(None, (E4M3, SQUARES), transpose_w=False),
+    },
+    briefly=("rows and columns", "wide rows"),
+    backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16",)),
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(), None)),
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
+    spaces={"many rows": in_use},
+)
