@@ -48,7 +48,7 @@ def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
         if sinks:
             given["sinks"] = jnp.linspace(-1, 1, heads)
         if planned:
-            given["plan"] = paged_plan(*args[3:], heads=heads, kv_heads=kv_heads, page_size=PAGE)
+            given["plan"] = paged_plan(*args[1:], tokens=len(args[0]), heads=heads)
         return args, given
 
     return call

@@ -21,9 +21,10 @@ from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import producer_tail
 from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.paged_attention.schedule import BLOCK
 
 from .memory import BY_ROW, LAYOUT, Barriers, Buffers, Inputs, Item, Outputs, TileStore, Work, across, item_of
-from .plan import BLOCK, PIECE, LaunchPlan
+from .plan import PIECE, LaunchPlan
 
 _LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
 
@@ -32,7 +33,7 @@ class Results(NamedTuple):
     """Results in global memory.
 
     Attributes:
-        out, lse: As in `Outputs`; rows of items with shares are not written.
+        out, lse: As in `Outputs`, without the rows of items with shares.
         shares, share_lse: As in `Sums`.
     """
 
@@ -50,20 +51,33 @@ class State(NamedTuple):
     total: Any  # [BLOCK, rows]: summed over the first axis at the end, since that needs several warps
 
 
-def run(plan: LaunchPlan, inputs: Inputs, items: int, interpret: Any = None) -> Results:
-    """Run the kernel."""
+def run(plan: LaunchPlan, inputs: Inputs, items: int, out: Any = None, interpret: Any = None) -> Results:
+    """Run the kernel.
+
+    Args:
+        plan: The static description.
+        inputs: The arrays.
+        items: The number of items.
+        out: A reference to the output of an earlier launch, to write to; `None`: return an own output.
+        interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
+    """
     kernel = _Kernel(plan, backend_for(interpret))
     like = jax.ShapeDtypeStruct
     types = Results(
-        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype),
+        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype) if out is None else None,
         lse=like((items, plan.rows), jnp.float32) if plan.return_lse else None,
         shares=like((2 * plan.programs, plan.head_dim, plan.rows), jnp.float32),
         share_lse=like((2 * plan.programs, plan.rows), jnp.float32),
     )
     leaves, structure = jax.tree.flatten(types)
+
+    def body(given: tuple[Inputs, Any], results: Any, memory: Any) -> None:
+        found: Results = jax.tree.unflatten(structure, results)
+        kernel.run(given[0], found if given[1] is None else found._replace(out=given[1]), memory)
+
     found = launch(
-        lambda inputs, results, memory: kernel.run(inputs, jax.tree.unflatten(structure, results), memory),
-        inputs,
+        body,
+        (inputs, out),
         leaves,
         name="paged_attention",
         programs=plan.programs,

@@ -14,9 +14,9 @@ from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.paged_attention.schedule import BLOCK, Share, Tile
 
-from .plan import BLOCK, PIECE, LaunchPlan
-from .schedule import Share, Tile
+from .plan import PIECE, LaunchPlan
 
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(0)  # one number per column of the products, which are the rows of a tile

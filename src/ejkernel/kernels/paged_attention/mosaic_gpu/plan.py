@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import OVERHEAD, padded
+from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
+from ejkernel.kernels.paged_attention import schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
+from ejkernel.kernels.paged_attention.schedule import BLOCK
 
 from .params import MosaicGpuParams
 
-BLOCK = 64  # keys: the rows of one WGMMA instruction
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
-MOST_ROWS = 64  # of a tile: with more, sums would not fit in the registers of one warpgroup
-PROGRAMS = 2 * MULTIPROCESSORS  # blocks of threads; the copies of one run during the products of another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +59,8 @@ class LaunchPlan:
 
     @property
     def group_rows(self) -> int:
-        """Rows of one token: copies to shared memory begin at multiples of eight."""
-        return padded(self.group, 8)
+        """Rows of one token."""
+        return schedule.group_rows(self.group)
 
     @property
     def rows(self) -> int:
@@ -83,8 +81,9 @@ class LaunchPlan:
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
         blocks = self.stages * BLOCK * 2 * self.head_dim * 2
-        queries, weights, out = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2, 4
-        return blocks + queries + weights + out * self.rows * self.head_dim + OVERHEAD
+        queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
+        results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
+        return blocks + queries + weights + results + OVERHEAD
 
 
 def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> LaunchPlan:
@@ -108,5 +107,5 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         return_lse=call.return_lse,
         stages=params.stages,
         query_buffers=params.query_buffers,
-        programs=PROGRAMS,
+        programs=schedule.PROGRAMS,
     )

@@ -27,20 +27,18 @@ class _State(NamedTuple):
     total: Any  # [rows]
 
 
-def run(plan: LaunchPlan, given: Sums, interpret: Any = None) -> tuple[jax.Array, jax.Array | None]:
-    """Write the sums into `given.out` and `given.lse`, and return them."""
+def run(plan: LaunchPlan, given: Sums, interpret: Any = None) -> None:
+    """Write the sums into the references `given.out` and `given.lse`."""
     kernel = _Kernel(plan, backend_for(interpret))
-    out, lse = (None if x is None else jax.new_ref(x) for x in (given.out, given.lse))
     launch(
         lambda given, results, memory: kernel.run(given, memory),
-        given._replace(out=out, lse=lse),
+        given,
         [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs a result of its own
         name="paged_attention_sums",
         programs=plan.programs,
         memory=piece_types(kernel.backend, (plan.pieces, plan.rows), plan.dtype),
         interpret=interpret,
     )
-    return jax.freeze(out), None if lse is None else jax.freeze(lse)
 
 
 class _Kernel:
@@ -84,7 +82,7 @@ class _Kernel:
             # The first program left the share of its last item, the others that of their first.
             slot = 2 * (self.program + own) + (own == 0).astype(jnp.int32)
             lse = plgpu.load(self.given.share_lse.at[slot], layout=BY_ROW, optimized=False)
-            lses.append(jnp.where(number < count, lse, -jnp.inf))
+            lses.append(lse + jnp.where(number < count, 0.0, -jnp.inf))
             shares.append(plgpu.load(self.given.shares.at[slot], layout=LAYOUT, optimized=False))
         top = functools.reduce(jnp.maximum, lses, state.top)
         decay = jnp.exp2(state.top - top)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a launch: its tiles, and the blocks of keys that each program takes.
+"""The schedule of `mosaic_gpu`: tiles, and the blocks of keys that each program takes.
 
 The blocks of all items lie end to end, and each program takes an equal number of them (stream-K). A program that takes
 part of an item leaves a share; the shares of one item are summed afterwards.
@@ -13,7 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .plan import BLOCK
+BLOCK = 64  # keys that a program takes at once: the rows of one WGMMA instruction
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+MOST_ROWS = 64  # of a tile: with more, its sums would not fit in the registers of one warpgroup
+_FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
 
 
 class Tile(enum.IntEnum):
@@ -44,7 +47,55 @@ class Schedule(NamedTuple):
     programs: jax.Array  # [programs, 5]
 
 
-class Ranges(NamedTuple):
+class TileSizes(NamedTuple):
+    """Query tokens of a tile.
+
+    Attributes:
+        short: Of a sequence with at most so many query tokens.
+        long: Of other sequences; `None` if there are no more tokens than sequences: all tiles have one token then.
+    """
+
+    short: int
+    long: int | None
+
+
+def tile_sizes(tokens: int, sequences: int, heads: int, kv_heads: int) -> TileSizes:
+    """Return the sizes of the tiles of a batch."""
+    if tokens <= sequences:
+        return TileSizes(1, None)
+    most = max(1, MOST_ROWS // group_rows(heads // kv_heads))
+    return TileSizes(min(-(-tokens // sequences), _FEW_TOKENS, most), most)
+
+
+def group_rows(group: int) -> int:
+    """Return the rows of one token: the query heads of a KV head, padded because copies begin at multiples of 8."""
+    return -(-group // 8) * 8
+
+
+def schedules(  # noqa: PLR0917
+    offsets: jax.Array, lengths: jax.Array, tokens: int, heads: int, kv_heads: int, window: int | None
+) -> tuple[Schedule, Schedule]:
+    """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
+
+    Args:
+        offsets: `[sequences + 1]`; ascending, from 0 to at most `tokens`.
+        lengths: `[sequences]`; not negative.
+        tokens: All query tokens, with padding.
+        heads: Query heads.
+        kv_heads: KV heads.
+        window: The keys that a query sees before its own; `None`: all.
+    """
+    sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
+    given = _ranges(offsets, lengths, tokens)
+    if sizes.long is None:
+        tiles = _token_tiles(given, tokens, window), jnp.zeros((0, len(Tile)), jnp.int32)
+    else:
+        tiles = _short_tiles(given, sizes.short, window), _long_tiles(given, tokens, sizes, window)
+    short, long = (_dealt(own, kv_heads) for own in tiles)
+    return short, long
+
+
+class _Ranges(NamedTuple):
     """The query tokens of each sequence, and its keys; the last sequence is the padding, without keys."""
 
     begin: jax.Array
@@ -52,30 +103,31 @@ class Ranges(NamedTuple):
     lengths: jax.Array
 
 
-def ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> Ranges:
+def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> _Ranges:
     """Return the ranges of all sequences and of the padding behind them."""
     last = jnp.full((1,), tokens, jnp.int32)
-    return Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
+    return _Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
 
 
-def token_tiles(given: Ranges, tokens: int, window: int | None) -> jax.Array:
+def _token_tiles(given: _Ranges, tokens: int, window: int | None) -> jax.Array:
     """Return tiles of one token each; tile `i` has token `i`."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     sequence = jnp.sum(given.end[None, :] <= token[:, None], axis=1, dtype=jnp.int32)
     return _table(given, sequence, token, jnp.ones_like(token), window)
 
 
-def short_tiles(given: Ranges, most: int, window: int | None) -> jax.Array:
+def _short_tiles(given: _Ranges, most: int, window: int | None) -> jax.Array:
     """Return one tile for each sequence with at most `most` query tokens."""
     count = given.end[:-1] - given.begin[:-1]
     sequence = jnp.arange(len(count), dtype=jnp.int32)
     return _table(given, sequence, given.begin[:-1], jnp.where(count > most, 0, count), window)
 
 
-def long_tiles(given: Ranges, tokens: int, size: int, shortest: int, window: int | None) -> jax.Array:
-    """Return tiles of `size` tokens for the padding, and for sequences with at least `shortest` query tokens."""
+def _long_tiles(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) -> jax.Array:
+    """Return tiles for the padding, and for sequences with more query tokens than the short ones."""
+    size = sizes.long or 1
     count = given.end - given.begin
-    is_long = (count >= shortest).at[-1].set(True)
+    is_long = (count > sizes.short).at[-1].set(True)
     ends = jnp.cumsum(jnp.where(is_long, -(-count // size), 0), dtype=jnp.int32)
     number = jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
     sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
@@ -87,7 +139,7 @@ def long_tiles(given: Ranges, tokens: int, size: int, shortest: int, window: int
 
 
 def _table(
-    given: Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None
+    given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None
 ) -> jax.Array:
     position = given.lengths[sequence] - (given.end[sequence] - token)
     first = jnp.zeros_like(token) if window is None else jnp.maximum(position - window, 0) // BLOCK
@@ -96,8 +148,11 @@ def _table(
     return jnp.stack([sequence, token, count, position, first, end], axis=1)
 
 
-def schedule(tiles: jax.Array, kv_heads: int, programs: int) -> Schedule:
+def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     """Return the schedule of these tiles."""
+    if not len(tiles):
+        return Schedule(tiles, jnp.zeros((0, len(Share)), jnp.int32))
+    programs = PROGRAMS
     count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
     # A tile without keys counts as one block, so that a program writes its zeros.
     blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
