@@ -63,8 +63,9 @@ def tile_sizes(tokens: int, sequences: int, heads: int, kv_heads: int) -> TileSi
     """Return the sizes of the tiles of a batch."""
     if tokens <= sequences:
         return TileSizes(1, None)
-    most = max(1, MOST_ROWS // group_rows(heads // kv_heads))
-    return TileSizes(min(-(-tokens // sequences), _FEW_TOKENS, most), most)
+    most, average = max(1, MOST_ROWS // group_rows(heads // kv_heads)), -(-tokens // sequences)
+    # With more tokens, some sequences prefill, and the others probably decode one token.
+    return TileSizes(min(average, most) if average <= _FEW_TOKENS else 1, most)
 
 
 def group_rows(group: int) -> int:
