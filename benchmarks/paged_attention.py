@@ -187,7 +187,11 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the figures of each contender."""
     case = CASES[name]
     args = batch_of(case, page_size)
-    options = {"tokens": len(args[0]), "heads": case.heads[0], "sliding_window": dict(case.options).get("sliding_window")}
+    options = {
+        "tokens": len(args[0]),
+        "heads": case.heads[0],
+        "sliding_window": dict(case.options).get("sliding_window"),
+    }
     make_plan = jax.jit(lambda *args: paged_plan(*args, **options))
     plan = make_plan(*args[1:])
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
@@ -248,7 +252,11 @@ def poisoned(
     table[5, 0] = -7  # this sequence gives zeros
     q = rng.standard_normal((counts.sum() + 5, heads[0], head_dim))
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return jnp.asarray(q, dtype), jnp.asarray(pages, dtype), *(jnp.asarray(x, jnp.int32) for x in (table, offsets, lengths))
+    return (
+        jnp.asarray(q, dtype),
+        jnp.asarray(pages, dtype),
+        *(jnp.asarray(x, jnp.int32) for x in (table, offsets, lengths)),
+    )
 
 
 def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:

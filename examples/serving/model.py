@@ -96,9 +96,7 @@ def step(
     model: Model, weights: Any, cached: list[jax.Array], batch: Batch, attend: Attend = paged
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return each sequence's most likely next token, and the caches with the new tokens. Donate the caches."""
-    plan = paged_plan(
-        cached[0], *batch[2:], tokens=len(batch.tokens), heads=model.heads
-    )
+    plan = paged_plan(cached[0], *batch[2:], tokens=len(batch.tokens), heads=model.heads)
     x, written = weights["embedding"][batch.tokens], []
     for layer, cache in zip(weights["layers"], cached, strict=True):
         query, key, value = _projected(model, layer, x, batch.positions)

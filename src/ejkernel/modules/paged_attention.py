@@ -14,8 +14,8 @@ from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention.operation import PagedAttention as PagedAttention
 from ejkernel.kernels.paged_attention.operation import PagedAttentionConfig as PagedAttentionConfig
 from ejkernel.kernels.paged_attention.operation import paged_attention as _paged_attention
-from ejkernel.kernels.paged_attention.plan import PagedPlan as PagedPlan
 from ejkernel.kernels.paged_attention.plan import BatchShape, plan_arrays
+from ejkernel.kernels.paged_attention.plan import PagedPlan as PagedPlan
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked

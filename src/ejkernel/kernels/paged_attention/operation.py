@@ -40,9 +40,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
 
     implementations = Implementations(
         {
-            "mosaic_gpu": LazyImplementation(
-                f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)
-            ),
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
             "tpu_ragged": LazyImplementation(f"{__package__}.tpu_ragged:TpuRagged", platforms=("tpu",)),
         }

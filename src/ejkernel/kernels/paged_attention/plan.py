@@ -72,7 +72,9 @@ class BatchShape:
         """Return the sizes that differ and change a plan, with both values."""
         names = ("tokens", "pages", "page_size", "table")
         own, others = ({name: getattr(x, name) for name in names} for x in (self, other))
-        own, others = (found | {"heads / kv_heads": x.heads // x.kv_heads} for found, x in ((own, self), (others, other)))
+        own, others = (
+            found | {"heads / kv_heads": x.heads // x.kv_heads} for found, x in ((own, self), (others, other))
+        )
         return {name: (own[name], others[name]) for name in own if own[name] != others[name]}
 
 

@@ -73,7 +73,7 @@ def group_rows(group: int) -> int:
     return -(-group // 8) * 8
 
 
-def schedules(  # noqa: PLR0917
+def schedules(
     offsets: jax.Array, lengths: jax.Array, tokens: int, heads: int, kv_heads: int, window: int | None
 ) -> tuple[Schedule, Schedule]:
     """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
@@ -139,9 +139,7 @@ def _long_tiles(given: _Ranges, tokens: int, sizes: TileSizes, window: int | Non
     return _table(given, sequence, token, jnp.where(used, jnp.minimum(given.end[sequence] - token, size), 0), window)
 
 
-def _table(
-    given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None
-) -> jax.Array:
+def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
     position = given.lengths[sequence] - (given.end[sequence] - token)
     first = jnp.zeros_like(token) if window is None else jnp.maximum(position - window, 0) // BLOCK
     end = -(-jnp.maximum(position + count, 0) // BLOCK)

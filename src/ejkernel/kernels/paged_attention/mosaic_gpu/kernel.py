@@ -124,7 +124,10 @@ class _Kernel:
         slot = pipeline.producer_acquire(item.number - self.work.first_item)
         for token in range(plan.tile_tokens):
             at = jnp.minimum(item.token + token, plan.tokens - 1)
-            heads, rows = pl.ds(item.head * plan.group, plan.group_rows), pl.ds(token * plan.group_rows, plan.group_rows)
+            heads, rows = (
+                pl.ds(item.head * plan.group, plan.group_rows),
+                pl.ds(token * plan.group_rows, plan.group_rows),
+            )
             for piece in range(plan.pieces):
                 source = self.inputs.q.at[at, heads, pl.ds(piece * PIECE, PIECE)]
                 plgpu.copy_gmem_to_smem(source, self.q_rows.at[slot, piece, rows], pipeline.full.at[slot])

@@ -38,9 +38,7 @@ def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Schedule]
     plan = operands.plan
     if plan is not None and call.planned_for == (call.pages[2], call.window):
         return Schedule(plan.short_tiles, plan.short_programs), Schedule(plan.long_tiles, plan.long_programs)
-    return schedules(
-        operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window
-    )
+    return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
 
 
 def _launched(

@@ -153,7 +153,9 @@ class TileStore:
         buffer: A `piece_types` buffer `[pieces, rows, PIECE]`.
     """
 
-    def __init__(self, plan: LaunchPlan, backend: Backend, inputs: Inputs | Sums, outputs: Outputs, buffer: Any) -> None:
+    def __init__(
+        self, plan: LaunchPlan, backend: Backend, inputs: Inputs | Sums, outputs: Outputs, buffer: Any
+    ) -> None:
         self.plan, self.backend, self.inputs, self.outputs = plan, backend, inputs, outputs
         self.tiles, self.rows = backend.views(buffer, 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels.paged_attention.common import PagedCall
-from ejkernel.kernels.paged_attention.schedule import BLOCK, MOST_ROWS, group_rows, tile_sizes
+from ejkernel.kernels.paged_attention.schedule import BLOCK, MOST_ROWS, tile_sizes
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import MosaicGpuParams
