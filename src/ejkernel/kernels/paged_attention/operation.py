@@ -15,6 +15,7 @@ from ejkernel.kernels._options import canonical_flag, canonical_scale, canonical
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_known
@@ -184,6 +185,26 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         lse = ", _ heads" * inv.kwargs.get("return_lse", False)
         follows = {} if kv_heads == "_" else {"kv_heads": "heads"}
         return ShardingRule(f"{', '.join(texts)} -> _ heads _{lse}", split="heads", follows=follows)
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the work of sequences as long as the page table, because lengths are values.
+
+        The tokens of a sequence count as the last ones of equally many; the cache is read as far as they see it.
+        """
+        call = self.call_of(inv)
+        (tokens, heads, head_dim), (sequences, columns) = call.q, call.table
+        pages, page_size, kv_heads, kinds, _ = call.pages
+        if not is_known(*call.q, *call.pages, *call.table) or not sequences:
+            return None
+        window = columns * page_size if call.window is None else call.window + 1
+        new = tokens / sequences
+        keys = min(columns * page_size - (new - 1) / 2, window)
+        item, cached = jnp.dtype(call.dtype).itemsize, jnp.dtype(call.cache_dtype).itemsize
+        read = min(sequences * min(columns * page_size, window + new - 1), pages * page_size)
+        return Cost(
+            flops=2 * tokens * heads * keys * (head_dim + call.out_dim),
+            bytes=tokens * heads * (head_dim + call.out_dim) * item + read * kv_heads * kinds * head_dim * cached,
+        )
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return 16 sequences in decode."""

@@ -62,7 +62,7 @@ def run(plan: LaunchPlan, inputs: Inputs, items: int, out: Any = None, interpret
         interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
     """
     kernel = _Kernel(plan, backend_for(interpret))
-    like = jax.ShapeDtypeStruct
+    like: Any = jax.ShapeDtypeStruct
     types = Results(
         out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype) if out is None else None,
         lse=like((items, plan.rows), jnp.float32) if plan.return_lse else None,

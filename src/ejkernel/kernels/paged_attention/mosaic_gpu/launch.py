@@ -22,7 +22,8 @@ def attention(
     """Return the output and the log-sum-exp."""
     made = _schedules(call, operands)
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    out, lse = None, jnp.full(call.q[:2], -jnp.inf, jnp.float32) if call.return_lse else None
+    out: Any = None
+    lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32) if call.return_lse else None
     for size, own in zip(sizes, made, strict=True):
         if size is not None:
             plan = launch_plan(call, params, size)

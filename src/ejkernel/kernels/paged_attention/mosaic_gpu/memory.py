@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -184,7 +185,7 @@ class TileStore:
             self.tiles.at[piece].transpose((1, 0))[...] = part
         plgpu.commit_smem()
         for token in range(self.plan.tile_tokens):
-            pl.when(token < item.count)(lambda token=token: self._copy_token(item, token))
+            pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
         if self.outputs.lse is not None:
             self.outputs.lse.at[item.number][...] = lse * (1 / LOG2_E)
 
