@@ -88,7 +88,7 @@ SUBJECT = Subject(
         "mixed": call_of(MIXED, tokens=20, sliding_window=5, logits_soft_cap=3.0, sinks=True),
         "planned": call_of(MIXED, planned=True, return_lse=True, softmax_scale=0.3),
         "int8": call_of(MIXED, cache="int8", scaled=True),
-        "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, planned=True, sliding_window=5, return_lse=True),
+        "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, sinks=True, sliding_window=5, return_lse=True),
         "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),
     },
     briefly=("mixed", "pages of 8"),
@@ -98,5 +98,5 @@ SUBJECT = Subject(
         "tpu_ragged": Backend(dtypes=("bfloat16",)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
-    spaces={"decode": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
+    spaces={"64 decodes": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
 )
