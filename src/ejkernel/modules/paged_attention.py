@@ -156,8 +156,8 @@ def paged_attention(
         value_dim: The values are the first `value_dim` elements of the keys, as in absorbed latent attention (MLA):
             e.g. `value_dim=512` with `head_dim=576` and one KV head. Pass the `softmax_scale` of the model then.
         return_lse: Return the log-sum-exp as well.
-        implementation: An implementation (`mosaic_gpu`, `xla`, `tpu_ragged`), or several in order of preference; the call raises if
-            none of them supports it. `None` leaves the choice to the configuration.
+        implementation: An implementation (`mosaic_gpu`, `xla`, `tpu_ragged`), or several in order of preference; the
+            call raises if none of them supports it. `None` leaves the choice to the configuration.
         cfg: The configuration of this call; `None` looks one up.
 
     Returns:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .schedule import schedules
+from .schedule import running_max, running_sum, schedules
 
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
 
@@ -99,7 +98,7 @@ def valid_batch(
 
     A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
     """
-    offsets = lax.cummax(jnp.clip(query_offsets, 0, shape.tokens)).at[0].set(0)
+    offsets = running_max(jnp.clip(query_offsets, 0, shape.tokens)).at[0].set(0)
     lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
     first = jnp.zeros_like(lengths) if shape.window is None else lengths - jnp.diff(offsets) - shape.window
     begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
@@ -121,7 +120,7 @@ def plan_arrays(
     order = jnp.lexsort((first - end, kind)).astype(jnp.int32)
     tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
-    ends = jnp.pad(jnp.cumsum(tiles, dtype=jnp.int32), (1, 0))
+    ends = jnp.pad(running_sum(tiles), (1, 0))
     short, long = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
     return PlanArrays(
         offsets, lengths, order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32), *short, *long

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 BLOCK = 64  # keys that a program takes at once: the rows of one WGMMA instruction
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_ROWS = 64  # of a tile: with more, its sums would not fit in the registers of one warpgroup
+_SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
 _FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
 
 
@@ -66,6 +68,22 @@ def tile_sizes(tokens: int, sequences: int, heads: int, kv_heads: int) -> TileSi
     most, average = max(1, MOST_ROWS // group_rows(heads // kv_heads)), -(-tokens // sequences)
     # With more tokens, some sequences prefill, and the others probably decode one token.
     return TileSizes(min(average, most) if average <= _FEW_TOKENS else 1, most)
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+    """Return the sums of the first elements of an int32 vector."""
+    return jnp.sum(_first_ones(x, 0), axis=1, dtype=jnp.int32) if len(x) <= _SHORT else jnp.cumsum(x, dtype=jnp.int32)
+
+
+def running_max(x: jax.Array) -> jax.Array:
+    """Return the maxima of the first elements of an int32 vector."""
+    return jnp.max(_first_ones(x, -(2**31)), axis=1) if len(x) <= _SHORT else lax.cummax(x)
+
+
+def _first_ones(x: jax.Array, other: int) -> jax.Array:
+    """Return a matrix whose row `i` has the first `i + 1` elements: a GPU reduces it in one kernel, not in several."""
+    number = jnp.arange(len(x), dtype=jnp.int32)
+    return jnp.where(number[None, :] <= number[:, None], x[None, :], other)
 
 
 def group_rows(group: int) -> int:
@@ -129,7 +147,7 @@ def _long_tiles(given: _Ranges, tokens: int, sizes: TileSizes, window: int | Non
     size = sizes.long or 1
     count = given.end - given.begin
     is_long = (count > sizes.short).at[-1].set(True)
-    ends = jnp.cumsum(jnp.where(is_long, -(-count // size), 0), dtype=jnp.int32)
+    ends = running_sum(jnp.where(is_long, -(-count // size), 0))
     number = jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
     sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
     used = sequence < len(count)
@@ -155,19 +173,18 @@ def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
     # A tile without keys counts as one block, so that a program writes its zeros.
     blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
-    ends = jnp.cumsum(blocks * kv_heads, dtype=jnp.int32)
+    ends = running_sum(blocks * kv_heads)
     share = jnp.maximum(-(-ends[-1] // programs), 1)
     begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, ends[-1])
     stop = jnp.minimum(begin + share, ends[-1])
 
-    def item_and_block(at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tile = jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32)
-        tile = jnp.minimum(tile, len(ends) - 1)
-        rest, size = at - (ends[tile] - blocks[tile] * kv_heads), jnp.maximum(blocks[tile], 1)
-        return tile * kv_heads + rest // size, rest % size
-
-    first_item, first_block = item_and_block(begin)
-    last_item, last_block = item_and_block(stop - 1)
+    # One search for both ends takes fewer kernels than two.
+    at = jnp.concatenate([begin, stop - 1])
+    tile = jnp.minimum(jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32), len(ends) - 1)
+    rest, size = at - (ends[tile] - blocks[tile] * kv_heads), jnp.maximum(blocks[tile], 1)
+    items, numbers = tile * kv_heads + rest // size, rest % size
+    first_item, last_item = jnp.split(items, 2)
+    first_block, last_block = jnp.split(numbers, 2)
     idle = stop <= begin
     columns = (
         jnp.where(idle, 0, first_item),

@@ -136,16 +136,11 @@ class _Kernel:
 
     def _copy_block(self, item: Item, block: Any, step: Any) -> Any:
         plan, pipeline = self.plan, self.barriers.cache
-        stage = pipeline.producer_acquire(step)
         size = min(BLOCK, plan.page_size)
-        for copy in range(plan.copies):
-            key = block * BLOCK + copy * size
-            column = jnp.minimum(quotient(key, plan.page_size), plan.columns - 1)
-            # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
-            page = jnp.clip(self.inputs.table[item.sequence, column], 0, plan.pages - 1)
-            row = page * plan.page_size
-            if plan.page_size > size:
-                row = row + remainder(key, plan.page_size)
+        keys = [block * BLOCK + copy * size for copy in range(plan.copies)]
+        rows = [self._row(item, key) for key in keys]  # before the wait, which hides their latency
+        stage = pipeline.producer_acquire(step)
+        for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
             source = self.inputs.cache.at[pl.ds(row, size), item.head]
             target = self.buffers.cache.at[stage, pl.ds(copy * size, size)]
             if plan.copies == 1:
@@ -153,6 +148,15 @@ class _Kernel:
             else:
                 self.backend.copy_if(key < item.stop, source, target, pipeline.full.at[stage])
         return step + 1
+
+    def _row(self, item: Item, key: Any) -> Any:
+        """Return the row of the cache that has a key."""
+        plan = self.plan
+        column = jnp.minimum(quotient(key, plan.page_size), plan.columns - 1)
+        # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
+        page = jnp.clip(self.inputs.table[item.sequence, column], 0, plan.pages - 1)
+        row = page * plan.page_size
+        return row + remainder(key, plan.page_size) if plan.page_size > BLOCK else row
 
     # Consumer.
 
