@@ -3,8 +3,9 @@
 
 First the results of batches with random lengths (0, 1, whole pages) against plain JAX in float32, with NaN in every
 slot of the cache without a key, and page indices outside of the cache behind each sequence. Then times. The contenders:
-`mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, and cuDNN on contiguous caches of the same lengths
-(padded to the longest).
+`mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, and on contiguous caches cuDNN (of the same lengths,
+padded to the longest) or our causal `flash_attention`. The figure of `paged_plan` is that of the arrays that
+`mosaic_gpu` reads.
 
 Each case has its own process. `kernel_us` is the sum of the kernels of one call, the median of several; `us` is the
 host clock's time per call of calls in a row; `gb_per_s` counts the keys and values that are seen, in `kernel_us`.
@@ -31,10 +32,11 @@ import numpy as np
 
 from benchmarks import report
 from ejkernel import compat
-from ejkernel.modules import PagedAttentionConfig, paged_attention, paged_plan
+from ejkernel.modules import PagedAttentionConfig, flash_attention, paged_attention, paged_plan
 
-OURS, CUDNN, PLAN = "mosaic_gpu", "cudnn, contiguous", "paged_plan"
-CHECKS = ("check decode", "check mixed")
+OURS, PLAN = "mosaic_gpu", "paged_plan"
+CUDNN, FLASH = "cudnn, contiguous", "flash_attention, contiguous"
+CHECKS = ("check decode", "check options", "check mixed")
 RUNS, CHECKED_TOKENS = 11, 12
 Function = Callable[..., Any]
 
@@ -71,7 +73,7 @@ CASES = {
     "1 x 128k": Case(lengths=(131072,), contenders=(CUDNN,)),
     "64 x 4k, window 1024": Case(lengths=(4096,) * 64, options=(("sliding_window", 1023),), contenders=(), pages=(64,)),
     "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,)),
-    "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(), pages=(64,)),
+    "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,), pages=(64,)),
     "64 x 4k and chunks": Case(
         lengths=(4096,) * 64 + (4096, 512), queries=(1,) * 64 + (1024, 512), contenders=(), pages=(64,)
     ),
@@ -128,6 +130,13 @@ def by_cudnn(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
         )
 
     return run, (q, key, value, lengths)
+
+
+def by_flash(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:
+    """Return our dense causal attention and its arguments, keys and values of one sequence without pages."""
+    q, cache = args[:2]
+    key, value = (cache[..., kind, :].reshape(1, -1, *cache.shape[2::2])[:, : case.lengths[0]] for kind in (0, 1))
+    return functools.partial(flash_attention, causal=True), (q[None], key, value)
 
 
 def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[Any, Any]:
@@ -196,7 +205,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     plan = make_plan(*args[1:])
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
     runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
-    runs |= {contender: ours(case, contender) for contender in case.contenders if contender != CUDNN}
+    runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in (CUDNN, FLASH)}
     for contender, function in runs.items():
         try:
             program = jax.jit(function).lower(args, plan).compile()
@@ -208,9 +217,10 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield contender, _with_rate(case, row)
     read = jax.jit(lambda *args: read_by_ours(paged_plan(*args, **options).arrays))
     yield PLAN, timed(lambda: read(*args[1:]))
-    if CUDNN in case.contenders:
-        function, own = by_cudnn(case, args)
-        yield CUDNN, _with_rate(case, timed(functools.partial(jax.jit(function).lower(*own).compile(), *own)))
+    for contender, made in ((CUDNN, by_cudnn), (FLASH, by_flash)):
+        if contender in case.contenders:
+            function, own = made(case, args)
+            yield contender, _with_rate(case, timed(functools.partial(jax.jit(function).lower(*own).compile(), *own)))
 
 
 def read_by_ours(plan: Any) -> tuple[jax.Array, ...]:
@@ -231,12 +241,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "page 16, no plan": {"planned": False},
     "page 64, D64": {"page_size": 64, "head_dim": 64, "heads": (16, 2)},
     "page 8, MHA": {"page_size": 8, "heads": (3, 3)},
-    "page 256, lse": {"page_size": 256, "return_lse": True},
-    "window, cap, sinks, lse": {"sliding_window": 100, "logits_soft_cap": 3.0, "sinks": True, "return_lse": True},
-    "scales, float16": {"dtype": "float16", "scaled": True, "heads": (16, 1)},
-    "few tokens": {"most": 3, "return_lse": True},
-    "mixed": {"most": 300, "return_lse": True, "sinks": True},
-    "mixed, window, D64": {"most": 300, "sliding_window": 70, "head_dim": 64, "page_size": 64, "heads": (12, 4)},
+    "window, cap, sinks, lse": {
+        "group": "options",
+        "sliding_window": 100,
+        "logits_soft_cap": 3.0,
+        "sinks": True,
+        "return_lse": True,
+    },
+    "scales, float16, MQA": {"group": "options", "dtype": "float16", "scaled": True, "heads": (16, 1)},
+    "page 256, lse": {"group": "options", "page_size": 256, "return_lse": True},
+    "few tokens": {"group": "mixed", "most": 3, "return_lse": True},
+    "mixed": {"group": "mixed", "most": 300, "return_lse": True, "sinks": True},
+    "mixed, window, D64": {
+        "group": "mixed",
+        "most": 300,
+        "sliding_window": 70,
+        "head_dim": 64,
+        "page_size": 64,
+        "heads": (12, 4),
+    },
 }
 
 
@@ -268,7 +291,7 @@ def poisoned(
 def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the errors of random batches, with a plan or without."""
     for name, given in VARIANTS.items():
-        if ("most" in given) != (case == "check mixed"):
+        if case != f"check {given.get('group', 'decode')}":
             continue
         options = {key: given[key] for key in ("sliding_window", "logits_soft_cap", "return_lse") if key in given}
         shape: dict[str, Any] = {"page_size": 16, "heads": (32, 8), "head_dim": 128, "most": 1, "dtype": "bfloat16"}
@@ -299,10 +322,12 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
 # Processes.
 
 
-def run_apart(case: str, seconds: float) -> dict[str, Any]:
+def run_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return the results of a separate process; those before a crash or the time limit, with the reason."""
-    command = [sys.executable, "-m", "benchmarks.paged_attention", "--one", case]
+    command = [sys.executable, "-m", "benchmarks.paged_attention", "--one", case, "--pages", *map(str, pages)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if case in CHECKS:  # products in float32 would be autotuned for longer than they run
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     reason = None
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
@@ -316,13 +341,13 @@ def run_apart(case: str, seconds: float) -> dict[str, Any]:
     return rows if reason is None else rows | {"failure": {"reason": reason}}
 
 
-def one(case: str) -> None:
-    """Print the results of a case, a line each."""
+def one(case: str, pages: Sequence[int]) -> None:
+    """Print the results of a case with these page sizes, or its own, a line each."""
     if case in CHECKS:
         for name, row in checked(case):
             print(json.dumps([name, row]), flush=True)
         return
-    for page_size in CASES[case].pages:
+    for page_size in pages or CASES[case].pages:
         for name, row in measured(case, page_size):
             print(json.dumps([f"page {page_size}, {name}", row]), flush=True)
 
@@ -344,14 +369,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write it with `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paged_attention", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write paged_attention_<platform>.json and .md there")
-    default = [CHECKS[0], *(name for name in CASES if name != "tiny"), CHECKS[1]]
+    default = [*CHECKS, *(name for name in CASES if name != "tiny")]
     parser.add_argument("--cases", nargs="*", default=default, choices=[*CHECKS, *CASES], metavar="CASE")
+    parser.add_argument("--pages", nargs="*", type=int, default=[], metavar="N", help="only pages of N tokens")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of one process (default: %(default)s)")
     parser.add_argument("--total", type=float, default=3600.0, help="start no case after so many seconds")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        one(args.one)
+        one(args.one, args.pages)
         return 0
     start = time.perf_counter()
     found: dict[str, Any] = {}
@@ -360,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left < args.seconds / 4:
             found[case] = {"skipped": {"reason": "no time left"}}
             continue
-        found[case] = run_apart(case, min(args.seconds, left))
+        found[case] = run_apart(case, args.pages, min(args.seconds, left))
         print(case, json.dumps(found[case]), file=sys.stderr, flush=True)
         if args.out is not None:  # written after each process, in case a later one fails
             report.write(args.out, f"paged_attention_{report.platform_name()}", found, table(found))

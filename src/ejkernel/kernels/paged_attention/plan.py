@@ -98,13 +98,14 @@ def valid_batch(
 
     A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
     """
-    offsets = running_max(jnp.clip(query_offsets, 0, shape.tokens)).at[0].set(0)
+    number = jnp.arange(len(query_offsets), dtype=jnp.int32)
+    offsets = running_max(jnp.where(number == 0, 0, jnp.clip(query_offsets, 0, shape.tokens)))
     lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
     first = jnp.zeros_like(lengths) if shape.window is None else lengths - jnp.diff(offsets) - shape.window
     begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
     needed = (begin < lengths[:, None]) & (begin + shape.page_size > first[:, None])
     is_outside = (page_table < 0) | (page_table >= shape.pages)
-    return offsets, jnp.where(jnp.any(needed & is_outside, axis=1), 0, lengths)
+    return offsets, jnp.where(jnp.sum(needed & is_outside, axis=1, dtype=jnp.int32) > 0, 0, lengths)
 
 
 def plan_arrays(
