@@ -6,8 +6,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tests.kernels.conformance import Backend, Subject
 
+from ejkernel import compat
+from ejkernel.kernels.paged_attention import schedule
+from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.paged_attention.xla import XlaParams
 from ejkernel.modules import PagedAttention, paged_plan
 
@@ -17,14 +21,16 @@ DECODE = ((1, 1), (1, 4), (0, 0), (1, 9), (1, 0), (1, 5))
 MIXED = ((5, 5), (1, 13), (0, 7), (6, 8), (3, 12), (1, 1))
 
 
-def batch_of(lengths, *, tokens=None, heads=(4, 2), head_dim=8, dtype="float32", cache=None, keys_only=False):
+def batch_of(
+    lengths, *, page=PAGE, tokens=None, heads=(4, 2), head_dim=8, dtype="float32", cache=None, keys_only=False
+):
     """Return the positional arguments of a call, with pages in random order."""
     rng = np.random.default_rng(0)
     queries, keys = np.array(lengths).T
-    columns = max(1, -(-int(keys.max()) // PAGE)) + 1
+    columns = max(1, -(-int(keys.max()) // page)) + 1
     count = len(lengths) * columns + 2
     table = rng.permutation(count)[: len(lengths) * columns].reshape(len(lengths), columns)
-    pages = rng.standard_normal((count, PAGE, heads[1], 1 if keys_only else 2, head_dim))
+    pages = rng.standard_normal((count, page, heads[1], 1 if keys_only else 2, head_dim))
     if cache == "int8":
         pages = np.round(pages * 40).clip(-127, 127)
     q = rng.standard_normal((tokens or int(queries.sum()), heads[0], head_dim))
@@ -36,7 +42,9 @@ def batch_of(lengths, *, tokens=None, heads=(4, 2), head_dim=8, dtype="float32",
 def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
     """Return a call of these lengths."""
     shape = {
-        name: options.pop(name) for name in ("tokens", "heads", "head_dim", "cache", "keys_only") if name in options
+        name: options.pop(name)
+        for name in ("page", "tokens", "heads", "head_dim", "cache", "keys_only")
+        if name in options
     }
 
     def call(dtype):
@@ -48,7 +56,7 @@ def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
         if sinks:
             given["sinks"] = jnp.linspace(-1, 1, heads)
         if planned:
-            given["plan"] = paged_plan(*args[3:], heads=heads, kv_heads=kv_heads, page_size=PAGE)
+            given["plan"] = paged_plan(*args[1:], tokens=len(args[0]), heads=heads)
         return args, given
 
     return call
@@ -64,6 +72,15 @@ def in_use(sequences, tokens, pages):
     return call
 
 
+def simulate_hopper(monkeypatch):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(schedule, "PROGRAMS", 3)
+    monkeypatch.setattr(MosaicGpu, "interpret", mosaic_gpu.InterpretGPUParams())
+
+
 SUBJECT = Subject(
     operation=PagedAttention(),
     calls={
@@ -71,13 +88,15 @@ SUBJECT = Subject(
         "mixed": call_of(MIXED, tokens=20, sliding_window=5, logits_soft_cap=3.0, sinks=True),
         "planned": call_of(MIXED, planned=True, return_lse=True, softmax_scale=0.3),
         "int8": call_of(MIXED, cache="int8", scaled=True),
+        "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, sinks=True, sliding_window=5, return_lse=True),
         "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),
     },
-    briefly=("mixed",),
+    briefly=("mixed", "pages of 8"),
     backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_hopper),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
         "tpu_ragged": Backend(dtypes=("bfloat16",)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
-    spaces={"decode": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
+    spaces={"64 decodes": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
 )

@@ -91,27 +91,26 @@ def test_indices_that_lead_out_of_the_arrays_change_no_other_sequence():
 @pytest.mark.slow
 def test_a_plan_serves_every_window_but_not_a_larger_one_than_its_own():
     args = batch_of(MIXED)
-    shape = {"heads": 4, "kv_heads": 2, "page_size": PAGE}
-    plan = paged_plan(*args[3:], **shape)
+    shape = {"tokens": len(args[0]), "heads": 4}
+    plan = paged_plan(*args[1:], **shape)
     want = paged_attention(*args, sliding_window=3)
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
-    plan = paged_plan(*args[3:], **shape, sliding_window=4)
+    plan = paged_plan(*args[1:], **shape, sliding_window=4)
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
     with pytest.raises(ArgumentError, match=r"plan must not leave out pages that sliding_window=None sees; got .* 4"):
         paged_attention(*args, plan=plan)
-    with pytest.raises(ArgumentError, match="plan must be of a batch with the same sequences, heads and kv_heads"):
-        paged_attention(*args, plan=paged_plan(*args[3:], heads=8, kv_heads=2, page_size=PAGE))
+    with pytest.raises(ArgumentError, match="plan must be of this batch, but its heads / kv_heads is 4, not 2"):
+        paged_attention(*args, plan=paged_plan(*args[1:], tokens=len(args[0]), heads=8))
 
 
 def test_a_plan_orders_decodes_before_prefills_and_long_sequences_first():
-    plan = paged_plan(
-        jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000]), heads=8, kv_heads=4, page_size=4
-    )
-    assert plan.order.tolist() == [2, 0, 4, 3, 1]
-    assert plan.decodes.tolist() == [2]
-    assert plan.tile_queries == 64
-    assert plan.tiles.tolist() == [0, 0, 0, 1, 6, 6]
-    assert plan.end_pages.tolist() == [1, 0, 13, 100, 250]
+    batch = jnp.zeros((5, 250), int), jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000])
+    plan = paged_plan(jnp.zeros((1, 4, 4, 2, 8)), *batch, tokens=304, heads=8)
+    assert plan.arrays.order.tolist() == [2, 0, 4, 3, 1]
+    assert plan.arrays.decodes.tolist() == [2]
+    assert plan.shape.tile_queries == 64
+    assert plan.arrays.tiles.tolist() == [0, 0, 0, 1, 6, 6]
+    assert plan.arrays.end_pages.tolist() == [1, 0, 13, 100, 250]
 
 
 @pytest.mark.slow

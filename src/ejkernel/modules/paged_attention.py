@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import jax
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels._options import int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention.operation import PagedAttention as PagedAttention
 from ejkernel.kernels.paged_attention.operation import PagedAttentionConfig as PagedAttentionConfig
 from ejkernel.kernels.paged_attention.operation import paged_attention as _paged_attention
+from ejkernel.kernels.paged_attention.plan import BatchShape, plan_arrays
 from ejkernel.kernels.paged_attention.plan import PagedPlan as PagedPlan
-from ejkernel.kernels.paged_attention.plan import plan_arrays, tile_queries
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
-from ejkernel.ops.utils.values.scalars import Takes, python_numbers
+from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
 Pages = Float[Array, "pages page_size kv_heads 2 head_dim"] | Int[Array, "pages page_size kv_heads 2 head_dim"]
 Scale = Number | Float[Array, " kv_heads"]
@@ -156,8 +156,8 @@ def paged_attention(
         value_dim: The values are the first `value_dim` elements of the keys, as in absorbed latent attention (MLA):
             e.g. `value_dim=512` with `head_dim=576` and one KV head. Pass the `softmax_scale` of the model then.
         return_lse: Return the log-sum-exp as well.
-        implementation: An implementation (`xla`, `tpu_ragged`), or several in order of preference; the call raises if
-            none of them supports it. `None` leaves the choice to the configuration.
+        implementation: An implementation (`mosaic_gpu`, `xla`, `tpu_ragged`), or several in order of preference; the
+            call raises if none of them supports it. `None` leaves the choice to the configuration.
         cfg: The configuration of this call; `None` looks one up.
 
     Returns:
@@ -190,22 +190,29 @@ def paged_attention(
 
 
 def paged_plan(
+    kv_pages: Pages,
+    page_table: Int[Array, "sequences pages_per_sequence"],
     query_offsets: Int[Array, " sequences_and_one"],
     kv_lengths: Int[Array, " sequences"],
     *,
+    tokens: int,
     heads: int,
-    kv_heads: int,
-    page_size: int,
     sliding_window: int | None = None,
 ) -> PagedPlan:
     """Return the schedule of a batch for `paged_attention`: compute it once for each step, and pass it to all layers.
 
+    It also checks which sequences need a page outside of the cache. A layer with a plan uses the plan's offsets and
+    lengths instead of its own arguments, and page tables that differ from the plan's are not checked again, only kept
+    within the cache.
+
     Args:
+        kv_pages: The cache of one layer, or its shape and dtype.
+        page_table: The pages of each sequence, in order.
         query_offsets: The cumulative numbers of new tokens, with a leading 0.
         kv_lengths: The number of each sequence's keys, including its new tokens.
-        heads: Query heads of the layers, on all devices or on one: only the ratio to `kv_heads` counts.
-        kv_heads: KV heads of the layers.
-        page_size: Tokens of a page.
+        tokens: The length of q, with padding.
+        heads: Query heads of the layers, on all devices or on one, like those of `kv_pages`. With those of one device,
+            shards of heads need not compute schedules of their own.
         sliding_window: The window of the layers. A plan without a window is valid for every window, and one with a
             window for smaller ones.
 
@@ -215,14 +222,23 @@ def paged_plan(
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
     """
-    heads, kv_heads, page_size = python_numbers((heads, kv_heads, page_size), Takes.NUMBERS)
-    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("page_size", page_size)):
-        arguments.check_count(name, value)
-    if heads % kv_heads:
-        raise ArgumentError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}.")
-    arguments.check_lengths(query_offsets, kv_lengths)
+    tokens, heads = python_numbers((tokens, heads), Takes.NUMBERS)
+    arguments.check_pages(kv_pages)
+    arguments.check_batch(page_table, query_offsets, kv_lengths)
+    arguments.check_count("heads", heads)
+    if not is_integer(tokens) or tokens < 0:
+        raise ArgumentError(f"tokens must be an integer, the length of q, got {given_text(tokens)}.")
+    pages, page_size, kv_heads = kv_pages.shape[:3]
+    if not kv_heads or heads % kv_heads:
+        raise ArgumentError(f"heads must be a multiple of the cache's heads, got {heads} and {kv_heads}.")
     window = arguments.canonical_window(python_numbers(sliding_window, Takes.NUMBERS))
-    queries = tile_queries(heads, kv_heads)
-    offsets, lengths = jax.tree.map(int32, (query_offsets, kv_lengths))
-    found = plan_arrays(offsets, lengths, queries=queries, page_size=page_size, window=window)
-    return PagedPlan(**found._asdict(), tile_queries=queries, window=window)
+    shape = BatchShape(
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        pages=pages,
+        page_size=page_size,
+        table=tuple(page_table.shape),
+        window=window,
+    )
+    return PagedPlan(plan_arrays(shape, *map(int32, (page_table, query_offsets, kv_lengths))), shape)

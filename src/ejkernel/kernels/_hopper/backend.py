@@ -43,6 +43,10 @@ class Hopper:
         value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
         return value
 
+    def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
+        """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""
+        plgpu.copy_gmem_to_smem(source, target, barrier, predicate=condition)
+
     def add_to_memory(self, source: Any, target: Any) -> None:
         """Start a copy that adds a tile in shared memory to one in global memory."""
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
@@ -97,6 +101,11 @@ class Interpreter:
         del pending
         value: jax.Array = accumulator[...]
         return value
+
+    def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
+        """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""
+        del condition
+        plgpu.copy_gmem_to_smem(source, target, barrier)
 
     def add_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another."""

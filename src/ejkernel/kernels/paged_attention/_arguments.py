@@ -14,7 +14,7 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
-from .plan import PagedPlan, PlanArrays, tile_queries
+from .plan import BatchShape, PagedPlan, PlanArrays
 
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTISED = ("int8", "float8_e4m3fn")
@@ -169,23 +169,30 @@ def canonical_window(window: Any) -> int | None:
     return int(window) if window < 1 << 30 else None
 
 
-def canonical_plan(plan: Any, q: Any, kv_pages: Any, sequences: int, window: int | None) -> tuple[Any, ...] | None:
+def canonical_plan(plan: Any, q: Any, kv_pages: Any, page_table: Any, window: int | None) -> tuple[Any, ...] | None:
     """Return the arrays of a plan, a tuple so that a call can be described by plain data."""
     if plan is None or (type(plan) is tuple and len(plan) == len(PlanArrays._fields)):
         return plan
     if not isinstance(plan, PagedPlan):
         raise ArgumentError(f"plan must be the result of paged_plan, or None; got {type(plan).__name__}.")
-    arrays = tuple(getattr(plan, name) for name in PlanArrays._fields)
-    queries = tile_queries(q.shape[1], kv_pages.shape[2])
-    if plan.tile_queries != queries or tuple(plan.order.shape) != (sequences,):
+    pages, page_size, kv_heads = kv_pages.shape[:3]
+    wanted = BatchShape(
+        tokens=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=kv_heads,
+        pages=pages,
+        page_size=page_size,
+        table=tuple(page_table.shape),
+        window=window,
+    )
+    differences = wanted.differences(plan.shape)
+    if differences:
+        named = "; ".join(f"{name} is {other}, not {own}" for name, (own, other) in differences.items())
+        raise ArgumentError(f"plan must be of this batch, but its {named}. Call paged_plan for this batch.")
+    limit = plan.shape.window
+    if limit is not None and (window is None or window > limit):
         raise ArgumentError(
-            f"plan must be of a batch with the same sequences, heads and kv_heads, {sequences}, {q.shape[1]} and "
-            f"{kv_pages.shape[2]}; got one of {plan.order.shape[0]} sequences, with {plan.tile_queries} instead of "
-            f"{queries} queries per tile. Call paged_plan for this batch."
+            f"plan must not leave out pages that sliding_window={window!r} sees; got one for {limit}. Layers with "
+            "different windows need a plan each, or one without a window for all."
         )
-    if plan.window is not None and (window is None or window > plan.window):
-        raise ArgumentError(
-            f"plan must not leave out pages that sliding_window={window!r} sees; got one for {plan.window}. Layers "
-            "with different windows need a plan each, or one without a window for all."
-        )
-    return arrays
+    return tuple(plan.arrays)

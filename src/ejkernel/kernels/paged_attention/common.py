@@ -12,7 +12,7 @@ from jax import lax
 
 from ejkernel.ops.implementation import OperationCall
 
-from .plan import PlanArrays, plan_arrays, tile_queries
+from .plan import BatchShape, PlanArrays, plan_arrays, valid_batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class PagedCall(OperationCall):
         window: The keys that a query sees before its own; `None`: all.
         value_dim: If the values are part of the keys: their first `value_dim` elements.
         return_lse: Whether the log-sum-exp is returned.
-        sinks, scales, planned: Whether the call has sinks, scales of keys or values, and a plan.
+        sinks, scales: Whether the call has sinks, and scales of keys or values.
+        planned_for: KV heads (on all devices, if they are sharded) and window of the call's plan; `None` without plan.
     """
 
     q: tuple[int, ...]
@@ -45,7 +46,7 @@ class PagedCall(OperationCall):
     return_lse: bool = False
     sinks: bool = False
     scales: bool = False
-    planned: bool = False
+    planned_for: tuple[int, int | None] | None = None
 
     @property
     def group(self) -> int:
@@ -58,13 +59,30 @@ class PagedCall(OperationCall):
         return self.pages[4] if self.value_dim is None else self.value_dim
 
     @property
-    def tile_queries(self) -> int:
-        """Tokens of a prefill tile."""
-        return tile_queries(self.q[1], self.pages[2])
+    def batch_shape(self) -> BatchShape:
+        """The sizes that a plan depends on."""
+        pages, page_size, kv_heads = self.pages[:3]
+        return BatchShape(
+            tokens=self.q[0],
+            heads=self.q[1],
+            kv_heads=kv_heads,
+            pages=pages,
+            page_size=page_size,
+            table=self.table,
+            window=self.window,
+        )
+
+    @property
+    def planned_shape(self) -> BatchShape:
+        """The sizes that the call's plan depends on."""
+        if self.planned_for is None:
+            return self.batch_shape
+        kv_heads, window = self.planned_for
+        return dataclasses.replace(self.batch_shape, kv_heads=kv_heads, heads=kv_heads * self.group, window=window)
 
 
 class Operands(NamedTuple):
-    """The arrays of a call. In this form, from `valid`, no index or length leads out of an array."""
+    """The arrays of a call. In this form, from `valid`, no offset or length leads out of an array."""
 
     q: jax.Array  # [tokens, heads, head_dim]
     kv_pages: jax.Array  # [pages, page_size, kv_heads, 2, head_dim]; 1 in place of 2 if values are part of the keys
@@ -78,39 +96,25 @@ class Operands(NamedTuple):
 
 
 def valid(call: PagedCall, args: tuple[Any, ...]) -> Operands:
-    """Return the operands: offsets ascend within the tokens, lengths and page indices are within table and cache.
-
-    A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
-    """
+    """Return the operands with valid offsets and lengths, those of the plan if there is one; see `valid_batch`."""
     given = Operands(*args)
-    offsets = lax.cummax(jnp.clip(given.query_offsets, 0, call.q[0]))
-    lengths = jnp.clip(given.kv_lengths, 0, call.table[1] * call.pages[1])
-    first = jnp.zeros_like(lengths) if call.window is None else lengths - jnp.diff(offsets) - call.window
-    begin = jnp.arange(call.table[1], dtype=jnp.int32) * call.pages[1]
-    needed = (begin < lengths[:, None]) & (begin + call.pages[1] > first[:, None])
-    is_outside = (given.page_table < 0) | (given.page_table >= call.pages[0])
-    return given._replace(
-        page_table=jnp.clip(given.page_table, 0, max(call.pages[0] - 1, 0)),
-        query_offsets=offsets,
-        kv_lengths=jnp.where(jnp.any(needed & is_outside, axis=1), 0, lengths),
-        plan=None if given.plan is None else PlanArrays(*given.plan),
-    )
+    if given.plan is not None:
+        plan = PlanArrays(*given.plan)
+        return given._replace(query_offsets=plan.offsets, kv_lengths=plan.lengths, plan=plan)
+    offsets, lengths = valid_batch(call.batch_shape, given.page_table, given.query_offsets, given.kv_lengths)
+    return given._replace(query_offsets=offsets, kv_lengths=lengths)
 
 
 def plan_of(call: PagedCall, operands: Operands) -> PlanArrays:
-    """Return the call's plan, computed if it has none; entries of a plan for another batch stay within the arrays."""
-    if operands.plan is None:
-        offsets, lengths = operands.query_offsets, operands.kv_lengths
-        return plan_arrays(offsets, lengths, queries=call.tile_queries, page_size=call.pages[1], window=call.window)
-    sequences, pages = call.table
-    order, decodes, tiles, first, end = operands.plan
-    return PlanArrays(
-        jnp.clip(order, 0, max(sequences - 1, 0)),
-        jnp.clip(decodes, 0, sequences),
-        jnp.clip(tiles, 0, call.q[0]),
-        jnp.clip(first, 0, pages),
-        jnp.clip(end, 0, pages),
-    )
+    """Return the call's plan, computed if it has none."""
+    if operands.plan is not None:
+        return operands.plan
+    return plan_arrays(call.batch_shape, operands.page_table, operands.query_offsets, operands.kv_lengths)
+
+
+def within_cache(call: PagedCall, pages: jax.Array) -> jax.Array:
+    """Return indices of pages that do not lead out of the cache; those outside are not needed."""
+    return jnp.clip(pages, 0, max(call.pages[0] - 1, 0))
 
 
 def as_bits(kv_pages: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from ejkernel.kernels._options import canonical_flag, canonical_scale, canonical
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_known
@@ -22,7 +24,7 @@ from . import _arguments as arguments
 from . import reference
 from .common import Operands, PagedCall
 from .examples import Batch, example_batches
-from .plan import PlanArrays, plan_arrays
+from .plan import PagedPlan, PlanArrays, plan_arrays
 
 _Invocation = Invocation["PagedAttentionConfig", Any]
 
@@ -39,6 +41,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
 
     implementations = Implementations(
         {
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
             "tpu_ragged": LazyImplementation(f"{__package__}.tpu_ragged:TpuRagged", platforms=("tpu",)),
         }
@@ -65,6 +68,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         sliding_window: Any = None,
         value_dim: Any = None,
         return_lse: Any = False,
+        planned_for: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits."""
@@ -76,6 +80,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             "sliding_window": window,
             "value_dim": arguments.canonical_value_dim(value_dim, v_scale, kv_pages),
             "return_lse": canonical_flag("return_lse", return_lse) or None,
+            "planned_for": (plan.shape.kv_heads, plan.shape.window) if isinstance(plan, PagedPlan) else planned_for,
         }
         args = (
             q,
@@ -84,7 +89,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             canonical_sinks(sinks, q.shape[1]),
             arguments.canonical_scales("k_scale", k_scale, kv_pages.shape[2]),
             arguments.canonical_scales("v_scale", v_scale, kv_pages.shape[2]),
-            arguments.canonical_plan(plan, q, kv_pages, page_table.shape[0], window),
+            arguments.canonical_plan(plan, q, kv_pages, page_table, window),
         )
         scale = canonical_scale(softmax_scale, q.shape[2])
         said = {name: value for name, value in options.items() if value is not None}
@@ -106,7 +111,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             return_lse=options.get("return_lse", False),
             sinks=given.sinks is not None,
             scales=given.k_scale is not None or given.v_scale is not None,
-            planned=given.plan is not None,
+            planned_for=options.get("planned_for"),
         )
 
     def reference(self, *args: Any, **options: Any) -> Any:
@@ -136,9 +141,9 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             kv_lengths=lengths,
         )
         if given.plan is not None:
-            order, decodes, _, first, end = given.plan
-            rows: Any = (*(bucketed(x, 0) for x in (order, decodes)), offsets, *(bucketed(x, 0) for x in (first, end)))
-            rounded = rounded._replace(plan=rows)
+            shape = self.describe(*rounded, **{n: x for n, x in options.items() if n != "implementation"}).planned_shape
+            made: Any = jax.eval_shape(functools.partial(plan_arrays, shape), *rounded[2:5])
+            rounded = rounded._replace(plan=tuple(made))  # type: ignore[arg-type]
         same = self.able(dataclasses.replace(inv, args=tuple(rounded))) == self.able(inv)
         return (tuple(rounded), options) if same else (own, options)
 
@@ -181,6 +186,26 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         follows = {} if kv_heads == "_" else {"kv_heads": "heads"}
         return ShardingRule(f"{', '.join(texts)} -> _ heads _{lse}", split="heads", follows=follows)
 
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the work of sequences as long as the page table, because lengths are values.
+
+        The tokens of a sequence count as the last ones of equally many; the cache is read as far as they see it.
+        """
+        call = self.call_of(inv)
+        (tokens, heads, head_dim), (sequences, columns) = call.q, call.table
+        pages, page_size, kv_heads, kinds, _ = call.pages
+        if not is_known(*call.q, *call.pages, *call.table) or not sequences:
+            return None
+        window = columns * page_size if call.window is None else call.window + 1
+        new = tokens / sequences
+        keys = min(columns * page_size - (new - 1) / 2, window)
+        item, cached = jnp.dtype(call.dtype).itemsize, jnp.dtype(call.cache_dtype).itemsize
+        read = min(sequences * min(columns * page_size, window + new - 1), pages * page_size)
+        return Cost(
+            flops=2 * tokens * heads * keys * (head_dim + call.out_dim),
+            bytes=tokens * heads * (head_dim + call.out_dim) * item + read * kv_heads * kinds * head_dim * cached,
+        )
+
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return 16 sequences in decode."""
         like: Any = jax.ShapeDtypeStruct
@@ -196,8 +221,7 @@ def _with_batch(call: PagedCall, given: Operands, batch: Batch) -> Operands:
     offsets, lengths = (jnp.asarray(x, jnp.int32) for x in batch)
     plan = None
     if given.plan is not None:
-        made = plan_arrays(offsets, lengths, queries=call.tile_queries, page_size=call.pages[1], window=call.window)
-        plan = tuple(made)
+        plan = tuple(plan_arrays(call.planned_shape, given.page_table, offsets, lengths))
     return given._replace(query_offsets=offsets, kv_lengths=lengths, plan=plan)  # type: ignore[arg-type]
 
 

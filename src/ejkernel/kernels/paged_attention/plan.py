@@ -4,12 +4,77 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .schedule import running_max, running_sum, schedules
+
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
+
+
+class PlanArrays(NamedTuple):
+    """The arrays of a `PagedPlan`, int32.
+
+    Attributes:
+        offsets, lengths: `query_offsets` and `kv_lengths` in valid form; see `valid_batch`.
+        order: `[sequences]`: the sequences with one new token, then those with several, then those without. The first
+            two kinds begin with the sequences that read the most pages, so that neighbours take equally long.
+        decodes: `[1]`: the number of sequences with one new token.
+        tiles: `[sequences + 1]`: in that order, the number of prefill tiles before each sequence.
+        first_pages, end_pages: `[sequences]`: the columns of the page table that a sequence reads begin at the first
+            and end before the second.
+        short_tiles, short_programs, long_tiles, long_programs: The schedules of `mosaic_gpu`; see `schedules`.
+    """
+
+    offsets: jax.Array
+    lengths: jax.Array
+    order: jax.Array
+    decodes: jax.Array
+    tiles: jax.Array
+    first_pages: jax.Array
+    end_pages: jax.Array
+    short_tiles: jax.Array
+    short_programs: jax.Array
+    long_tiles: jax.Array
+    long_programs: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """The sizes that a plan depends on.
+
+    Attributes:
+        tokens: New tokens of all sequences, with padding.
+        heads, kv_heads: Heads of the layers.
+        pages: Pages of the cache.
+        page_size: Tokens of a page.
+        table: Shape of the page table, `(sequences, pages)`.
+        window: The keys that a query sees before its own; `None`: all.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    pages: int
+    page_size: int
+    table: tuple[int, ...]
+    window: int | None
+
+    @property
+    def tile_queries(self) -> int:
+        """Tokens of a prefill tile."""
+        return max(1, TILE_ROWS * self.kv_heads // self.heads)
+
+    def differences(self, other: BatchShape) -> dict[str, tuple[Any, Any]]:
+        """Return the sizes that differ and change a plan, with both values."""
+        names = ("tokens", "pages", "page_size", "table")
+        own, others = ({name: getattr(x, name) for name in names} for x in (self, other))
+        own, others = (
+            found | {"heads / kv_heads": x.heads // x.kv_heads} for found, x in ((own, self), (others, other))
+        )
+        return {name: (own[name], others[name]) for name in own if own[name] != others[name]}
 
 
 @jax.tree_util.register_dataclass
@@ -17,63 +82,47 @@ TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV
 class PagedPlan:
     """The schedule of one batch, which all layers of a model share; see `ejkernel.modules.paged_plan`.
 
-    A sequence with one new token, in decode, is one tile. One with several, in prefill, has tiles of `tile_queries`
-    tokens.
-
     Attributes:
-        order: int32 `[sequences]`: the sequences with one new token, then those with several, then those without. The
-            first two kinds begin with the sequences that read the most pages, so that neighbours take equally long.
-        decodes: int32 `[1]`: the number of sequences with one new token.
-        tiles: int32 `[sequences + 1]`: in that order, the number of prefill tiles before each sequence.
-        first_pages, end_pages: int32 `[sequences]`: the columns of the page table that a sequence reads begin at the
-            first and end before the second.
-        tile_queries: Tokens of a prefill tile.
-        window: The `sliding_window` of the layers; `None`: the plan is for every window.
+        arrays: The schedule, on the device.
+        shape: The sizes of the batch.
     """
 
-    order: jax.Array
-    decodes: jax.Array
-    tiles: jax.Array
-    first_pages: jax.Array
-    end_pages: jax.Array
-    tile_queries: int = dataclasses.field(metadata={"static": True})
-    window: int | None = dataclasses.field(metadata={"static": True})
+    arrays: PlanArrays
+    shape: BatchShape = dataclasses.field(metadata={"static": True})
 
 
-class PlanArrays(NamedTuple):
-    """The arrays of a `PagedPlan`."""
+def valid_batch(
+    shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return offsets that ascend from 0 within the tokens, and lengths within the table.
 
-    order: jax.Array
-    decodes: jax.Array
-    tiles: jax.Array
-    first_pages: jax.Array
-    end_pages: jax.Array
-
-
-def tile_queries(heads: int, kv_heads: int) -> int:
-    """Return the tokens of a prefill tile."""
-    return max(1, TILE_ROWS * kv_heads // heads)
+    A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
+    """
+    number = jnp.arange(len(query_offsets), dtype=jnp.int32)
+    offsets = running_max(jnp.where(number == 0, 0, jnp.clip(query_offsets, 0, shape.tokens)))
+    lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
+    first = jnp.zeros_like(lengths) if shape.window is None else lengths - jnp.diff(offsets) - shape.window
+    begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
+    needed = (begin < lengths[:, None]) & (begin + shape.page_size > first[:, None])
+    is_outside = (page_table < 0) | (page_table >= shape.pages)
+    return offsets, jnp.where(jnp.sum(needed & is_outside, axis=1, dtype=jnp.int32) > 0, 0, lengths)
 
 
 def plan_arrays(
-    query_offsets: jax.Array, kv_lengths: jax.Array, *, queries: int, page_size: int, window: int | None
+    shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array
 ) -> PlanArrays:
-    """Return the schedule; see `PagedPlan`.
-
-    Args:
-        query_offsets: `[sequences + 1]`; ascending.
-        kv_lengths: `[sequences]`; not negative.
-        queries: Tokens of a prefill tile.
-        page_size: Tokens of a page.
-        window: The keys that a query sees before its own; `None`: all.
-    """
-    count = jnp.diff(query_offsets)
-    zero = jnp.zeros_like(kv_lengths)
-    first = zero if window is None else jnp.maximum(kv_lengths - count - window, 0) // page_size
-    end = jnp.where(count > 0, -(-kv_lengths // page_size), first)
+    """Return the schedule of a batch."""
+    offsets, lengths = valid_batch(shape, page_table, query_offsets, kv_lengths)
+    count = jnp.diff(offsets)
+    zero = jnp.zeros_like(lengths)
+    first = zero if shape.window is None else jnp.maximum(lengths - count - shape.window, 0) // shape.page_size
+    end = jnp.where(count > 0, -(-lengths // shape.page_size), first)
     kind = jnp.where(count == 1, 0, jnp.where(count > 1, 1, 2))
     order = jnp.lexsort((first - end, kind)).astype(jnp.int32)
-    tiles = jnp.where(count > 1, -(-count // queries), 0)[order]
+    tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
-    ends = jnp.concatenate([zero[:1], jnp.cumsum(tiles, dtype=jnp.int32)])
-    return PlanArrays(order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32))
+    ends = jnp.pad(running_sum(tiles), (1, 0))
+    short, long = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
+    return PlanArrays(
+        offsets, lengths, order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32), *short, *long
+    )

@@ -11,7 +11,7 @@ from jax import lax
 
 from ejkernel.kernels._numbers import accumulator
 
-from .common import Operands, PagedCall, valid
+from .common import Operands, PagedCall, valid, within_cache
 
 
 def attention(call: PagedCall, args: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +53,7 @@ def _of_token(call: PagedCall, operands: Operands, token: jax.Array) -> tuple[ja
 def _cached(call: PagedCall, operands: Operands, sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the keys and values of a sequence, `[length, kv_heads, head_dim]`, with their scales."""
     dtype = accumulator(call.dtype)
-    pages = operands.kv_pages[operands.page_table[sequence]].astype(dtype)
+    pages = operands.kv_pages[within_cache(call, operands.page_table[sequence])].astype(dtype)
     both = pages.reshape(-1, *pages.shape[2:])
     key, value = both[:, :, 0], both[:, :, -1]
     if operands.k_scale is not None:

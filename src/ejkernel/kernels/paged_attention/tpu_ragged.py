@@ -22,7 +22,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import Operands, PagedCall, valid
+from .common import Operands, PagedCall, valid, within_cache
 
 _LANES = 128
 _MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
@@ -150,7 +150,7 @@ def _attention(call: PagedCall, operands: Operands, blocks: tuple[int, int]) -> 
         operands.q,
         operands.kv_pages.reshape(pages, size, kv_heads * kinds, head_dim),
         jnp.maximum(operands.kv_lengths, count)[order],
-        operands.page_table[order],
+        within_cache(call, operands.page_table)[order],
         jnp.concatenate([jnp.zeros_like(offsets[:1]), jnp.cumsum(count[order], dtype=jnp.int32)]),
         jnp.sum(count > 0, dtype=jnp.int32)[None],
         scale=call.scale,

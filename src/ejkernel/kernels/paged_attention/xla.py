@@ -20,7 +20,7 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 
-from .common import Operands, PagedCall, as_bits, from_bits, plan_of, valid
+from .common import Operands, PagedCall, as_bits, from_bits, plan_of, valid, within_cache
 from .plan import PlanArrays
 
 _BLOCK_TOKENS = 512
@@ -124,7 +124,7 @@ class _Run(NamedTuple):
         self, count: jax.Array, results: tuple[jax.Array, jax.Array], *, decode: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return output and log-sum-exp with those of the sequences in decode, or of `count` tiles of prefill."""
-        queries = 1 if decode else min(self.call.tile_queries, self.call.q[0])
+        queries = 1 if decode else min(self.call.batch_shape.tile_queries, self.call.q[0])
         width = min(self.params.tiles, self.call.table[0] if decode else self.call.q[0])
 
         def step(index: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -202,6 +202,7 @@ class _Run(NamedTuple):
         call, size = self.call, self.params.block_pages
         column = tiles.first_page[:, None] + index * size + jnp.arange(size, dtype=jnp.int32)
         page = self.operands.page_table[tiles.sequence[:, None], jnp.minimum(column, call.table[1] - 1)]
+        page = within_cache(call, page)
         both = from_bits(as_bits(self.operands.kv_pages)[page], self.operands.kv_pages.dtype)
         both = both.reshape(len(page), -1, *call.pages[2:])
         at = column[..., None] * call.pages[1] + jnp.arange(call.pages[1], dtype=jnp.int32)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first kernel: attention of tiles to blocks of keys, stored, or left as shares of items of several programs.
+
+Both products are transposed: keys are the rows of the first, and columns of values those of the second. A product then
+costs as many columns as a tile has rows, e.g. 8 in decode instead of 64. Copies take longer than products, so one
+consumer warpgroup suffices, and two blocks of threads fit on a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
+from ejkernel.kernels._hopper.pipeline import producer_tail
+from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.paged_attention.schedule import BLOCK
+
+from .memory import BY_ROW, LAYOUT, Barriers, Buffers, Inputs, Item, Outputs, TileStore, Work, across, item_of
+from .plan import PIECE, LaunchPlan
+
+_LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
+
+
+class Results(NamedTuple):
+    """Results in global memory.
+
+    Attributes:
+        out, lse: As in `Outputs`, without the rows of items with shares.
+        shares, share_lse: As in `Sums`.
+    """
+
+    out: Any
+    lse: Any
+    shares: Any
+    share_lse: Any
+
+
+class State(NamedTuple):
+    """Running sums of the softmax of a tile."""
+
+    acc: Any  # [head_dim, rows]
+    top: Any  # [rows], to the base 2
+    total: Any  # [BLOCK, rows]: summed over the first axis at the end, since that needs several warps
+
+
+def run(plan: LaunchPlan, inputs: Inputs, items: int, out: Any = None, interpret: Any = None) -> Results:
+    """Run the kernel.
+
+    Args:
+        plan: The static description.
+        inputs: The arrays.
+        items: The number of items.
+        out: A reference to the output of an earlier launch, to write to; `None`: return an own output.
+        interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
+    """
+    kernel = _Kernel(plan, backend_for(interpret))
+    like: Any = jax.ShapeDtypeStruct
+    types = Results(
+        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype) if out is None else None,
+        lse=like((items, plan.rows), jnp.float32) if plan.return_lse else None,
+        shares=like((2 * plan.programs, plan.head_dim, plan.rows), jnp.float32),
+        share_lse=like((2 * plan.programs, plan.rows), jnp.float32),
+    )
+    leaves, structure = jax.tree.flatten(types)
+
+    def body(given: tuple[Inputs, Any], results: Any, memory: Any) -> None:
+        found: Results = jax.tree.unflatten(structure, results)
+        kernel.run(given[0], found if given[1] is None else found._replace(out=given[1]), memory)
+
+    found = launch(
+        body,
+        (inputs, out),
+        leaves,
+        name="paged_attention",
+        programs=plan.programs,
+        memory=(Buffers.types(plan, kernel.backend), Barriers.types(plan)),
+        consumers=1,
+        interpret=interpret,
+    )
+    results: Results = jax.tree.unflatten(structure, found)
+    return results
+
+
+class _Kernel:
+    """The program of one block of threads."""
+
+    def __init__(self, plan: LaunchPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+
+    def run(self, inputs: Inputs, results: Results, memory: tuple[Buffers, Barriers]) -> None:
+        """Run this warpgroup as producer or consumer."""
+        self.inputs, self.results, (self.buffers, self.barriers) = inputs, results, memory
+        self.q_tiles, self.q_rows = self.backend.views(self.buffers.q, 2)
+        self.program = lax.axis_index(PROGRAM)
+        self.work = Work.of(inputs.programs, self.program)
+        dispatch_warpgroup(lax.axis_index(WARPGROUP), 1, None, producer=self._produce, consumer=self._consume)
+
+    def _each_item(self, body: Callable[[Item, Any], Any], step: Any) -> Any:
+        """Call `body(item, step)` for each item of this program, and return the last step."""
+        work, tiles = self.work, self.inputs.tiles
+
+        def one(number: Any, step: Any) -> Any:
+            return body(item_of(self.plan, tiles, number), step)
+
+        return lax.fori_loop(work.first_item, work.last_item + 1, one, step)
+
+    # Producer.
+
+    def _produce(self) -> None:
+        steps = self._each_item(self._copy_item, jnp.int32(0))
+        producer_tail(steps, self.barriers.cache)
+        producer_tail(self.work.last_item + 1 - self.work.first_item, self.barriers.q)
+
+    def _copy_item(self, item: Item, step: Any) -> Any:
+        plan, pipeline = self.plan, self.barriers.q
+        slot = pipeline.producer_acquire(item.number - self.work.first_item)
+        for token in range(plan.tile_tokens):
+            at = jnp.minimum(item.token + token, plan.tokens - 1)
+            heads, rows = (
+                pl.ds(item.head * plan.group, plan.group_rows),
+                pl.ds(token * plan.group_rows, plan.group_rows),
+            )
+            for piece in range(plan.pieces):
+                source = self.inputs.q.at[at, heads, pl.ds(piece * PIECE, PIECE)]
+                plgpu.copy_gmem_to_smem(source, self.q_rows.at[slot, piece, rows], pipeline.full.at[slot])
+        low, high = self.work.span(item)
+        return lax.fori_loop(low, high, lambda block, step: self._copy_block(item, block, step), step)
+
+    def _copy_block(self, item: Item, block: Any, step: Any) -> Any:
+        plan, pipeline = self.plan, self.barriers.cache
+        size = min(BLOCK, plan.page_size)
+        keys = [block * BLOCK + copy * size for copy in range(plan.copies)]
+        rows = [self._row(item, key) for key in keys]  # before the wait, which hides their latency
+        stage = pipeline.producer_acquire(step)
+        for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            source = self.inputs.cache.at[pl.ds(row, size), item.head]
+            target = self.buffers.cache.at[stage, pl.ds(copy * size, size)]
+            if plan.copies == 1:
+                plgpu.copy_gmem_to_smem(source, target, pipeline.full.at[stage])
+            else:
+                self.backend.copy_if(key < item.stop, source, target, pipeline.full.at[stage])
+        return step + 1
+
+    def _row(self, item: Item, key: Any) -> Any:
+        """Return the row of the cache that has a key."""
+        plan = self.plan
+        column = jnp.minimum(quotient(key, plan.page_size), plan.columns - 1)
+        # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
+        page = jnp.clip(self.inputs.table[item.sequence, column], 0, plan.pages - 1)
+        row = page * plan.page_size
+        return row + remainder(key, plan.page_size) if plan.page_size > BLOCK else row
+
+    # Consumer.
+
+    def _consume(self, warpgroup: Any) -> None:
+        del warpgroup
+        outputs = Outputs(self.results.out, self.results.lse)
+        self.store = TileStore(self.plan, self.backend, self.inputs, outputs, self.buffers.out)
+        self._each_item(self._attend, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _attend(self, item: Item, step: Any) -> Any:
+        plan, pipeline = self.plan, self.barriers.q
+        self.slot = pipeline.stage(item.number - self.work.first_item)
+        pipeline.consumer_wait(self.slot)
+        low, high = self.work.span(item)
+        state = State(
+            plgpu.layout_cast(jnp.full((plan.head_dim, plan.rows), 0, jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.full((plan.rows,), _LOWEST, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.full((BLOCK, plan.rows), 0, jnp.float32), LAYOUT),
+        )
+
+        def add(block: Any, state: State) -> State:
+            return self._add(item, block, pipeline_stage(block), state)
+
+        def pipeline_stage(block: Any) -> Any:
+            return self.barriers.cache.stage(step + (block - low))
+
+        state = lax.fori_loop(low, high, add, state)
+        pipeline.consumer_release(self.slot)
+        self._finish(item, state)
+        return step + jnp.maximum(high - low, 0)
+
+    def _add(self, item: Item, block: Any, stage: Any, state: State) -> State:
+        """Return the sums with one more block of keys."""
+        plan, backend, pipeline = self.plan, self.backend, self.barriers.cache
+        pipeline.consumer_wait(stage)
+        scores, exponent = self._scores(item, stage)
+        edge = (block + 1) * BLOCK > item.position + 1
+        if plan.window is not None:
+            edge = edge | (block * BLOCK < item.position + plan.tile_tokens - 1 - plan.window)
+        scores = lax.cond(edge, lambda x: self._visible(item, block, x), lambda x: x, scores)
+        top = jnp.maximum(state.top, scores.max(axis=0) * exponent)
+        weights = jnp.exp2(scores * exponent - across(top, scores.shape))
+        decay = jnp.exp2(state.top - top)
+        total = state.total * across(decay, state.total.shape) + weights
+        acc = state.acc * across(decay, state.acc.shape)
+        self.buffers.weights.transpose((1, 0))[...] = weights.astype(plan.dtype)
+        self._clear_hidden_values(item, block, stage)
+        plgpu.commit_smem()
+        values = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim, plan.head_dim)].transpose((1, 0))
+
+        def multiply(sums: Any) -> None:
+            backend.multiply(sums[0], values, self.buffers.weights.transpose((1, 0)))
+
+        (acc,) = backend.accumulate(multiply, acc)
+        pipeline.consumer_release(stage)
+        return State(acc, top, total)
+
+    def _scores(self, item: Item, stage: Any) -> tuple[Any, Any]:
+        """Return the scores, and the factor that turns them into logarithms to the base 2."""
+        plan, backend = self.plan, self.backend
+
+        def multiply(scores: Any) -> Any:
+            for piece in range(plan.pieces):
+                key = self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)]
+                backend.multiply(scores, key, self.q_tiles.at[self.slot, piece].transpose((1, 0)))
+            return backend.read(scores, pending=0)
+
+        scores = backend.with_accumulators(multiply, (BLOCK, plan.rows))
+        factor = plan.scale
+        if self.inputs.k_scale is not None:
+            factor = factor * self.inputs.k_scale[item.head]
+        if plan.soft_cap is None:
+            return scores, factor * LOG2_E
+        return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
+
+    def _visible(self, item: Item, block: Any, scores: Any) -> Any:
+        """Return scores with minus infinity where a row does not see a key."""
+        plan, shape = self.plan, (BLOCK, self.plan.rows)
+        token = quotient(plgpu.broadcasted_iota(jnp.int32, (plan.rows,), 0, layout=BY_ROW), plan.group_rows)
+        last = across(token + (item.position - block * BLOCK), shape)
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT)
+        keep = key <= last
+        if plan.window is not None:
+            keep = keep & (key >= last - plan.window)
+        return jnp.where(keep, scores, -jnp.inf)
+
+    def _clear_hidden_values(self, item: Item, block: Any, stage: Any) -> None:
+        """Zero values that no row sees: a weight of zero does not cancel a NaN."""
+        plan = self.plan
+        stop = item.stop - block * BLOCK
+        hidden = stop < BLOCK
+        if plan.window is not None:
+            first = jnp.maximum(item.position - plan.window, 0) - block * BLOCK
+            hidden = hidden | (first > 0)
+
+        @pl.when(hidden)
+        def _clear() -> None:
+            key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, PIECE), 0, layout=LAYOUT)
+            keep = key < stop
+            if plan.window is not None:
+                keep = keep & (key >= first)
+            for piece in range(plan.pieces):
+                part = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim + piece * PIECE, PIECE)]
+                values = plgpu.load(part, layout=LAYOUT, optimized=False)
+                part[...] = jnp.where(keep, values, jnp.zeros_like(values))
+
+    def _finish(self, item: Item, state: State) -> None:
+        total, begins = state.total.sum(axis=0), self.work.begins(item)
+        alone = begins & self.work.ends(item)
+
+        @pl.when(alone)
+        def _store() -> None:
+            self.store.store(item, state.acc, state.top, total)
+
+        @pl.when(jnp.logical_not(alone))
+        def _leave_share() -> None:
+            slot = 2 * self.program + begins.astype(jnp.int32)
+            empty = total == 0.0
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            factor = jnp.where(empty, 0.0, 1 / total)
+            self.buffers.share[...] = state.acc * across(factor, state.acc.shape)
+            plgpu.commit_smem()
+            self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
+            lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))
+            self.results.share_lse.at[slot][...] = lse

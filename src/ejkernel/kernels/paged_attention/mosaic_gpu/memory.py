@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays, shared memory and barriers of the kernels, and the store of a tile."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.paged_attention.schedule import BLOCK, Share, Tile
+
+from .plan import PIECE, LaunchPlan
+
+LAYOUT = plgpu.Layout.WGMMA
+BY_ROW = LAYOUT.reduce(0)  # one number per column of the products, which are the rows of a tile
+
+
+class Inputs(NamedTuple):
+    """Arrays in global memory; those that a call does not have are `None`.
+
+    Attributes:
+        tiles, programs: As in `Schedule`.
+        q: `[tokens, heads, head_dim]`.
+        cache: `[pages * page_size, kv_heads, 2 * head_dim]`.
+        table: `[sequences, pages]`.
+        sinks: `[kv_heads, rows]`, times `LOG2_E`.
+        k_scale, v_scale: `[kv_heads]`.
+    """
+
+    tiles: Any
+    programs: Any
+    q: Any
+    cache: Any
+    table: Any
+    sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+
+class Sums(NamedTuple):
+    """Inputs of the second kernel.
+
+    Attributes:
+        tiles, programs: As in `Schedule`.
+        shares: `[2 * programs, head_dim, rows]`: of each program those of its first and of its last item.
+        share_lse: `[2 * programs, rows]`, to the base 2.
+        sinks, v_scale: As in `Inputs`.
+        out: As in `Outputs`; written in place.
+        lse: As in `Outputs`; written in place.
+    """
+
+    tiles: Any
+    programs: Any
+    shares: Any
+    share_lse: Any
+    sinks: Any
+    v_scale: Any
+    out: Any
+    lse: Any
+
+
+class Outputs(NamedTuple):
+    """Results in global memory: `[tokens, heads, head_dim]`, and `[items, rows]` or `None`."""
+
+    out: Any
+    lse: Any
+
+
+class Item(NamedTuple):
+    """A tile with one KV head."""
+
+    number: Any
+    head: Any
+    sequence: Any
+    token: Any
+    count: Any
+    position: Any
+    first: Any
+    end: Any
+
+    @property
+    def stop(self) -> Any:
+        """The position behind the last key that a row sees."""
+        return self.position + self.count
+
+    @property
+    def blocks(self) -> Any:
+        """Blocks of keys in the schedule."""
+        return jnp.maximum(self.end - self.first, 1)
+
+
+class Work(NamedTuple):
+    """The items and blocks of one program; see `Share`."""
+
+    first_item: Any
+    first_block: Any
+    last_item: Any
+    end_block: Any
+    share: Any
+
+    @classmethod
+    def of(cls, programs: Any, program: Any) -> Work:
+        """Return the work of a program."""
+        return cls(*(programs[program, column] for column in Share))
+
+    def span(self, item: Item) -> tuple[Any, Any]:
+        """Return the first block of this program's part of an item, and the block after its last."""
+        low = item.first + jnp.where(item.number == self.first_item, self.first_block, 0)
+        high = jnp.where(item.number == self.last_item, item.first + self.end_block, item.end)
+        return low, jnp.minimum(high, item.end)
+
+    def begins(self, item: Item) -> Any:
+        """Return whether this program has the item's first block."""
+        return (item.number > self.first_item) | (self.first_block == 0)
+
+    def ends(self, item: Item) -> Any:
+        """Return whether this program has the item's last block."""
+        return (item.number < self.last_item) | (self.end_block >= item.blocks)
+
+
+def item_of(plan: LaunchPlan, tiles: Any, number: Any) -> Item:
+    """Return an item."""
+    tile = quotient(number, plan.kv_heads)
+    sequence, token, count, position, first, end = (tiles[tile, column] for column in Tile)
+    return Item(number, remainder(number, plan.kv_heads), sequence, token, count, position, first, end)
+
+
+def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
+    """Return shared memory in pieces of columns, with a view for products and one for copies."""
+    return backend.aliased(tiled((*shape, PIECE), dtype), swizzled((*shape, PIECE), dtype))
+
+
+def across(by_row: Any, shape: tuple[int, ...]) -> Any:
+    """Return one number per row of a tile, broadcast along the products' first axis."""
+    return lax.broadcast_in_dim(by_row, shape, [1])
+
+
+class TileStore:
+    """Stores tiles of the output: the end of both kernels.
+
+    Args:
+        plan: The launch.
+        backend: Where it runs.
+        inputs: The arrays `sinks` and `v_scale`.
+        outputs: The results.
+        buffer: A `piece_types` buffer `[pieces, rows, PIECE]`.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, backend: Backend, inputs: Inputs | Sums, outputs: Outputs, buffer: Any
+    ) -> None:
+        self.plan, self.backend, self.inputs, self.outputs = plan, backend, inputs, outputs
+        self.tiles, self.rows = backend.views(buffer, 2)
+
+    def store(self, item: Item, acc: Any, top: Any, total: Any) -> None:
+        """Store `acc / total`, with sinks and scales, and the log-sum-exp.
+
+        Args:
+            item: The item.
+            acc: `[head_dim, rows]`: the sum of weighted values.
+            top: `[rows]`: the maximum to which weights are relative, to the base 2.
+            total: `[rows]`: the sum of the weights; 0 for a row without keys.
+        """
+        empty = total == 0.0
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
+        if self.inputs.sinks is not None:
+            sinks = plgpu.load(self.inputs.sinks.at[item.head], layout=BY_ROW, optimized=False)
+            total = total + jnp.where(empty, 0.0, jnp.exp2(sinks - top))
+            lse = jnp.where(empty, sinks, top + jnp.log2(total))
+        factor = jnp.where(empty, 0.0, 1 / total)
+        if self.inputs.v_scale is not None:
+            factor = factor * self.inputs.v_scale[item.head]
+        out = (acc * across(factor, acc.shape)).astype(self.plan.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for piece in range(self.plan.pieces):
+            part = out[piece * PIECE : (piece + 1) * PIECE] if self.plan.pieces > 1 else out
+            self.tiles.at[piece].transpose((1, 0))[...] = part
+        plgpu.commit_smem()
+        for token in range(self.plan.tile_tokens):
+            pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
+        if self.outputs.lse is not None:
+            self.outputs.lse.at[item.number][...] = lse * (1 / LOG2_E)
+
+    def _copy_token(self, item: Item, token: int) -> None:
+        group = self.plan.group
+        for piece in range(self.plan.pieces):
+            source = self.rows.at[piece, pl.ds(token * self.plan.group_rows, group)]
+            heads, columns = pl.ds(item.head * group, group), pl.ds(piece * PIECE, PIECE)
+            self.backend.store_to_memory(source, self.outputs.out.at[item.token + token, heads, columns])
+
+
+class Buffers(NamedTuple):
+    """Shared memory of the first kernel."""
+
+    q: Any  # [query buffers, pieces, rows, PIECE]
+    cache: Any  # [stages, BLOCK, 2 * head_dim]
+    weights: Any  # [rows, BLOCK]
+    share: Any  # [head_dim, rows]
+    out: Any  # [pieces, rows, PIECE]
+
+    @classmethod
+    def types(cls, plan: LaunchPlan, backend: Backend) -> Buffers:
+        """Return the types of the buffers."""
+        return cls(
+            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.dtype),
+            cache=tiled((plan.stages, BLOCK, 2 * plan.head_dim), plan.dtype),
+            weights=tiled((plan.rows, BLOCK), plan.dtype),
+            share=plgpu.SMEM((plan.head_dim, plan.rows), jnp.float32),
+            out=piece_types(backend, (plan.pieces, plan.rows), plan.dtype),
+        )
+
+
+class Barriers(NamedTuple):
+    """Pipelines of queries, and of keys with values."""
+
+    q: Pipeline
+    cache: Pipeline
+
+    @classmethod
+    def types(cls, plan: LaunchPlan) -> Barriers:
+        """Return the types of the barriers."""
+        copies = plan.pieces * plan.tile_tokens
+        return cls(
+            q=Pipeline.types(plan.query_buffers, consumers=1, copies=copies),
+            cache=Pipeline.types(plan.stages, consumers=1, copies=plan.copies),
+        )

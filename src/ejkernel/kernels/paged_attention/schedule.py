@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of `mosaic_gpu`: tiles, and the blocks of keys that each program takes.
+
+The blocks of all items lie end to end, and each program takes an equal number of them (stream-K). A program that takes
+part of an item leaves a share; the shares of one item are summed afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 64  # keys that a program takes at once: the rows of one WGMMA instruction
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+MOST_ROWS = 64  # of a tile: with more, its sums would not fit in the registers of one warpgroup
+_SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
+_FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
+
+
+class Tile(enum.IntEnum):
+    """Columns of the table of tiles."""
+
+    SEQUENCE = 0
+    TOKEN = 1  # the first query token
+    COUNT = 2  # query tokens; 0: the tile is not used
+    POSITION = 3  # of the first query token in its sequence; negative: it sees no key
+    FIRST = 4  # the first block of keys
+    END = 5  # the block after the last
+
+
+class Share(enum.IntEnum):
+    """Columns of the table of programs."""
+
+    FIRST_ITEM = 0
+    FIRST_BLOCK = 1  # within the first item
+    LAST_ITEM = 2  # -1: the program has no item
+    END_BLOCK = 3  # within the last item
+    BLOCKS = 4  # of each program
+
+
+class Schedule(NamedTuple):
+    """The tables of one launch, int32."""
+
+    tiles: jax.Array  # [tiles, 6]
+    programs: jax.Array  # [programs, 5]
+
+
+class TileSizes(NamedTuple):
+    """Query tokens of a tile.
+
+    Attributes:
+        short: Of a sequence with at most so many query tokens.
+        long: Of other sequences; `None` if there are no more tokens than sequences: all tiles have one token then.
+    """
+
+    short: int
+    long: int | None
+
+
+def tile_sizes(tokens: int, sequences: int, heads: int, kv_heads: int) -> TileSizes:
+    """Return the sizes of the tiles of a batch."""
+    if tokens <= sequences:
+        return TileSizes(1, None)
+    most, average = max(1, MOST_ROWS // group_rows(heads // kv_heads)), -(-tokens // sequences)
+    # With more tokens, some sequences prefill, and the others probably decode one token.
+    return TileSizes(min(average, most) if average <= _FEW_TOKENS else 1, most)
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+    """Return the sums of the first elements of an int32 vector."""
+    return jnp.sum(_first_ones(x, 0), axis=1, dtype=jnp.int32) if len(x) <= _SHORT else jnp.cumsum(x, dtype=jnp.int32)
+
+
+def running_max(x: jax.Array) -> jax.Array:
+    """Return the maxima of the first elements of an int32 vector."""
+    return jnp.max(_first_ones(x, -(2**31)), axis=1) if len(x) <= _SHORT else lax.cummax(x)
+
+
+def _first_ones(x: jax.Array, other: int) -> jax.Array:
+    """Return a matrix whose row `i` has the first `i + 1` elements: a GPU reduces it in one kernel, not in several."""
+    number = jnp.arange(len(x), dtype=jnp.int32)
+    return jnp.where(number[None, :] <= number[:, None], x[None, :], other)
+
+
+def group_rows(group: int) -> int:
+    """Return the rows of one token: the query heads of a KV head, padded because copies begin at multiples of 8."""
+    return -(-group // 8) * 8
+
+
+def schedules(
+    offsets: jax.Array, lengths: jax.Array, tokens: int, heads: int, kv_heads: int, window: int | None
+) -> tuple[Schedule, Schedule]:
+    """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
+
+    Args:
+        offsets: `[sequences + 1]`; ascending, from 0 to at most `tokens`.
+        lengths: `[sequences]`; not negative.
+        tokens: All query tokens, with padding.
+        heads: Query heads.
+        kv_heads: KV heads.
+        window: The keys that a query sees before its own; `None`: all.
+    """
+    sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
+    given = _ranges(offsets, lengths, tokens)
+    if sizes.long is None:
+        tiles = _token_tiles(given, tokens, window), jnp.zeros((0, len(Tile)), jnp.int32)
+    else:
+        tiles = _short_tiles(given, sizes.short, window), _long_tiles(given, tokens, sizes, window)
+    short, long = (_dealt(own, kv_heads) for own in tiles)
+    return short, long
+
+
+class _Ranges(NamedTuple):
+    """The query tokens of each sequence, and its keys; the last sequence is the padding, without keys."""
+
+    begin: jax.Array
+    end: jax.Array
+    lengths: jax.Array
+
+
+def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> _Ranges:
+    """Return the ranges of all sequences and of the padding behind them."""
+    last = jnp.full((1,), tokens, jnp.int32)
+    return _Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
+
+
+def _token_tiles(given: _Ranges, tokens: int, window: int | None) -> jax.Array:
+    """Return tiles of one token each; tile `i` has token `i`."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = jnp.sum(given.end[None, :] <= token[:, None], axis=1, dtype=jnp.int32)
+    return _table(given, sequence, token, jnp.ones_like(token), window)
+
+
+def _short_tiles(given: _Ranges, most: int, window: int | None) -> jax.Array:
+    """Return one tile for each sequence with at most `most` query tokens."""
+    count = given.end[:-1] - given.begin[:-1]
+    sequence = jnp.arange(len(count), dtype=jnp.int32)
+    return _table(given, sequence, given.begin[:-1], jnp.where(count > most, 0, count), window)
+
+
+def _long_tiles(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) -> jax.Array:
+    """Return tiles for the padding, and for sequences with more query tokens than the short ones."""
+    size = sizes.long or 1
+    count = given.end - given.begin
+    is_long = (count > sizes.short).at[-1].set(True)
+    ends = running_sum(jnp.where(is_long, -(-count // size), 0))
+    number = jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
+    sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+    used = sequence < len(count)
+    sequence = jnp.minimum(sequence, len(count) - 1)
+    before = jnp.where(sequence > 0, ends[sequence - 1], 0)
+    token = given.begin[sequence] + (number - before) * size
+    return _table(given, sequence, token, jnp.where(used, jnp.minimum(given.end[sequence] - token, size), 0), window)
+
+
+def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
+    position = given.lengths[sequence] - (given.end[sequence] - token)
+    first = jnp.zeros_like(token) if window is None else jnp.maximum(position - window, 0) // BLOCK
+    end = -(-jnp.maximum(position + count, 0) // BLOCK)
+    sequence = jnp.minimum(sequence, len(given.lengths) - 2)
+    return jnp.stack([sequence, token, count, position, first, end], axis=1)
+
+
+def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
+    """Return the schedule of these tiles."""
+    if not len(tiles):
+        return Schedule(tiles, jnp.zeros((0, len(Share)), jnp.int32))
+    programs = PROGRAMS
+    count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
+    # A tile without keys counts as one block, so that a program writes its zeros.
+    blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
+    ends = running_sum(blocks * kv_heads)
+    share = jnp.maximum(-(-ends[-1] // programs), 1)
+    begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, ends[-1])
+    stop = jnp.minimum(begin + share, ends[-1])
+
+    # One search for both ends takes fewer kernels than two.
+    at = jnp.concatenate([begin, stop - 1])
+    tile = jnp.minimum(jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32), len(ends) - 1)
+    rest, size = at - (ends[tile] - blocks[tile] * kv_heads), jnp.maximum(blocks[tile], 1)
+    items, numbers = tile * kv_heads + rest // size, rest % size
+    first_item, last_item = jnp.split(items, 2)
+    first_block, last_block = jnp.split(numbers, 2)
+    idle = stop <= begin
+    columns = (
+        jnp.where(idle, 0, first_item),
+        jnp.where(idle, 0, first_block),
+        jnp.where(idle, -1, last_item),
+        last_block + 1,
+        jnp.full_like(begin, share),
+    )
+    return Schedule(tiles, jnp.stack(columns, axis=1).astype(jnp.int32))

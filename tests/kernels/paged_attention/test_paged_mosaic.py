@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for Hopper, simulated on a CPU, and the calls that they support."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.paged_attention_cases import simulate_hopper
+
+from ejkernel.kernels.paged_attention import reference, schedule
+from ejkernel.kernels.paged_attention.common import PagedCall
+from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
+from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
+from ejkernel.modules import PagedAttention, paged_plan
+
+OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
+SMALL = MosaicGpuParams(stages=2, query_buffers=1)
+CALL = PagedCall(
+    q=(64, 32, 128),
+    pages=(16384, 16, 8, 2, 128),
+    table=(64, 256),
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    scale=128**-0.5,
+    platform="gpu",
+    device_fingerprint="gpu:nvidia_h200",
+)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    simulate_hopper(monkeypatch)
+
+
+def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None):
+    """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns."""
+    rng = np.random.default_rng(0)
+    columns = -(-max(lengths) // page) + 1
+    table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
+    pages = np.full((table.size, page, heads[1], 2, head_dim), np.nan, np.float32)
+    for row, length, count in zip(table, lengths, queries, strict=True):
+        first = 0 if window is None else max(length - count - window, 0)
+        for position in range(first // page * page, length):
+            pages[row[position // page], position % page] = rng.standard_normal((heads[1], 2, head_dim))
+        row[: first // page] = rng.choice(OUTSIDE, first // page)
+        used = -(-length // page)
+        row[used:] = rng.choice(OUTSIDE, columns - used)
+    q = rng.standard_normal((sum(queries) + padding, heads[0], head_dim))
+    integers = table, np.concatenate([[0], np.cumsum(queries)]), lengths
+    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, "bfloat16"), *(jnp.asarray(x, jnp.int32) for x in integers)
+
+
+def results(args, params=SMALL, **options):
+    """Return the results of the kernels and of the reference, in float32."""
+    args, options = PagedAttention().prepare(*args, return_lse=True, **options)
+    options.pop("implementation")
+    call = PagedAttention().describe(*args, **options)
+    assert MosaicGpu().unsupported(call) is None
+    found, _ = jax.jit(lambda *args: MosaicGpu().forward(call, *args, params=params))(*args)
+    wide = [x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in args]
+    return [np.asarray(x, np.float32) for x in found], [np.asarray(x) for x in reference.attention(call, tuple(wide))]
+
+
+def assert_near(found, wanted):
+    (out, lse), (want, want_lse) = found, wanted
+    assert np.linalg.norm(out - want) <= 3e-3 * np.linalg.norm(want)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({}, {}),
+        ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
+        ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
+    ],
+)
+def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
+    lengths = [0, 1, 15, 16, 17, 64, 65, 200]
+    assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("queries", "window"),
+    [((1, 0, 40, 1, 7, 20), None), ((1, 0, 40, 1, 7, 20), 20), ((3, 2, 1, 4, 3, 3), None), ((0, 2, 0, 1, 1, 0), None)],
+)
+def test_decode_and_prefill_share_a_batch(queries, window):
+    args = poisoned([1, 30, 90, 129, 15, 64], queries, window=window)
+    found, wanted = results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4))
+    assert_near(found, wanted)
+    plan = paged_plan(*args[1:], tokens=len(args[0]), heads=4, sliding_window=window)
+    planned, _ = results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), plan=plan)
+    jax.tree.map(np.testing.assert_array_equal, planned, found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_indices_outside_of_the_cache_change_no_other_sequence():
+    q, pages, table, offsets, lengths = poisoned([70, 20, 40], [1, 1, 1], padding=0)
+    found, _ = results((q, pages, table, offsets, lengths))
+    wrong = table.at[1, 0].set(-5)
+    (out, lse), wanted = results((q, pages, wrong, offsets.at[3].set(10**6), lengths.at[2].set(10**6)))
+    np.testing.assert_array_equal(out[0], found[0][0])
+    np.testing.assert_array_equal(lse[0], found[1][0])
+    assert not out[1:].any()  # the third sequence reaches beyond its pages
+    assert np.isneginf(lse[1:]).all()
+    assert not wanted[0][1:].any()
+
+
+@pytest.mark.parametrize("programs", [1, 4, 264])
+@pytest.mark.parametrize("queries", [(1,) * 6, (3, 0, 40, 1, 200, 2)])
+def test_each_token_is_in_one_tile_and_each_block_in_one_program(monkeypatch, programs, queries):
+    monkeypatch.setattr(schedule, "PROGRAMS", programs)
+    lengths = np.array([1, 0, 640, 63, 64 + 200, 2])
+    tokens = sum(queries) + 4
+    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32)
+    made = schedule.schedules(offsets, jnp.asarray(lengths, jnp.int32), tokens, 8, 2, None)
+    seen = np.zeros(tokens, int)
+    for own in made:
+        work = np.zeros((len(own.tiles), 2), int)
+        for _, token, count, *_ in np.asarray(own.tiles):
+            seen[token : token + count] += 1
+        for first, begin, last, end, _ in np.asarray(own.programs):
+            for item in range(first, last + 1):
+                tile = np.asarray(own.tiles)[item // 2]
+                blocks = max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
+                low, high = begin if item == first else 0, end if item == last else blocks
+                work[item // 2, item % 2] += high - low
+        for tile, done in zip(np.asarray(own.tiles), work, strict=True):
+            blocks = max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
+            assert done.tolist() == [blocks, blocks]
+    np.testing.assert_array_equal(seen, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
+        ({"dtype": "float32", "cache_dtype": "float32"}, "q has dtype float32"),
+        ({"cache_dtype": "int8"}, "kv_pages has dtype int8"),
+        ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "value_dim=64: not available"),
+        ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
+        ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),
+        ({"q": (64, 1024, 128)}, "up to 64 query heads per KV head, got 128"),
+        ({"pages": (2**27, 16, 8, 2, 128)}, "counts tokens of the cache"),
+        ({"table": (64, 0)}, "sizes that are known and not 0"),
+    ],
+)
+def test_calls_that_the_kernels_do_not_support_are_refused_with_a_reason(changes, words):
+    assert words in MosaicGpu().unsupported(dataclasses.replace(CALL, **changes))
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (64, 1), (3, 3)])
+@pytest.mark.parametrize("tokens", [64, 200, 5000])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_heuristic_and_the_space_fit_in_shared_memory(heads, tokens, head_dim):
+    pages = (*CALL.pages[:2], heads[1], 2, head_dim)
+    call, own = dataclasses.replace(CALL, q=(tokens, heads[0], head_dim), pages=pages), MosaicGpu()
+    space = own.space(call)
+    assert own.heuristic(call) in space
+    assert [params for params in space if own.params_fault(call, params) is not None] == []
+    assert len(space) == len(set(space)) > 1
+
+
+def test_parameters_beyond_shared_memory_are_refused():
+    assert "bytes of shared memory" in MosaicGpu().params_fault(CALL, MosaicGpuParams(stages=9))
