@@ -150,8 +150,8 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
     query = np.asarray(q[token].astype(jnp.float32)).reshape(both.shape[1], -1, both.shape[-1])
     logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * both.shape[-1] ** -0.5
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    out = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), both[:, :, 1])
-    return out.reshape(q.shape[1:])
+    out: np.ndarray[Any, Any] = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), both[:, :, 1])
+    return np.reshape(out, q.shape[1:])
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -188,7 +188,7 @@ def timed(run: Function) -> dict[str, Any]:
 def seen_bytes(case: Case) -> int:
     """Return the bytes of the keys and values that some token sees."""
     window = dict(case.options).get("sliding_window", 1 << 30)
-    keys = sum(min(length, window + count) for length, count in zip(case.lengths, case.counts, strict=True))
+    keys: int = sum(min(length, window + count) for length, count in zip(case.lengths, case.counts, strict=True))
     return 2 * 2 * keys * case.heads[1] * case.head_dim
 
 
@@ -196,7 +196,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the figures of each contender."""
     case = CASES[name]
     args = batch_of(case, page_size)
-    options = {
+    options: dict[str, Any] = {
         "tokens": len(args[0]),
         "heads": case.heads[0],
         "sliding_window": dict(case.options).get("sliding_window"),
@@ -210,7 +210,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             program = jax.jit(function).lower(args, plan).compile()
             out = jax.block_until_ready(program(args, plan))
-            row = {"error": error_of(case, args, out), "same": bool((program(args, plan) == out).all())}
+            row: dict[str, Any] = {"error": error_of(case, args, out), "same": bool((program(args, plan) == out).all())}
             row |= timed(functools.partial(program, args, plan))
         except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
             row = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
@@ -293,7 +293,9 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, given in VARIANTS.items():
         if case != f"check {given.get('group', 'decode')}":
             continue
-        options = {key: given[key] for key in ("sliding_window", "logits_soft_cap", "return_lse") if key in given}
+        options: dict[str, Any] = {
+            key: given[key] for key in ("sliding_window", "logits_soft_cap", "return_lse") if key in given
+        }
         shape: dict[str, Any] = {"page_size": 16, "heads": (32, 8), "head_dim": 128, "most": 1, "dtype": "bfloat16"}
         shape |= {key: given[key] for key in shape if key in given}
         heads, kv_heads = shape["heads"]
@@ -311,7 +313,7 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             run = jax.jit(lambda *args, options=options: paged_attention(*args, implementation=OURS, **options))
             out, *lse = jax.tree.leaves(run(*args))
-            row = {"error": relative_error(np.asarray(out, np.float32), want[0])}
+            row: dict[str, Any] = {"error": relative_error(np.asarray(out, np.float32), want[0])}
             if lse:
                 row["lse"] = float(np.abs(np.nan_to_num(np.asarray(lse[0])) - np.nan_to_num(want[1])).max())
         except Exception as error:  # noqa: BLE001  # a failure is a result, with its reason
@@ -335,7 +337,7 @@ def run_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
     except subprocess.TimeoutExpired as error:
-        text = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        text = error.stdout.decode() if error.stdout else ""  # bytes, although it was opened as text
         reason = f"it took more than {seconds:.0f} s"
     rows = dict(json.loads(line) for line in text.splitlines() if line.startswith("["))
     return rows if reason is None else rows | {"failure": {"reason": reason}}
