@@ -97,9 +97,14 @@ class Row:
         for dtype in others:
             yield dtype, (*subject.briefly, *(subject.in_float16 if dtype == "float16" else ()))
 
+    def rounding(self, dtype):
+        """Return the option that permits to round operands of a dtype; the tests forbid it by default."""
+        return {"precision": "default"} if dtype in self.backend.rounded else {}
+
     def unsupported(self, name, dtype, *, backward):
         """Return why the implementation does not run a call; empty if it does."""
         args, options = self.subject.prepared(name, dtype)
+        options |= self.rounding(dtype)
         place = {} if self.simulated else {"platform": device_kind(), "device_fingerprint": device_fingerprint()}
         own = {option: value for option, value in options.items() if option != "implementation"}
         call = dataclasses.replace(self.subject.operation.describe(*args, **own), backward=backward, **place)
@@ -110,6 +115,7 @@ class Row:
     def report(self, name, dtype, *groups, alone=True):
         """Return the report of these groups of checks: of the implementation alone, or as the operation runs it."""
         subject, (args, options) = self.subject, self.subject.calls[name](dtype)
+        options = options | self.rounding(dtype)
         kernel, compare, digits = subject.operation, None, self.backend.rounded.get(dtype, dtype)
         if alone:
             kernel = paired(kernel, self.name, simulated=self.simulated, params=self.backend.params)
