@@ -10,7 +10,7 @@ First record which test runs which line, then check a sample of faults:
 A fault changes one place of `ejkernel.ops.config`, `.core` or `.autotuner`: a comparison, a number, a condition, a
 loop. Only lines that a test runs are drawn. For each fault the tests that run its line are run until one
 fails, those that run the fewest lines first. A fault counts as noticed if a test fails, or if the tests do not end in
-time.
+time. `benchmarks/results/mutation.json` has the last figures.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     assert files | {"manifest.json"} == {file.name for file in (tmp_path / "bundle").iterdir()}
     x = np.arange(8, dtype=np.int32)
     assert call.reference.load()(x)[0].tolist() == (2 * x).tolist()
+    assert twice.traced.count("reference") == 1
 
 
 def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
