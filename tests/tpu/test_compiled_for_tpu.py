@@ -193,7 +193,7 @@ def test_published_blocks_of_attention_compile_within_the_estimate(sharding):
         assert facts["queries"] == facts["keys"]
         sizes = {"length": facts["queries"], "head_dim": facts["head_dim"], "value_dim": facts["value_dim"]}
         operands, (out, lse) = attention_operands(sharding, **sizes)
-        call = describe(operands, rules, platform="tpu", backward=backward)
+        call = describe(operands, rules, platform="tpu", fingerprint=facts["device"], backward=backward)
         params = implementation.params_type(backward=backward)(**row["params"])
         if backward:
             used = used_memory(
