@@ -257,8 +257,7 @@ def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any
         lines = done.stdout.splitlines()
         reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
     except subprocess.TimeoutExpired as expired:
-        out = expired.stdout or b""
-        lines = (out if isinstance(out, str) else out.decode()).splitlines()
+        lines = (expired.stdout or b"").decode().splitlines()
         reason = f"it took more than {seconds:.0f} s"
     rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
     return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
