@@ -122,8 +122,7 @@ def test_indices_outside_of_the_cache_change_no_other_sequence():
 def test_heads_of_one_device_under_shard_map():
     """On a mesh of one device, because the interpreter has one state for all devices."""
     args = poisoned([1, 30, 70], [1, 3, 1], padding=0)
-    _, call = PagedAttention().prepare(*args)
-    call = PagedAttention().describe(*args, softmax_scale=call["softmax_scale"])
+    call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
     specs = P(None, "model"), P(None, None, "model"), P(), P(), P()
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
 
