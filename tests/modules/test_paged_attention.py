@@ -132,9 +132,14 @@ def test_tuning_looks_for_no_backward():
 def test_heads_over_a_mesh_axis_need_no_communication(mode):
     args = batch_of(MIXED, heads=(8, 4))
     specs = [P(None, "model"), P(None, None, "model"), P(), P(), P()]
-    program, out = compiled(paged_attention, args, specs, mesh_of(mode))
-    np.testing.assert_allclose(out, paged_attention(*args), atol=1e-6)
-    assert not bytes_in_collectives(program)
+
+    def planned(*args):
+        return paged_attention(*args, plan=paged_plan(*args[1:], tokens=len(args[0]), heads=8))
+
+    for run in (paged_attention, planned):
+        program, out = compiled(run, args, specs, mesh_of(mode))
+        np.testing.assert_allclose(out, paged_attention(*args), atol=1e-6)
+        assert not bytes_in_collectives(program)
 
 
 def test_batches_of_one_power_of_two_share_a_key():

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from tests.kernels.paged_attention_cases import simulate_hopper
 
 from ejkernel.kernels.paged_attention import reference, schedule
@@ -113,6 +115,22 @@ def test_indices_outside_of_the_cache_change_no_other_sequence():
     assert not out[1:].any()  # the third sequence reaches beyond its pages
     assert np.isneginf(lse[1:]).all()
     assert not wanted[0][1:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_heads_of_one_device_under_shard_map():
+    """On a mesh of one device, because the interpreter has one state for all devices."""
+    args = poisoned([1, 30, 70], [1, 3, 1], padding=0)
+    call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
+    specs = P(None, "model"), P(None, None, "model"), P(), P(), P()
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
+
+    def run(*args):
+        return MosaicGpu().forward(call, *args, None, None, None, None, params=SMALL)[0]
+
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
+    np.testing.assert_array_equal(sharded(*args), results(args)[0][0])
 
 
 @pytest.mark.parametrize("programs", [1, 4, 264])

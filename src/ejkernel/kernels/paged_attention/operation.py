@@ -24,7 +24,7 @@ from . import _arguments as arguments
 from . import reference
 from .common import Operands, PagedCall
 from .examples import Batch, example_batches
-from .plan import PagedPlan, PlanArrays, plan_arrays
+from .plan import PagedPlan, plan_arrays
 
 _Invocation = Invocation["PagedAttentionConfig", Any]
 
@@ -181,7 +181,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         texts = [f"_ heads _, _ _ {kv_heads} _ _, _ _, _, _"]
         texts += ["heads"] * (given.sinks is not None)
         texts += [kv_heads] * (given.k_scale is not None) + [kv_heads] * (given.v_scale is not None)
-        texts += ["_"] * (0 if given.plan is None else len(PlanArrays._fields))
+        texts += [" ".join("_" * len(x.shape)) for x in given.plan or ()]
         lse = ", _ heads" * inv.kwargs.get("return_lse", False)
         follows = {} if kv_heads == "_" else {"kv_heads": "heads"}
         return ShardingRule(f"{', '.join(texts)} -> _ heads _{lse}", split="heads", follows=follows)

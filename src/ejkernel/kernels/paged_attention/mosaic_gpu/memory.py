@@ -109,7 +109,7 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, programs: Any, program: Any) -> Work:
         """Return the work of a program."""
-        return cls(*(programs[program, column] for column in Share))
+        return cls(*(number(programs, program, column) for column in Share))
 
     def span(self, item: Item) -> tuple[Any, Any]:
         """Return the first block of this program's part of an item, and the block after its last."""
@@ -126,11 +126,19 @@ class Work(NamedTuple):
         return (item.number < self.last_item) | (self.end_block >= item.blocks)
 
 
-def item_of(plan: LaunchPlan, tiles: Any, number: Any) -> Item:
+def number(table: Any, row: Any, column: Any) -> Any:
+    """Return a number from a table in global memory.
+
+    The maximum gives it the type of values computed here, on any mesh axis that the table varies over.
+    """
+    return jnp.maximum(table[row, column], -(2**31))
+
+
+def item_of(plan: LaunchPlan, tiles: Any, index: Any) -> Item:
     """Return an item."""
-    tile = quotient(number, plan.kv_heads)
-    sequence, token, count, position, first, end = (tiles[tile, column] for column in Tile)
-    return Item(number, remainder(number, plan.kv_heads), sequence, token, count, position, first, end)
+    tile = quotient(index, plan.kv_heads)
+    sequence, token, count, position, first, end = (number(tiles, tile, column) for column in Tile)
+    return Item(index, remainder(index, plan.kv_heads), sequence, token, count, position, first, end)
 
 
 def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
