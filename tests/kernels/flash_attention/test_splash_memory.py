@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splash attention's estimate of vector memory, beside what Google's compiler took (libtpu 0.0.48.1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+from ejkernel.kernels.flash_attention.splash import SplashParams, vector_memory
+
+V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
+
+
+@pytest.mark.parametrize(
+    ("chip", "dims", "causal", "blocks", "taken"),
+    [
+        (V5E, (256, 256), False, (1024, 2048, 128), 18_354_176),
+        (V5E, (256, 256), True, (1024, 1024, 512), 14_323_712),
+        (V5E, (256, 256), False, (256, 1024, 512), 5_046_272),
+        (V5E, (128, 128), False, (1024, 4096, 256), 14_684_160),
+        (V5E, (192, 128), True, (1024, 1024, 512), 11_280_384),
+        (V5P, (256, 256), False, (1024, 1024, 256), 14_381_056),
+        (V5P, (128, 128), False, (1024, 1024, 256), 8_146_944),
+        (V5P, (128, 128), False, (1024, 4096, 256), 16_793_600),
+        (V5P, (256, 256), False, (512, 2048, 256), 12_546_048),
+        (V6E, (256, 256), False, (1024, 1024, 256), 10_940_416),
+    ],
+)
+def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, blocks, taken):
+    sizes = [(16, 4096, heads, dim) for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1]))]
+    call = AttentionCall(
+        **dict(zip(("query", "key", "value"), sizes, strict=True)),
+        platform="tpu",
+        device_fingerprint=chip,
+        dtype="bfloat16",
+        rules=Rules(scale=0.1, right=0 if causal else None),
+    )
+    params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
+    assert taken <= vector_memory(call, params) <= 1.5 * taken
