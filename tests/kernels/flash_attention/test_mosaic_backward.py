@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.attention_cases import Case
+from tests.kernels.lowered import assert_in_place_calls_are_apart
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import (
@@ -278,6 +279,14 @@ def test_configurations_are_lowered(request, mosaic, name):
     call = described(case)
     for params in space(call) if request.config.getoption("--whole-spaces") else [heuristic(call)]:
         assert "attention_backward" in lower(mosaic, case, params)
+
+
+@pytest.mark.parametrize("name", ["causal 128", "bias 32"])
+def test_a_kernel_that_adds_to_memory_is_apart_from_slices(mosaic, name):
+    case = SAMPLE[name]
+    text = lower(mosaic, case, heuristic(described(case)))
+    assert "output_operand_alias" in text
+    assert_in_place_calls_are_apart(text)
 
 
 def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of t
 SWIZZLE = 128  # bytes, the widest
 WARPGROUP = "warpgroup"  # the axis of the warpgroups of a block of threads; the last warpgroup is the producer
 PROGRAM = "program"  # the axis of the blocks of threads
+
+Tree = TypeVar("Tree")
 
 
 def launch(
@@ -67,6 +69,16 @@ def launch(
         **threads,
     )
     return run(*leaves)
+
+
+def unsliced(arrays: Tree) -> Tree:
+    """Return the same arrays, whose slices XLA leaves outside of kernels; for kernels that update references.
+
+    With JAX 0.11.2, XLA moves a slice of an operand or a result into the call of a kernel (`dynamic_slice_fusion`), and
+    forgets that the kernel updates another operand in place: under `lax.map`, sums began with arbitrary numbers.
+    """
+    whole: Tree = jax.lax.optimization_barrier(arrays)
+    return whole
 
 
 def dispatch_warpgroup(

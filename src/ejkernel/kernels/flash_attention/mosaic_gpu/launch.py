@@ -208,6 +208,7 @@ def _run_backward(
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
     from ejkernel.kernels._hopper.backend import backend_for
+    from ejkernel.kernels._hopper.launch import unsliced
 
     from .backward_consumers import KeysKernel, ProductsKernel
     from .backward_keys import GradientSums
@@ -227,7 +228,7 @@ def _run_backward(
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
     ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), mask)
-    by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
+    by_keys = unsliced(inputs._replace(ranges=jnp.asarray(ranges), mask=mask))
 
     def add_up(state: Any) -> None:
         places, gradients = state
@@ -236,7 +237,7 @@ def _run_backward(
 
     # `run_state` ends the references here: under `custom_jvp` JAX lowers no program that creates references.
     initial = (empty, [jnp.zeros(like.shape, like.dtype) for like in kernel.out_types(inputs)])
-    sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
+    sums, (dkey, dvalue) = unsliced(pl.run_state(add_up)(initial))
     dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
     if fused:
         # Scaled here, with the rounding: no block of threads knows when a sum is complete.
