@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks import report
 from ejkernel import compat
-from ejkernel.modules import PagedAttentionConfig, flash_attention, paged_attention, paged_plan
+from ejkernel.modules import PagedAttentionConfig, PagedPlan, flash_attention, paged_attention, paged_plan
 
 OURS, PLAN = "mosaic_gpu", "paged_plan"
 CUDNN, FLASH = "cudnn, contiguous", "flash_attention, contiguous"
@@ -192,17 +192,20 @@ def seen_bytes(case: Case) -> int:
     return 2 * 2 * keys * case.heads[1] * case.head_dim
 
 
+def plan_of(*args: jax.Array, window: int | None) -> PagedPlan:
+    """Return the whole schedule of a batch."""
+    q, cache, table, offsets, lengths = args
+    (pages, page_size, kv_heads), heads = cache.shape[:3], q.shape[1]
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size, "sliding_window": window}
+    return paged_plan(offsets, lengths, **sizes, tokens=len(q), pages=pages, page_table=table)
+
+
 def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the figures of each contender."""
     case = CASES[name]
     args = batch_of(case, page_size)
-    options: dict[str, Any] = {
-        "tokens": len(args[0]),
-        "heads": case.heads[0],
-        "sliding_window": dict(case.options).get("sliding_window"),
-    }
-    make_plan = jax.jit(lambda *args: paged_plan(*args, **options))
-    plan = make_plan(*args[1:])
+    make_plan = functools.partial(plan_of, window=dict(case.options).get("sliding_window"))
+    plan = jax.jit(make_plan)(*args)
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
     runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
     runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in (CUDNN, FLASH)}
@@ -215,8 +218,8 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
             row = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         yield contender, _with_rate(case, row)
-    read = jax.jit(lambda *args: read_by_ours(paged_plan(*args, **options).arrays))
-    yield PLAN, timed(lambda: read(*args[1:]))
+    read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays))
+    yield PLAN, timed(lambda: read(*args))
     for contender, made in ((CUDNN, by_cudnn), (FLASH, by_flash)):
         if contender in case.contenders:
             function, own = made(case, args)
@@ -308,8 +311,7 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
         with jax.default_matmul_precision("highest"):
             want = jax.tree.leaves(jax.jit(functools.partial(paged_attention, implementation="xla", **options))(*wide))
         if given.get("planned", True):
-            own = {"tokens": len(args[0]), "heads": heads, "sliding_window": options.get("sliding_window")}
-            options["plan"] = paged_plan(*args[1:], **own)
+            options["plan"] = plan_of(*args, window=options.get("sliding_window"))
         try:
             run = jax.jit(lambda *args, options=options: paged_attention(*args, implementation=OURS, **options))
             out, *lse = jax.tree.leaves(run(*args))

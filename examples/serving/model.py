@@ -96,7 +96,16 @@ def step(
     model: Model, weights: Any, cached: list[jax.Array], batch: Batch, attend: Attend = paged
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return each sequence's most likely next token, and the caches with the new tokens. Donate the caches."""
-    plan = paged_plan(cached[0], *batch[2:], tokens=len(batch.tokens), heads=model.heads)
+    plan = paged_plan(
+        batch.query_offsets,
+        batch.kv_lengths,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        page_size=cached[0].shape[1],
+        tokens=len(batch.tokens),
+        pages=len(cached[0]),
+        page_table=batch.page_table,
+    )
     x, written = weights["embedding"][batch.tokens], []
     for layer, cache in zip(weights["layers"], cached, strict=True):
         query, key, value = _projected(model, layer, x, batch.positions)

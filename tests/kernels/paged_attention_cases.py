@@ -56,10 +56,17 @@ def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):
         if sinks:
             given["sinks"] = jnp.linspace(-1, 1, heads)
         if planned:
-            given["plan"] = paged_plan(*args[1:], tokens=len(args[0]), heads=heads)
+            given["plan"] = plan_of(args)
         return args, given
 
     return call
+
+
+def plan_of(args, **options):
+    """Return the whole schedule of a batch."""
+    q, cache, table, offsets, lengths = args
+    sizes = {"heads": q.shape[1], "kv_heads": cache.shape[2], "page_size": cache.shape[1]}
+    return paged_plan(offsets, lengths, **sizes, tokens=len(q), pages=len(cache), page_table=table, **options)
 
 
 def in_use(sequences, tokens, pages):

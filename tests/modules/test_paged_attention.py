@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from tests.kernels.meshes import bytes_in_collectives, compiled, mesh_of
-from tests.kernels.paged_attention_cases import DECODE, MIXED, PAGE, batch_of
+from tests.kernels.paged_attention_cases import DECODE, MIXED, PAGE, batch_of, plan_of
 
 from ejkernel.kernels.paged_attention.xla import XlaParams
 from ejkernel.modules import (
@@ -91,21 +91,30 @@ def test_indices_that_lead_out_of_the_arrays_change_no_other_sequence():
 @pytest.mark.slow
 def test_a_plan_serves_every_window_but_not_a_larger_one_than_its_own():
     args = batch_of(MIXED)
-    shape = {"tokens": len(args[0]), "heads": 4}
-    plan = paged_plan(*args[1:], **shape)
+    plan = plan_of(args)
     want = paged_attention(*args, sliding_window=3)
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
-    plan = paged_plan(*args[1:], **shape, sliding_window=4)
+    plan = plan_of(args, sliding_window=4)
     np.testing.assert_array_equal(paged_attention(*args, sliding_window=3, plan=plan), want)
     with pytest.raises(ArgumentError, match=r"plan must not leave out pages that sliding_window=None sees; got .* 4"):
         paged_attention(*args, plan=plan)
     with pytest.raises(ArgumentError, match="plan must be of this batch, but its heads / kv_heads is 4, not 2"):
-        paged_attention(*args, plan=paged_plan(*args[1:], tokens=len(args[0]), heads=8))
+        paged_attention(*args, plan=paged_plan(*args[3:], heads=8, kv_heads=2, page_size=4))
+
+
+def test_a_plan_without_the_table_leaves_the_schedule_to_the_layers():
+    args = batch_of(MIXED)
+    plan = paged_plan(*args[3:], heads=4, kv_heads=2, page_size=4, sliding_window=4)
+    assert plan.arrays is None
+    run = jax.jit(lambda args, plan: paged_attention(*args, sliding_window=3, plan=plan))
+    np.testing.assert_array_equal(run(args, plan), paged_attention(*args, sliding_window=3))
+    with pytest.raises(ArgumentError, match=r"tokens, pages and page_table belong together; pages and page_table"):
+        paged_plan(*args[3:], heads=4, kv_heads=2, page_size=4, tokens=8)
 
 
 def test_a_plan_orders_decodes_before_prefills_and_long_sequences_first():
-    batch = jnp.zeros((5, 250), int), jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000])
-    plan = paged_plan(jnp.zeros((1, 4, 4, 2, 8)), *batch, tokens=304, heads=8)
+    table, *batch = jnp.zeros((5, 250), int), jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000])
+    plan = paged_plan(*batch, heads=8, kv_heads=4, page_size=4, tokens=304, pages=1, page_table=table)
     assert plan.arrays.order.tolist() == [2, 0, 4, 3, 1]
     assert plan.arrays.decodes.tolist() == [2]
     assert plan.shape.tile_queries == 64
@@ -134,7 +143,7 @@ def test_heads_over_a_mesh_axis_need_no_communication(mode):
     specs = [P(None, "model"), P(None, None, "model"), P(), P(), P()]
 
     def planned(*args):
-        return paged_attention(*args, plan=paged_plan(*args[1:], tokens=len(args[0]), heads=8))
+        return paged_attention(*args, plan=plan_of(args))
 
     for run in (paged_attention, planned):
         program, out = compiled(run, args, specs, mesh_of(mode))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -190,55 +191,65 @@ def paged_attention(
 
 
 def paged_plan(
-    kv_pages: Pages,
-    page_table: Int[Array, "sequences pages_per_sequence"],
     query_offsets: Int[Array, " sequences_and_one"],
     kv_lengths: Int[Array, " sequences"],
     *,
-    tokens: int,
     heads: int,
+    kv_heads: int,
+    page_size: int,
     sliding_window: int | None = None,
+    tokens: int | None = None,
+    pages: int | None = None,
+    page_table: Int[Array, "sequences pages_per_sequence"] | None = None,
 ) -> PagedPlan:
     """Return the schedule of a batch for `paged_attention`: compute it once for each step, and pass it to all layers.
 
-    It also checks which sequences need a page outside of the cache. A layer with a plan uses the plan's offsets and
-    lengths instead of its own arguments, and page tables that differ from the plan's are not checked again, only kept
-    within the cache.
+    With `tokens`, `pages` and `page_table` the plan has the whole schedule, and which sequences need a page outside of
+    the cache. A layer then uses the plan's offsets and lengths instead of its own arguments; page tables that differ
+    from the plan's are not checked again, only kept within the cache. Without these three, each layer computes the
+    schedule again.
 
     Args:
-        kv_pages: The cache of one layer, or its shape and dtype.
-        page_table: The pages of each sequence, in order.
         query_offsets: The cumulative numbers of new tokens, with a leading 0.
         kv_lengths: The number of each sequence's keys, including its new tokens.
-        tokens: The length of q, with padding.
-        heads: Query heads of the layers, on all devices or on one, like those of `kv_pages`. With those of one device,
-            shards of heads need not compute schedules of their own.
+        heads: Query heads of the layers, on all devices or on one, like `kv_heads`. With those of one device, shards of
+            heads need not compute schedules of their own.
+        kv_heads: KV heads of the layers.
+        page_size: Tokens of a page.
         sliding_window: The window of the layers. A plan without a window is valid for every window, and one with a
             window for smaller ones.
+        tokens: The length of q, with padding.
+        pages: The number of pages of a layer's cache.
+        page_table: The pages of each sequence, in order.
 
     Returns:
         A pytree of arrays on the device.
 
     Raises:
-        ArgumentError: An argument has the wrong shape, dtype or value.
+        ArgumentError: An argument has the wrong shape, dtype or value, or some of `tokens`, `pages` and `page_table`
+            are missing.
     """
-    tokens, heads = python_numbers((tokens, heads), Takes.NUMBERS)
-    arguments.check_pages(kv_pages)
-    arguments.check_batch(page_table, query_offsets, kv_lengths)
-    arguments.check_count("heads", heads)
-    if not is_integer(tokens) or tokens < 0:
-        raise ArgumentError(f"tokens must be an integer, the length of q, got {given_text(tokens)}.")
-    pages, page_size, kv_heads = kv_pages.shape[:3]
-    if not kv_heads or heads % kv_heads:
-        raise ArgumentError(f"heads must be a multiple of the cache's heads, got {heads} and {kv_heads}.")
+    heads, kv_heads, page_size, tokens, pages = python_numbers(
+        (heads, kv_heads, page_size, tokens, pages), Takes.NUMBERS
+    )
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("page_size", page_size)):
+        arguments.check_count(name, value)
+    if heads % kv_heads:
+        raise ArgumentError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}.")
     window = arguments.canonical_window(python_numbers(sliding_window, Takes.NUMBERS))
     shape = BatchShape(
-        tokens=tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        pages=pages,
-        page_size=page_size,
-        table=tuple(page_table.shape),
-        window=window,
+        tokens=-1, heads=heads, kv_heads=kv_heads, pages=-1, page_size=page_size, table=(-1, -1), window=window
     )
+    given = {"tokens": tokens, "pages": pages, "page_table": page_table}
+    missing = [name for name, value in given.items() if value is None]
+    if page_table is None and len(missing) == len(given):
+        arguments.check_lengths(query_offsets, kv_lengths)
+        return PagedPlan(None, shape)
+    if page_table is None or missing:
+        raise ArgumentError(f"tokens, pages and page_table belong together; {' and '.join(missing)} is missing.")
+    for name, value in (("tokens", tokens), ("pages", pages)):
+        if not is_integer(value) or value < 0:
+            raise ArgumentError(f"{name} must be an integer of at least 0, got {given_text(value)}.")
+    arguments.check_batch(page_table, query_offsets, kv_lengths)
+    shape = dataclasses.replace(shape, tokens=tokens, pages=pages, table=tuple(page_table.shape))
     return PagedPlan(plan_arrays(shape, *map(int32, (page_table, query_offsets, kv_lengths))), shape)

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tests.kernels.paged_attention_cases import simulate_hopper
+from tests.kernels.lowered import assert_in_place_calls_are_apart
+from tests.kernels.paged_attention_cases import plan_of, simulate_hopper
 
+from ejkernel import compat
 from ejkernel.kernels.paged_attention import reference, schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
-from ejkernel.modules import PagedAttention, paged_plan
+from ejkernel.modules import PagedAttention
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
 SMALL = MosaicGpuParams(stages=2, query_buffers=1)
@@ -98,7 +100,7 @@ def test_decode_and_prefill_share_a_batch(queries, window):
     args = poisoned([1, 30, 90, 129, 15, 64], queries, window=window)
     found, wanted = results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4))
     assert_near(found, wanted)
-    plan = paged_plan(*args[1:], tokens=len(args[0]), heads=4, sliding_window=window)
+    plan = plan_of(args, sliding_window=window)
     planned, _ = results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), plan=plan)
     jax.tree.map(np.testing.assert_array_equal, planned, found)
 
@@ -131,6 +133,19 @@ def test_heads_of_one_device_under_shard_map():
 
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
     np.testing.assert_array_equal(sharded(*args), results(args)[0][0])
+
+
+@pytest.mark.slow
+def test_kernels_that_write_to_one_output_are_apart_from_slices():
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    args = poisoned([1, 30, 70], [1, 3, 1])
+    call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
+
+    def run(*args):
+        return MosaicGpu().forward(call, *args, None, None, None, None, params=SMALL)[0]
+
+    assert_in_place_calls_are_apart(jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text())
 
 
 @pytest.mark.parametrize("programs", [1, 4, 264])

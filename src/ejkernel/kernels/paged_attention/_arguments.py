@@ -195,4 +195,4 @@ def canonical_plan(plan: Any, q: Any, kv_pages: Any, page_table: Any, window: in
             f"plan must not leave out pages that sliding_window={window!r} sees; got one for {limit}. Layers with "
             "different windows need a plan each, or one without a window for all."
         )
-    return tuple(plan.arrays)
+    return None if plan.arrays is None else tuple(plan.arrays)

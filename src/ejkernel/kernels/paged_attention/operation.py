@@ -80,7 +80,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
             "sliding_window": window,
             "value_dim": arguments.canonical_value_dim(value_dim, v_scale, kv_pages),
             "return_lse": canonical_flag("return_lse", return_lse) or None,
-            "planned_for": (plan.shape.kv_heads, plan.shape.window) if isinstance(plan, PagedPlan) else planned_for,
+            "planned_for": plan.made_for if isinstance(plan, PagedPlan) else planned_for,
         }
         args = (
             q,

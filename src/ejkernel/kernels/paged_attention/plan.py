@@ -46,7 +46,7 @@ class BatchShape:
     """The sizes that a plan depends on.
 
     Attributes:
-        tokens: New tokens of all sequences, with padding.
+        tokens: New tokens of all sequences, with padding; like `pages` and `table`, -1 in a plan without arrays.
         heads, kv_heads: Heads of the layers.
         pages: Pages of the cache.
         page_size: Tokens of a page.
@@ -74,7 +74,8 @@ class BatchShape:
         own, others = (
             found | {"heads / kv_heads": x.heads // x.kv_heads} for found, x in ((own, self), (others, other))
         )
-        return {name: (own[name], others[name]) for name in own if own[name] != others[name]}
+        unknown = (-1, (-1, -1))
+        return {name: (own[name], others[name]) for name in own if own[name] != others[name] not in unknown}
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +84,17 @@ class PagedPlan:
     """The schedule of one batch, which all layers of a model share; see `ejkernel.modules.paged_plan`.
 
     Attributes:
-        arrays: The schedule, on the device.
+        arrays: The schedule, on the device; `None` if each layer computes its own.
         shape: The sizes of the batch.
     """
 
-    arrays: PlanArrays
+    arrays: PlanArrays | None
     shape: BatchShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def made_for(self) -> tuple[int, int | None] | None:
+        """The KV heads and the window of the schedule; `None` without one."""
+        return None if self.arrays is None else (self.shape.kv_heads, self.shape.window)
 
 
 def valid_batch(

@@ -27,10 +27,6 @@ class MosaicGpu(Implementation[PagedCall]):
         """Return why the kernel does not run the call; `None` if it does."""
         return support.unsupported_reason(call)
 
-    def preference(self, call: PagedCall) -> int:
-        """Rank behind `xla`: inside a loop, e.g. under `vmap`, a mixed batch was wrong on an H200."""
-        return -1
-
     def params_fault(self, call: PagedCall, params: MosaicGpuParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
         return support.params_fault(call, params)

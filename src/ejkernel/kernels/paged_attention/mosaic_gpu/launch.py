@@ -20,7 +20,9 @@ def attention(
     call: PagedCall, operands: Operands, params: MosaicGpuParams, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the output and the log-sum-exp."""
-    made = _schedules(call, operands)
+    from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
+
+    operands, made = unsliced((operands, _schedules(call, operands)))
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
     out: Any = None
     lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32) if call.return_lse else None
@@ -32,7 +34,7 @@ def attention(
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
         lse = jnp.where(padding, -jnp.inf, lse)
-    return jax.freeze(out), lse
+    return unsliced(jax.freeze(out)), lse
 
 
 def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Schedule]:
@@ -46,7 +48,9 @@ def _launched(
     plan: LaunchPlan, operands: Operands, made: Schedule, out: Any, interpret: Any
 ) -> tuple[Any, jax.Array | None]:
     """Return a reference to the output with the rows of these tiles, and the log-sum-exp of each item's rows."""
-    from . import kernel, sums  # Mosaic GPU is not available in every environment
+    from ejkernel.kernels._hopper.launch import unsliced
+
+    from . import kernel, sums
     from .memory import Inputs, Sums
 
     sinks, cache = operands.sinks, operands.kv_pages
@@ -69,7 +73,7 @@ def _launched(
     lse = None if found.lse is None else jax.new_ref(found.lse)
     given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
-    return out, None if lse is None else jax.freeze(lse)
+    return out, None if lse is None else unsliced(jax.freeze(lse))
 
 
 def _by_token(plan: LaunchPlan, made: Schedule, lse: jax.Array, rows: Any) -> jax.Array:
