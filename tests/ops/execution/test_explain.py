@@ -111,7 +111,15 @@ def test_only_functions_can_be_explained():
 
 
 @pytest.mark.parametrize(
-    ("measured", "says"), [({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"), (None, "saved 20")]
+    ("measured", "says"),
+    [
+        ({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"),
+        (
+            {"speedup": 1.08, "standing": {"speedup": 1.13}},
+            r"1\.08x .*'s \(1\.13x in the median round, which decided\),",
+        ),
+        (None, "saved 20"),
+    ],
 )
 @pytest.mark.parametrize("place", ["own", "other", "bucket", "memory"])
 def test_an_explanation_shows_the_file_and_the_measurements_of_an_answer(tmp_path, measured, says, place):

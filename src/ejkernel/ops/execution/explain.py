@@ -21,7 +21,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases
+from ejkernel.ops.utils.formatting import cases, ratio
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -182,8 +182,15 @@ def _measured(entry: StoredEntry) -> str:
 
     found = stored_in_brief(entry.measured, entry.speedup)
     words = {"-": "", "kept": "heuristic kept, ", "undecided": "undecided, the heuristic is kept, "}
-    faster = words.get(found, f"{found} as fast as the heuristic's, ")
+    faster = words.get(found, f"{found} as fast as the heuristic's{_in_rounds(entry)}, ")
     return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}"
+
+
+def _in_rounds(entry: StoredEntry) -> str:
+    """Return the speed-up in the median round of the confirmation run, which decided; empty if it is unknown."""
+    standing = (entry.measured or {}).get("standing")
+    found = standing.get("speedup") if isinstance(standing, dict) else None
+    return f" ({ratio(found)} in the median round, which decided)" if isinstance(found, float) else ""
 
 
 def _place_of(entry: StoredEntry, store: PersistentCache) -> str:

@@ -159,7 +159,8 @@ def _standing(search: Findings) -> dict[str, Any] | None:
     found = search.challenge
     if found is None:
         return None
-    return found.data() | {"rival": compact(found.challenger), "in_words": found.came_out.in_words}
+    words = {"in_rounds": found.in_rounds, "in_words": found.came_out.in_words}
+    return found.data() | {"rival": compact(found.challenger), **words}
 
 
 def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[Any, Failures]) -> Row:
