@@ -85,13 +85,17 @@ def is_measured(why: Explanation) -> bool:
 
 def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
-    rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
-    answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
-    title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
-    refusals = [report.wrapped(printable(_refusal(name, reason))) for name, reason in why.refusals.items()]
-    table = report.table(("tier", "answer"), rows)
-    search = [] if why.search is None else [f"search: {why.search.in_words}"]
-    return "\n".join([title, report.wrapped(printable(key)), table, *search, *refusals, f"=> {answer}"])
+    tiers = [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers]
+    refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
+    lines = [f"{why.op_id_v}  {arguments(inv.description)}", key, *tiers, *_search(why), *refusals, why.elsewhere]
+    found = [report.wrapped(printable(line), indent=12) for line in (*lines, f"=> {why.answer}") if line]
+    return "\n".join(found)
+
+
+def _search(why: Explanation) -> list[str]:
+    if why.search is None or why.key is None:
+        return []
+    return [f"search: {why.search.in_words}; candidates: ejkernel show --log {why.key.call}"]
 
 
 def _refusal(name: str, reason: str) -> str:

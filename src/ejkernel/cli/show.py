@@ -19,7 +19,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, cases, compact
+from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time
 
 
 def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
@@ -119,7 +119,7 @@ def _in_full(entry: StoredEntry) -> str:
 
 
 def _median(times: Any) -> str:
-    return f"{times['median_us']} us" if isinstance(times, dict) and "median_us" in times else "-"
+    return stored_time(times.get("median_us")) if isinstance(times, dict) else "-"
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:

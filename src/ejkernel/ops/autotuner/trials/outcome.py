@@ -352,7 +352,7 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the time of each case of each outcome, all in one unit; `-` without cases."""
+    """Return the time of each case of each outcome, `-` without cases."""
     times = iter(durations(case.median for outcome in outcomes for case in outcome.cases))
     return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
 

@@ -18,7 +18,7 @@ from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
@@ -91,7 +91,13 @@ class AutotuningResult(Shown):
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
         header = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
-        return "\n".join([title, *([text_table(header, rows)] if rows else []), *self.remarks()])
+        return "\n".join(
+            [
+                title,
+                *([text_table(header, rows, width=terminal_width(), optional=("call", "arguments"))] if rows else []),
+                *self.remarks(),
+            ]
+        )
 
     def remarks(self) -> list[str]:
         """Return a line for each search whose result did not replace the saved configuration."""

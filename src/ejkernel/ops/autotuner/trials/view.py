@@ -131,7 +131,7 @@ class SearchView:
         return path + "H600"
 
     def rows_and_times(self) -> Iterator[tuple[Row, str]]:
-        """Return the rows, each with its time; all times are in one unit."""
+        """Return the rows, each with its time."""
         times = durations(None if row.time_us is None else row.time_us / 1e6 for row in self.rows)
         return zip(self.rows, times, strict=True)
 
