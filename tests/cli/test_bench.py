@@ -218,7 +218,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
             1,
             "--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got '4x8'.",
         ),
-        (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
+        (
+            ["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"],
+            1,
+            "--kwargs must be JSON such as '{\"causal\": true}', got 'eps=1'.",
+        ),
     ],
 )
 def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):

@@ -171,6 +171,7 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
     [
         (("push",), "set EJKERNEL_CACHE_LAYERS"),
         (("push", "no url"), "'no url' is not a URL"),
+        (("push", "/tmp/team"), "pass a URL such as file:///tmp/team."),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
         (("prune", "no url"), "'no url' is not a URL"),
         (("diff", "/nowhere/at/all"), "the folder /nowhere/at/all does not exist"),

@@ -315,14 +315,20 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
 
 
 @click.command()
+@click.argument("prefix", required=False, default="")
 @read_cache
 @as_json
 @click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")
-def show(cache: Path | None, as_json: bool, log: str | None) -> int:
-    """List the saved configurations with their measurements."""
+def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int:
+    """List the saved configurations with their measurements.
+
+    PREFIX is the start of the key or of the name of the operation; without it, all are listed.
+    """
+    if prefix and log is not None:
+        raise click.UsageError("pass PREFIX or --log.")
     from ejkernel.cli.show import run_show
 
-    return run_show(cache, as_json, log)
+    return run_show(cache, as_json, log, prefix)
 
 
 @click.command("report")

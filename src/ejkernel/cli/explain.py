@@ -32,6 +32,10 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
+_NAMES = (
+    "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
+    "gradients, under jax.grad."
+)
 
 
 def run_explain(
@@ -157,6 +161,7 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
     cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
     runs = "runs here" if device == "here" else "runs there"
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
+    click.echo(report.wrapped(_NAMES), err=True)
 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:

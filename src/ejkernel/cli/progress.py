@@ -70,15 +70,17 @@ class SearchBar:
         if is_new and not self._console.is_terminal:
             where = f"({self._number(inv)} of {self._count})"
             text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._left()}"
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
         number, left = self._number(inv), self._left()
         if done >= total:  # the confirmation run; its length is not known
             long, short, left = f"confirming the best of {total}", "confirming", ""
-        else:
+        elif best:
             long, short = f"candidate {done} of {total}", f"{done}/{total}"
+        else:
+            long, short = f"compiling, {done} of {total} done", f"compiling, {done}/{total}"
         notes = (
             f"call {number} of {self._count}, {inv.op_id}: {long}{best}{left}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}{left}",

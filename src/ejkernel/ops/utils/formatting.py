@@ -18,6 +18,7 @@ from ejkernel.ops.utils.storage.serialize import to_data
 _LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
+_QUIET = ("vocab_shares",)  # options that only operations set for each other; shown unless False
 
 
 def text_table(
@@ -183,11 +184,15 @@ def arguments(call: object) -> str:
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
-    parts += [f"{name}={value}" for name, value in statics if isinstance(value, bool | int | str)]
+    parts += [f"{name}={value}" for name, value in statics if _is_shown(name, value)]
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
     return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
+
+
+def _is_shown(name: object, value: object) -> bool:
+    return isinstance(value, bool | int | str) and value != "" and not (name in _QUIET and value is False)
 
 
 def _arrays(described: object) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table, wrapped
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
@@ -348,7 +348,9 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     }
     optional = ("compiled in", "of heuristic", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
-    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, _LEGEND))
+    return "\n".join(
+        (*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, wrapped(_LEGEND, width))
+    )
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:

@@ -89,8 +89,10 @@ class AutotuningResult(Shown):
         searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
         times = before_and_after(searches)
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
+        header: tuple[str, ...] = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
+        if not self.searches:  # from `loads`
+            header, rows = header[:3], [row[:3] for row in rows]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
-        header = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
         return "\n".join(
             [
                 title,
@@ -143,7 +145,7 @@ class AutotuningResult(Shown):
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the result as JSON with its digest at the end."""
+        """Return the configurations as JSON with its digest at the end, without the searches and their times."""
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries
