@@ -130,4 +130,4 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     # Calls differ in size, so the first ones say little about the others.
     if budget is None or (estimate <= most and finished >= count / 2):
         return f", about {estimate:.0f} s left"
-    return f", about {most:.0f} s left and the time to start and compile ({budget:g} s per call)"
+    return f", about {most:.0f} s left, plus compiling ({budget:g} s per call)"

@@ -208,7 +208,7 @@ def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url
     mine.put([entry(1, 1)])
     (name,) = mine.store.sizes()
     mine.store.write(name, b"")
-    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used"):
         SharedPlace(url, tmp_path / "theirs")
     assert upkeep.mend(mine) == 1
     assert rows(SharedPlace(url, tmp_path / "theirs")) == [1]
@@ -234,7 +234,7 @@ def test_partly_written_files_are_skipped(tmp_path, url):
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))
     os.symlink("/dev/zero", tmp_path / "team" / ("e" * 32 + ".pack"))
-    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, e.g. .*digest does not match"):
+    with pytest.warns(CacheWarning, match=r"1 pack of entries cannot be used, e.g. .*digest does not match"):
         found = SharedPlace(url, tmp_path / "mine")
     assert rows(found) == [1]
 

@@ -139,7 +139,7 @@ def test_a_too_large_pack_does_not_block_others(layer, store, monkeypatch):
     store.objects |= {"a" * 32 + ".pack": raw * 10}
     monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
     monkeypatch.setattr(layers, "_MOST", 5 * len(raw))
-    with pytest.warns(CacheWarning, match="1 pack cannot be used, e.g. aaa"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used, e.g. aaa"):
         layer.refresh_if_due()
     assert layer.find(entry(1).key) == [entry(1)]
 

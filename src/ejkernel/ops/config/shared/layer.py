@@ -157,7 +157,9 @@ class SharedLayer:
 
         found = in_parallel(fetch, new)
         problems = sorted(filter(None, found))
-        self.problem = f"{counted(len(problems), 'pack')} cannot be used, e.g. {problems[0]}" if problems else ""
+        self.problem = (
+            f"{counted(len(problems), 'pack')} of entries cannot be used, e.g. {problems[0]}" if problems else ""
+        )
         return found.count("")
 
     def _tidy(self) -> None:
