@@ -129,7 +129,8 @@ def main() -> int:
     started = time.monotonic()
     shutil.rmtree(CACHE, ignore_errors=True)
     print(
-        f"The demo takes about {LIMIT / 60:.0f} minutes, longer on a busy machine.\n== 1. ejkernel tune {TARGET} --budget {BUDGET}",
+        f"The demo takes about {LIMIT / 60:.0f} minutes, or more on a busy machine.\n"
+        f"== 1. ejkernel tune {TARGET} --budget {BUDGET}",
         flush=True,
     )
     tuning = LIMIT - COMPARING - END

@@ -140,8 +140,9 @@ def durations(times: Iterable[float | None]) -> list[str]:
 
 def stored_time(microseconds: object) -> str:
     """Return a time from a file as text; `-` if it is no number."""
-    is_number = isinstance(microseconds, int | float) and not isinstance(microseconds, bool)
-    return duration(float(microseconds) / 1e6) if is_number else "-"
+    if isinstance(microseconds, bool) or not isinstance(microseconds, int | float):
+        return "-"
+    return duration(microseconds / 1e6)
 
 
 def terminal_width() -> int | None:

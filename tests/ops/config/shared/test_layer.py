@@ -122,7 +122,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
 def test_a_wrong_pack_is_left_out_with_a_warning(layer, store):
     name, raw = pack(entry(3))
     store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
-    with pytest.warns(CacheWarning, match="3 packs cannot be used, e.g."):
+    with pytest.warns(CacheWarning, match="3 packs of entries cannot be used, e.g."):
         layer.refresh_if_due()
     assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
 
