@@ -50,7 +50,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     entries = [entry for entry in every if not prefix or _begins(entry.key, prefix)]
     open_searches = [search for search in unsaved if _begins(search.key, prefix)]
     if prefix and not entries and not open_searches:
-        raise _none(store, "entry", prefix, [each.key for each in (*every, *unsaved)])
+        raise _none(store, "entry", prefix, [*(each.key for each in every), *(each.key for each in unsaved)])
     if as_json:
         report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:

@@ -142,7 +142,7 @@ def stored_time(microseconds: object) -> str:
     """Return a time from a file as text; `-` if it is no number."""
     if isinstance(microseconds, bool) or not isinstance(microseconds, int | float):
         return "-"
-    return duration(microseconds / 1e6)
+    return duration(microseconds / 1e6) if abs(microseconds) < sys.float_info.max else "-"
 
 
 def terminal_width() -> int | None:
