@@ -92,7 +92,9 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option("--missed", is_flag=True, help="Tune the calls noted with EJKERNEL_NOTE_MISSES=1.")
 @click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration per kernel for all calls of a file.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
-@click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for the search of each call.")
+@click.option(
+    "--budget", type=_Seconds(min=0, min_open=True), help="About so many seconds for each call, plus compiling."
+)
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."

@@ -76,7 +76,8 @@ class SearchBar:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
         number, left = self._number(inv), self._left()
         if done >= total:  # the confirmation run; its length is not known
-            long, short, left = f"confirming the best of {total}", "confirming", ""
+            long, short = f"confirming the best of {total}", "confirming"
+            left = left if sum(self._shares.values()) < self._count else ""
         elif best:
             long, short = f"candidate {done} of {total}", f"{done}/{total}"
         else:
@@ -130,4 +131,4 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     # Calls differ in size, so the first ones say little about the others.
     if budget is None or (estimate <= most and finished >= count / 2):
         return f", about {estimate:.0f} s left"
-    return f", about {most:.0f} s left, plus compiling ({budget:g} s per call)"
+    return f", about {most:.0f} s left ({budget:g} s per call, plus compiling and warming up)"

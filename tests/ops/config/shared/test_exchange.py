@@ -249,5 +249,6 @@ def test_a_store_that_cannot_be_reached_is_one_kind_of_error(tmp_path, url, monk
     monkeypatch.setattr(memory.MemoryFileSystem, "ls", fails)
     with pytest.raises(OSError, match="cannot be listed: TimeoutError: no network"):
         SharedPlace(url, tmp_path)
-    with pytest.raises(OSError, match="cannot be listed"):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match="s3a://bucket needs s3fs: pip install s3fs"):
         SharedPlace("s3a://bucket", tmp_path)

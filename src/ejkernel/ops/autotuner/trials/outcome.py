@@ -114,7 +114,8 @@ class Challenge:
     @property
     def in_rounds(self) -> str:
         """The speed-up that decides, and the least one that wins."""
-        return f"{ratio(self.comparison.speedup)} in the median round, which decides (at least {self.comparison.least:.2f}x wins)"
+        figures = self.comparison
+        return f"{ratio(figures.speedup)} in the median round, which decides (at least {figures.least:.2f}x wins)"
 
     def line(self) -> str:
         """Return it as one line of text."""
