@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from tests.ops.config.shared.stores import entry, folder, pack, rows
