@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def test_a_baseline_that_does_not_run_here_is_a_row_with_the_reason(demo, result
     said = capsys.readouterr().out
     assert "  plain JAX       does not fit\n" in said
     assert "Tuning found no faster configuration, so untuned and tuned are the same program." in said
-    assert "1 of 1 searches did not finish" in said
+    assert re.search(r"1 of 1 searches did not finish.*EJKERNEL_CACHE_DIR=\S+ ejkernel tune train:training_step", said)
     assert "Tuning saved a configuration for 0 of 1 calls" in demo("demo").sentences(result)[1]
     assert demo("demo").losses_agree(result["losses"])
 

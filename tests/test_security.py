@@ -510,7 +510,7 @@ def test_downloads_from_a_shared_place_are_bounded_and_must_match_their_digest(t
     layer = layer_over(tmp_path, bucket)
     assert layer.refresh() == 0
     assert (bucket.read, list(tmp_path.rglob("*.pack"))) == ([f"root/{small}"], [])
-    assert "2 packs cannot be used" in layer.problem
+    assert "2 packs of entries cannot be used" in layer.problem
     many = Bucket(**{f"{number:032x}.pack": 1 for number in range(stores.MOST + 1)})
     with pytest.raises(stores.UnreachableError, match="more than 10000 packs"):
         layer_over(tmp_path, many).refresh()

@@ -170,14 +170,14 @@ def _warn_of(unknown: list[str]) -> None:
     _reported.update(unknown)
     from ejkernel.ops.errors import SettingsWarning  # imports JAX, so only if needed
     from ejkernel.ops.utils.messages.names import nearest
-    from ejkernel.ops.utils.messages.warn import warn
+    from ejkernel.ops.utils.messages.warn import warn_of_environment
 
     endings = {name.removeprefix(_PREFIX): name for name in _OURS}  # the common prefix would make all names similar
     for name in unknown:
         close = nearest(name[len(_PREFIX) :], endings)
         advice = f"did you mean {endings[close]}?" if close else f"the variables are {', '.join(_OURS)}."
         text = f"the environment variable {name} has no effect, because ejkernel does not know it; {advice}"
-        warn(text, SettingsWarning)
+        warn_of_environment(text, SettingsWarning)
 
 
 def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:

@@ -218,7 +218,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
             1,
             "--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got '4x8'.",
         ),
-        (["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"], 1, "rms_norm(f32[8,16]) with eps=1: "),
+        (
+            ["rms_norm", "--shape", "f32[8,16]", "--kwargs", "eps=1"],
+            1,
+            "--kwargs must be JSON such as '{\"causal\": true}', got 'eps=1'.",
+        ),
     ],
 )
 def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, message):
@@ -226,9 +230,9 @@ def test_errors_of_an_operation_name_the_mistake(capsys, arguments, status, mess
     assert message in capsys.readouterr().err
 
 
-def test_the_times_of_a_row_have_one_unit(monkeypatch):
+def test_each_time_of_a_row_has_its_own_unit(monkeypatch):
     monkeypatch.setattr(cli_bench, "peak_bytes", lambda compiled: None)
     samples = [0.0009, 0.0009, 0.002, 0.002, 0.0009, 0.002, 0.0009, 0.002]
     build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
     cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
-    assert re.findall(r"[mu]s\b", " ".join(cells)) == ["us"] * 3
+    assert re.findall(r"[mu]s\b", " ".join(cells)) == ["ms", "us", "ms"]

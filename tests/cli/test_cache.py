@@ -103,6 +103,17 @@ def test_show_of_a_missing_entry_is_an_error(clean, capsys):
     assert "starts with 'nothing'" in err
 
 
+def test_the_table_takes_a_prefix_too_and_a_misspelt_one_has_a_suggestion(clean, capsys):
+    assert main(["show", "older", "--cache", str(clean)]) == 0
+    table = capsys.readouterr().out
+    assert "older@v0" in table
+    assert "doubled" not in table
+    for arguments in (["doubeld"], ["--log", "doubeld"]):
+        assert main(["show", *arguments, "--cache", str(clean)]) == 1
+        assert "starts with 'doubeld'; did you mean 'doubled'?" in capsys.readouterr().err
+    assert main(["show", "older", "--log", "older", "--cache", str(clean)]) == 2
+
+
 def test_verify_reads_every_file(clean, capsys):
     status, out, _ = run(capsys, "verify", cache=clean)
     assert status == 0

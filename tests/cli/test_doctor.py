@@ -75,3 +75,4 @@ def test_it_prints_tables(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("0 problems\n\nversions")
+    assert " no\n" not in printed

@@ -65,6 +65,13 @@ def test_the_line_fits_and_names_the_confirmation_run(columns, words):
     assert "left" not in text.getvalue()
 
 
+def test_candidates_count_as_compiling_until_one_has_a_time(screen):
+    console, text = screen
+    with bars(console, 1, "tuning") as shown:
+        shown.step(CALLS[0], 3, 12)
+    assert "call 1 of 1, rms_norm: compiling, 3 of 12 done" in text.getvalue()
+
+
 def test_a_narrow_terminal_has_no_bar(screen):
     console, text = screen
     with bars(console, 1, "tuning") as shown:
@@ -74,7 +81,7 @@ def test_a_narrow_terminal_has_no_bar(screen):
 
 def test_a_pipe_gets_one_line_for_each_call():
     text = io.StringIO()
-    with bars(Console(file=text, width=80), 2, "tuning") as shown:
+    with bars(Console(file=text, width=20), 2, "tuning") as shown:
         for done in range(3):
             shown.step(CALLS[0], done, 2)
         shown.hear(measured(CALLS[0], 1e-5))

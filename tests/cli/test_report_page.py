@@ -41,6 +41,14 @@ def test_it_shows_both_times_of_a_call_and_its_source(page, tmp_path):
     assert f"jax {jax.__version__}" in page.text
 
 
+def test_a_kept_call_has_no_tuned_time_and_names_break_before_their_version(tmp_path):
+    data = found()
+    html = reported(save(tmp_path / "configs", dataclasses.replace(data, config=data.heuristic.config)), tmp_path)
+    assert re.search(r'data-l="Tuned"[^>]*>-</td>', html)
+    assert "4.0 us with the heuristic, which is kept" in html
+    assert "reported<wbr>@v0</a>" in html
+
+
 def test_it_shows_every_program_with_its_spread_on_one_axis(page):
     dots = [float(attrs["cx"].rstrip("%")) for attrs in page.all("circle") if "%" in attrs["cx"]]
     assert dots == sorted(dots)
@@ -50,7 +58,10 @@ def test_it_shows_every_program_with_its_spread_on_one_axis(page):
 
 
 def test_it_shows_the_confirmation_run_and_the_best_so_far(page):
-    assert "Faster in 10 of 10 rounds, slower in 0" in page.text
+    assert (
+        "2.00x in the median round, which decides (at least 1.02x wins). Faster in 10 of 10 rounds, slower in 0"
+        in page.text
+    )
     label = "Best time by number of measurements: 4.0 us after 1, 3.0 us after 2, 2.0 us after 3, of 3"
     assert label in [attrs.get("aria-label") for attrs in page.all("div")]
     assert {"d": "M0 4H300V42H600V96H600"} in page.all("path")

@@ -162,7 +162,7 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
     (tmp_path / "third").mkdir()
     status, out, err = run(capsys, "prune", url, "--unreadable", "--older-than", "30d", cache=tmp_path / "third")
     assert (status, out) == (0, f"{url}: 1 entry removed, 1 pack damaged; 0 packs fewer\n")
-    assert "1 pack cannot be used" in err
+    assert "1 pack of entries cannot be used" in err
     assert "3 entries added" in run(capsys, "pull", url, cache=tmp_path / "third")[1]
 
 
@@ -171,6 +171,7 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
     [
         (("push",), "set EJKERNEL_CACHE_LAYERS"),
         (("push", "no url"), "'no url' is not a URL"),
+        (("push", "/tmp/team"), "pass a URL such as file:///tmp/team."),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
         (("prune", "no url"), "'no url' is not a URL"),
         (("diff", "/nowhere/at/all"), "the folder /nowhere/at/all does not exist"),

@@ -273,13 +273,13 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     ("elapsed", "finished", "budget", "words"),
     [
         (0.0, 0.0, None, ""),
-        (0.0, 0.0, 25.0, ", at most 100 s left (25 s per call)"),
+        (0.0, 0.0, 25.0, ", about 100 s left (25 s per call, plus compiling and warming up)"),
         (9.0, 0.1, None, ""),
         (9.0, 0.5, None, ", about 63 s left"),
         (30.0, 1.0, None, ", about 90 s left"),
-        (30.0, 1.5, 25.0, ", at most 62 s left (25 s per call)"),
+        (30.0, 1.5, 25.0, ", about 62 s left (25 s per call, plus compiling and warming up)"),
         (30.0, 2.0, 25.0, ", about 30 s left"),
-        (60.0, 1.0, 25.0, ", at most 75 s left (25 s per call)"),
+        (60.0, 1.0, 25.0, ", about 75 s left (25 s per call, plus compiling and warming up)"),
         (80.0, 4.0, 25.0, ", about 0 s left"),
     ],
 )

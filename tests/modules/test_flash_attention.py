@@ -197,7 +197,7 @@ QUERY, KEY, VALUE = make_qkv()
         ({"query": QUERY.astype(int)}, "query must be bfloat16, float16, float32, float64; got int"),
         ({"key": KEY[:1]}, "key must have query's batch and head_dim, 2 and 8"),
         ({"value": VALUE[:, :3]}, "value must have key's batch, length and heads"),
-        ({"query": QUERY[:, :, :3]}, "multiple of key's heads, got 3 and 2"),
+        ({"query": QUERY[:, :, :3]}, "query has 3 heads and key has 2: query's heads must be a multiple"),
         ({"bias": jnp.ones((3, 24))}, r"bias must be broadcastable to .* = \(2, 4, 24, 24\), got shape \(3, 24\)"),
         ({"bias": jnp.ones((24, 24), bool)}, "bias must be a floating-point array, got dtype bool"),
         ({"attention_mask": jnp.ones((2, 24))}, "attention_mask must be a boolean array, got dtype float32"),

@@ -279,13 +279,14 @@ def print_table(
     if options.per_step is not None:
         per_step = options.per_step
         added[f"{options.unit}/s"] = lambda build: f"{per_step / found.seconds[build.name]:,.0f}"
-    reference = f"times the {builds[-1].name} step (95 % interval)"
+    reference = f"times {builds[-1].name}"
     header = ["", "step", "quartiles", reference, "memory", "compiled in", *added]
     rows = [[*_row(build, found), *(cell(build) for cell in added.values())] for build in builds]
     click.echo(report.table(header, rows, "compiled in", "quartiles"))
     for name, why in missing.items():
         click.echo(report.wrapped(f"{name}: {why}"))
     click.echo(f"\nOn {device_fingerprint()}: {found.rounds} rounds, each with one step of every build.")
+    click.echo(report.wrapped(f"{reference}: the median of the rounds' ratios, with its 95 % interval."))
 
 
 def _row(build: Build, found: Comparison) -> list[str]:

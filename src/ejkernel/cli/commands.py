@@ -92,7 +92,9 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option("--missed", is_flag=True, help="Tune the calls noted with EJKERNEL_NOTE_MISSES=1.")
 @click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration per kernel for all calls of a file.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
-@click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for the search of each call.")
+@click.option(
+    "--budget", type=_Seconds(min=0, min_open=True), help="About so many seconds for each call, plus compiling."
+)
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."
@@ -315,14 +317,20 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
 
 
 @click.command()
+@click.argument("prefix", required=False, default="")
 @read_cache
 @as_json
 @click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")
-def show(cache: Path | None, as_json: bool, log: str | None) -> int:
-    """List the saved configurations with their measurements."""
+def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int:
+    """List the saved configurations with their measurements.
+
+    PREFIX is the start of the key or of the name of the operation; without it, all are listed.
+    """
+    if prefix and log is not None:
+        raise click.UsageError("pass PREFIX or --log.")
     from ejkernel.cli.show import run_show
 
-    return run_show(cache, as_json, log)
+    return run_show(cache, as_json, log, prefix)
 
 
 @click.command("report")

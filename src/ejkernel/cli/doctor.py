@@ -123,16 +123,17 @@ def _why_not_writable(folder: Path) -> str | None:
 
 
 def _as_text(found: dict[str, Any]) -> str:
-    implementations = [
-        (row["operation"], row["implementation"], "yes" if row["runs_here"] else "no; see `ejkernel list`")
-        for row in found["implementations"]
-    ]
+    runs: dict[str, list[str]] = {}
+    for row in found["implementations"]:
+        runs.setdefault(row["operation"], []).extend([row["implementation"]] if row["runs_here"] else [])
+    variables = [_cells(row)[:2] for row in found["settings"]]
     parts = [
         report.table(("versions", ""), list(found["versions"].items())),
         report.table(("device", "number", "driver"), [_cells(row) for row in found["devices"]]),
-        report.table(("variable", "value"), [_cells(row)[:2] for row in found["settings"]]),
+        report.table(("variable", "value"), variables) if variables else "no variables set",
         report.table(("configurations", "state"), [_cells(row)[:2] for row in found["caches"]]),
-        report.table(("operation", "implementation", "runs here"), implementations),
+        report.table(("operation", "runs here"), [(name, ", ".join(those) or "-") for name, those in runs.items()]),
+        "`ejkernel list` says why other implementations do not run here.",
     ]
     return "\n\n".join(parts)
 

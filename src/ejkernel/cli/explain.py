@@ -32,6 +32,10 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
+_NAMES = (
+    "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
+    "gradients, under jax.grad."
+)
 
 
 def run_explain(
@@ -85,13 +89,17 @@ def is_measured(why: Explanation) -> bool:
 
 def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
-    rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
-    answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
-    title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
-    refusals = [report.wrapped(printable(_refusal(name, reason))) for name, reason in why.refusals.items()]
-    table = report.table(("tier", "answer"), rows)
-    search = [] if why.search is None else [f"search: {why.search.in_words}"]
-    return "\n".join([title, report.wrapped(printable(key)), table, *search, *refusals, f"=> {answer}"])
+    tiers = [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers]
+    refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
+    lines = [f"{why.op_id_v}  {arguments(inv.description)}", key, *tiers, *_search(why), *refusals, why.elsewhere]
+    found = [report.wrapped(printable(line), indent=12) for line in (*lines, f"=> {why.answer}") if line]
+    return "\n".join(found)
+
+
+def _search(why: Explanation) -> list[str]:
+    if why.search is None or why.key is None:
+        return []
+    return [f"search: {why.search.in_words}; candidates: ejkernel show --log {why.key.call}"]
 
 
 def _refusal(name: str, reason: str) -> str:
@@ -159,6 +167,7 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
     for op, name, source, count in _published_on(aim):
         click.echo(f"{op}, {name}: {counted(count, 'configuration')} published in {source}")
+    click.echo(report.wrapped(_NAMES), err=True)
 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:

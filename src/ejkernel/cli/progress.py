@@ -70,15 +70,18 @@ class SearchBar:
         if is_new and not self._console.is_terminal:
             where = f"({self._number(inv)} of {self._count})"
             text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._left()}"
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
         number, left = self._number(inv), self._left()
         if done >= total:  # the confirmation run; its length is not known
-            long, short, left = f"confirming the best of {total}", "confirming", ""
-        else:
+            long, short = f"confirming the best of {total}", "confirming"
+            left = left if sum(self._shares.values()) < self._count else ""
+        elif best:
             long, short = f"candidate {done} of {total}", f"{done}/{total}"
+        else:
+            long, short = f"compiling, {done} of {total} done", f"compiling, {done}/{total}"
         notes = (
             f"call {number} of {self._count}, {inv.op_id}: {long}{best}{left}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}{left}",
@@ -128,4 +131,4 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
     # Calls differ in size, so the first ones say little about the others.
     if budget is None or (estimate <= most and finished >= count / 2):
         return f", about {estimate:.0f} s left"
-    return f", at most {most:.0f} s left ({budget:g} s per call)"
+    return f", about {most:.0f} s left ({budget:g} s per call, plus compiling and warming up)"

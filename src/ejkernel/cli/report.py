@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import collections
 import json
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,14 +15,15 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
 from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.utils import formatting
 from ejkernel.ops.utils.error_text import printable, printable_json
-from ejkernel.ops.utils.formatting import arguments, compact, counted, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
 def width() -> int | None:
     """Return the maximum width of a table: that of the terminal, or `None` if the output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return terminal_width()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) -> str:
@@ -33,12 +31,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) 
     return text_table(header, rows, width=width(), optional=optional)
 
 
-def wrapped(text: str) -> str:
-    """Return a text wrapped to the terminal, without splitting words."""
-    columns = width()
-    if columns is None:
-        return text
-    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+def wrapped(text: str, indent: int = 0) -> str:
+    """Return a text wrapped to the terminal, without splitting words; further lines are indented."""
+    return formatting.wrapped(text, width(), indent)
 
 
 def echo_json(data: Any) -> None:

@@ -90,6 +90,11 @@ class CallReport(SearchView):
     peak: Peak | None = None
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the heuristic stays, so that there is no tuned time."""
+        return self.before_us is not None and self.before_us == self.after_us
+
+    @property
     def kind(self) -> str:
         """The group of the call in the page's filter."""
         if self.search.startswith((SearchState.PARTIAL, SearchState.FAILED)):

@@ -26,7 +26,7 @@ from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, prepared
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.errors import ArgumentError, EjkernelError, SerializationError
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.storage.serialize import parse_json
@@ -80,6 +80,9 @@ def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[
             raise ArgumentError(f"--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got {text!r}.")
     try:
         options = parse_json(kwargs)
+    except SerializationError as error:
+        raise ArgumentError(f"--kwargs must be JSON such as '{{\"causal\": true}}', got {kwargs!r}.") from error
+    try:
         inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options})).call.inv
         _ = inv.key  # raises if the arguments do not fit the kernel
     except (EjkernelError, ValueError, TypeError) as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -215,5 +216,6 @@ def _only_layer() -> str:
 
 def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
-        raise ConfigError(f"{url!r} is not a URL like s3://bucket/prefix or file:///shared/ejkernel.")
+        like = Path(url).absolute().as_uri() if os.sep in url else "s3://bucket/prefix or file:///shared/ejkernel"
+        raise ConfigError(f"{url!r} is not a URL; pass a URL such as {like}.")
     return SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded)

@@ -19,7 +19,8 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, cases, compact
+from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time
+from ejkernel.ops.utils.messages.names import did_you_mean
 
 
 def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
@@ -39,13 +40,17 @@ def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
     return store
 
 
-def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
+def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: str = "") -> int:
     """Run `ejkernel show`; return 1 if the cache is empty."""
     store = opened(cache)
     if log is not None:
         _show_searches(store, log, as_json)
         return 0
-    entries, open_searches = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
+    every, unsaved = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
+    entries = [entry for entry in every if not prefix or _begins(entry.key, prefix)]
+    open_searches = [search for search in unsaved if _begins(search.key, prefix)]
+    if prefix and not entries and not open_searches:
+        raise _none(store, "entry", prefix, [*(each.key for each in every), *(each.key for each in unsaved)])
     if as_json:
         report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:
@@ -62,11 +67,17 @@ def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
     store = opened(cache)
     entries = [entry for _, entry in store.entries() if _begins(entry.key, prefix)]
     if not entries:
-        raise ConfigError(f"{store.path} has no entry with a call or operation that starts with {prefix!r}.")
+        raise _none(store, "entry", prefix, [entry.key for _, entry in store.entries()])
     if as_json:
         report.echo_json([_as_data(entry) for entry in entries])
     else:
         click.echo("\n\n".join(map(_in_full, entries)))
+
+
+def _none(cache: PersistentCache, what: str, prefix: str, keys: Sequence[Any]) -> ConfigError:
+    names = {key.op.partition("@")[0] for key in keys if isinstance(key, ConfigKey)}
+    text = f"{cache.path} has no {what} with a call or operation that starts with {prefix!r}"
+    return ConfigError(f"{text}{did_you_mean(prefix, names)}")
 
 
 def _begins(key: Any, prefix: str) -> bool:
@@ -119,7 +130,7 @@ def _in_full(entry: StoredEntry) -> str:
 
 
 def _median(times: Any) -> str:
-    return f"{times['median_us']} us" if isinstance(times, dict) and "median_us" in times else "-"
+    return stored_time(times.get("median_us")) if isinstance(times, dict) else "-"
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
@@ -130,7 +141,7 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
             # The newest search of a call comes first.
             found.setdefault(search.key, search)
     if not found:
-        raise ConfigError(f"{cache.path} has no search with a call or operation that starts with {prefix!r}.")
+        raise _none(cache, "search", prefix, [search.key for search in MeasurementStore(cache).searches()])
     if as_json:
         report.echo_json([_search_as_data(search) for search in found.values()])
     else:

@@ -179,6 +179,7 @@ def _tune_found(
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
         console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries), soft_wrap=True)
+    _print_doubts(chain, [call.inv for calls in todo for call in calls], console)
     found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
     if todo and not result.searches:

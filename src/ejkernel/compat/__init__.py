@@ -86,6 +86,7 @@ from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import process_settings as process_settings
 from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
+from ejkernel.compat.settings import without_our_frames as without_our_frames
 from ejkernel.compat.splash import HIDDEN_LOGIT as HIDDEN_LOGIT
 from ejkernel.compat.splash import SplashBlocks as SplashBlocks
 from ejkernel.compat.splash import SplashMask as SplashMask

@@ -73,7 +73,7 @@ class KernelCheckError(EjkernelError, AssertionError):
         self.report = report
 
     def __str__(self) -> str:
-        return f"the kernel breaks its contract\n{self.report}"
+        return f"the kernel fails some of the checks below\n{self.report}"
 
 
 class NoConfigError(EjkernelError, LookupError):

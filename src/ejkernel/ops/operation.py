@@ -179,6 +179,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                     counts = {} if found.published is None else found.published.counts(device)
                     yield from ((name, source, count) for source, count in counts.items())
 
+    def completed(self, inv: Invocation[OpCfg, Out], config: OpCfg) -> OpCfg:
+        """See `Kernel`: parameters of the other direction do not matter, and the heuristic replaces missing ones."""
+        call, chosen = self.call_of(inv), self.implementations[config.implementation]
+        if _params_of(config, call) is not None or self.implementations.unsupported(chosen.name, call) is not None:
+            return config
+        return self._config(chosen.name, call, chosen.heuristic(call))
+
     def reasons(self, call: CallT) -> dict[str, str]:
         """Return, for each implementation, why it does not run a call; `""` if it does."""
         return {name: self.implementations.unsupported(name, call) or "" for name in self.implementations}

@@ -228,7 +228,7 @@ def test_tables_entries_and_logs_have_the_times_of_each_draw(times, tmp_path):
     assert stored_lines == lines
     assert dict(stored.record(cfg_type=int).times)[3] == pytest.approx(math.sqrt(1.5 * 1.8), rel=1e-4)
     said = str(explain_call(ConfigSelectorChain(persistent=store), inv, "p"))
-    assert "one for few: 1500000.0 us; many: 1800000.0 us; geometric mean" in said
+    assert "one for few: 1500.0 ms; many: 1800.0 ms; geometric mean" in said
 
 
 @SEVERAL

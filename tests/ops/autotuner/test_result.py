@@ -196,6 +196,7 @@ def test_a_result_survives_a_round_trip(cfg):
     result = result_of(entry(1, cfg))
     again = AutotuningResult.loads(result.dumps())
     assert (again, type(again.entries[0].cfg)) == (result, type(cfg))
+    assert str(again).splitlines()[1].split() == ["operation", "call", "configuration"]
 
 
 def test_the_text_names_the_schema_and_the_type():

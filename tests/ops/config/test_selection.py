@@ -326,7 +326,7 @@ def test_consulting_says_that_a_heuristic_is_remembered(inv, kernel):
     chain = ConfigSelectorChain()
     chain.resolve(inv, kernel)
     notes = {consulted.tier: consulted.note for consulted in chain.consult(inv, kernel)}
-    assert notes["memory"] == "only a provisional answer of the heuristic tier"
+    assert notes["memory"] == "only an unmeasured answer, from heuristic"
 
 
 def test_consulting_says_how_many_overlays_were_asked(inv, kernel):

@@ -131,7 +131,7 @@ def test_the_folder_of_the_user_does_not_list_it(chain_with, inv):
 
 def test_an_explanation_says_where_it_was_measured(chain_with, inv):
     text = str(Executor(chain_with(inv.key.device, 8)).explain(inv.kernel, *inv.args))
-    assert f"shipped    Tile(rows=8)  (measured on {inv.key.device} with JAX" in text
+    assert f"shipped    rows=8  (measured on {inv.key.device} with JAX" in text
 
 
 def test_where_a_device_has_nothing_no_file_is_asked_for(tmp_path, monkeypatch):

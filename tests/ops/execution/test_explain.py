@@ -12,8 +12,17 @@ import pytest
 from tests.ops.sample_kernels import Applies, Times
 
 from ejkernel import ops
-from ejkernel.modules import flash_attention
-from ejkernel.ops import ArgumentError, ConfigSelectorChain, Executor, Kernel, PersistentCache, default_executor
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
+from ejkernel.ops import (
+    ArgumentError,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    FwdParams,
+    Kernel,
+    PersistentCache,
+    default_executor,
+)
 from ejkernel.ops.config.shared.exchange import SharedPlace
 from ejkernel.ops.errors import CacheWarning
 
@@ -37,7 +46,7 @@ def test_an_explanation_reads_like_this(executor):
         "  heuristic  1",
         "  devices    - no sharding_rule: each device computes the whole call",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key}",
-        "  => 1 from heuristic",
+        "  => 1, from heuristic",
     ]
 
 
@@ -95,6 +104,43 @@ def test_a_function_is_explained_call_by_call_forward_and_backward():
     assert "times.bwd@v0  key" in str(explained)
 
 
+def test_a_single_call_of_a_function_needs_no_index():
+    kernel = Times("times")
+    explained = default_executor().explain(lambda x: kernel(x) * 2, X)
+    assert (explained.source, explained.config) == (explained[0].source, explained[0].config)
+    two = default_executor().explain(jax.value_and_grad(lambda x: kernel(x).sum()), X)
+    with pytest.raises(AttributeError, match=r"has 2 calls; take one, e.g. explained\[0\].source"):
+        _ = two.source
+    with pytest.raises(AttributeError, match="no attribute 'banana'"):
+        _ = explained.banana
+
+
+def test_a_backward_from_its_forward_shows_the_parameters_that_run():
+    x = jnp.ones((1, 16, 2, 8))
+    config = FlashAttentionConfig(implementation="xla", fwd=FwdParams(q_blocksize=8, kv_blocksize=8))
+    kernel, cache = FlashAttention(), ConfigCache()
+    executor = Executor(ConfigSelectorChain(cache))
+
+    def loss(x):
+        return executor(kernel, x, x, x, None, None, None, causal=True).sum()
+
+    forward, _ = executor.explain(jax.value_and_grad(loss), x)
+    cache.put(forward.key, config)
+    _, backward = executor.explain(jax.value_and_grad(loss), x)
+    assert (backward.source, backward.config) == ("forward", config)
+    assert re.fullmatch(r"implementation=xla bwd\(.*q_blocksize=\d+.*\), from forward", backward.answer)
+
+
+def test_a_remembered_answer_is_shown_under_the_tier_that_found_it(tmp_path):
+    cache = PersistentCache(tmp_path, shipped=False)
+    cache.put(ops.Invocation(kernel=Times(), args=(X,)).key, 3)
+    executor = Executor(ConfigSelectorChain(persistent=cache))
+    executor(Times(), X)
+    why = executor.explain(Times(), X)
+    assert (why.source, why.tiers[-1].tier) == ("persistent", "persistent")
+    assert why.tiers[-1].note.startswith("in memory; saved 20")
+
+
 def test_static_arguments_of_a_function_stay_static():
     x = jnp.ones((1, 16, 2, 8))
     (why,) = default_executor().explain(flash_attention, x, x, x, causal=True)
@@ -111,7 +157,15 @@ def test_only_functions_can_be_explained():
 
 
 @pytest.mark.parametrize(
-    ("measured", "says"), [({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"), (None, "saved 20")]
+    ("measured", "says"),
+    [
+        ({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"),
+        (
+            {"speedup": 1.08, "standing": {"speedup": 1.13}},
+            r"1\.08x .*'s \(1\.13x in the median round, which decided\),",
+        ),
+        (None, "saved 20"),
+    ],
 )
 @pytest.mark.parametrize("place", ["own", "other", "bucket", "memory"])
 def test_an_explanation_shows_the_file_and_the_measurements_of_an_answer(tmp_path, measured, says, place):

@@ -66,14 +66,14 @@ def test_a_time_has_a_unit(seconds, text):
 @pytest.mark.parametrize(
     ("seconds", "column"),
     [
-        ([3e-6, None, 0.02], ["3.0 us", "-", "20000.0 us"]),
+        ([3e-6, None, 0.02], ["3.0 us", "-", "20.0 ms"]),
         ([0.5, 0.02], ["500.0 ms", "20.0 ms"]),
-        ([0.0123, 0.0012], ["12.30 ms", "1.20 ms"]),
+        ([0.0123, 0.0012], ["12.3 ms", "1.20 ms"]),
         ([None], ["-"]),
         ([], []),
     ],
 )
-def test_the_times_of_a_column_have_one_unit(seconds, column):
+def test_each_time_of_a_column_has_its_own_unit(seconds, column):
     assert durations(seconds) == column
 
 

@@ -54,8 +54,8 @@ def check_main(query: Any, key: Any, value: Any) -> None:
         )
     if heads % groups:
         raise ArgumentError(
-            f"query must have a multiple of key's heads, got {heads} and {groups}; head i reads key head "
-            "i // (heads of query // heads of key)."
+            f"query has {heads} heads and key has {groups}: query's heads must be a multiple of key's (shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)})."
         )
 
 

@@ -254,9 +254,9 @@ def _read(descriptor: int, size: int, largest: int) -> bytes:
     return raw
 
 
-def warn_of(place: str, reason: Exception) -> None:
+def warn_of(place: str, reason: Exception, remedy: str = "") -> None:
     """Warn, once per place, that its entry is ignored."""
-    warn_once(place, f"ignoring cache entry {place}: {reason}")
+    warn_once(place, f"ignoring cache entry {place}: {reason}{remedy}")
 
 
 def warn_once(place: str, text: str) -> None:

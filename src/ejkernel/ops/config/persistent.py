@@ -52,6 +52,8 @@ from ejkernel.ops.utils.services import Shown
 if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
+_REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
+
 
 class PersistentCache(Shown):
     """A folder of configurations above read-only layers: folders of the same layout, or URLs.
@@ -262,7 +264,7 @@ class PersistentCache(Shown):
                 answer = use(entry)
             except UnusableError as error:
                 if problem is None:
-                    warn_of(place, error)
+                    warn_of(place, error, _REMEDY)
                 else:
                     problem(f"{place}: {error}")
             else:
@@ -347,6 +349,6 @@ def _all_in(folder: Path, operation: str | None) -> Iterator[tuple[str, StoredEn
         try:
             found = found_entry(name, place)
         except UnusableError as error:
-            warn_of(str(place), error)
+            warn_of(str(place), error, _REMEDY)
         else:
             yield from () if found is None else (found,)

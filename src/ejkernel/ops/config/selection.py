@@ -328,7 +328,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "nothing remembered"
         # Provisional answers are stored for reports; a later tier may have a measured configuration by now.
         if found.tier.is_provisional:
-            return f"only a provisional answer of the {found.source} tier"
+            return f"only an unmeasured answer, from {found.source}"
         misfit = self._misfit(request, found.config, "the configuration in memory")
         return misfit or request.answer(found.config, found.tier)
 
@@ -371,7 +371,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         note_config_types(request.inv, request.kernel)
         found = find(shipped_configs(), request.key, request.kernel.config_type)
         if found is None:
-            return "no entry"
+            return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(request, found.config, "the shipped configuration")
         # Measured elsewhere, with other versions. Only the kernel knows whether it runs with this JAX, device and
         # program. A rejection is a silent miss, listed by `explain`.

@@ -159,6 +159,10 @@ class Kernel(Computation[Cfg, Out]):
         """Return the reason why each unsuitable implementation does not run a call, by its name; for display."""
         return {}
 
+    def completed(self, inv: Invocation[Cfg, Out], config: Cfg) -> Cfg:
+        """Return a configuration of another call with the parameters that this call runs with; for display."""
+        return config
+
     def why_not(self, inv: Invocation[Cfg, Out], config: Cfg) -> str:
         """Return why a configuration measured elsewhere must not run a call here; `""` if it may."""
         return ""

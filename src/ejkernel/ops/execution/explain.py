@@ -14,14 +14,14 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
-from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
+from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases
+from ejkernel.ops.utils.formatting import cases, compact, counted, ratio, terminal_width, wrapped
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -46,6 +46,7 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
+        runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
 
     op_id_v: str
@@ -59,6 +60,7 @@ class Explanation(Shown):
     split: tuple[str, ...] = ()
     split_note: str = ""
     search: SearchProgress | None = None
+    runs: Any = None
 
     @property
     def config(self) -> Any:
@@ -74,24 +76,56 @@ class Explanation(Shown):
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
-        lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
+        lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
+        lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
         lines += [] if self.search is None else [f"  search     {self.search.in_words}"]
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
-        lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
+        lines.append(f"  => {self.answer}")
         # Keys, notes and configurations may quote files.
-        return "\n".join(map(printable, lines))
+        width = terminal_width()
+        return "\n".join(wrapped(printable(line), width, indent=13) for line in lines)
+
+    @property
+    def answer(self) -> str:
+        """The configuration that the call runs with, and its source, as text."""
+        return f"{compact(self.runs)}, from {self.source}" if self.resolution else "no configuration"
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The refusals because of the call rather than the device."""
+        return {name: reason for name, reason in self.refusals.items() if not self._is_elsewhere(reason)}
+
+    @property
+    def elsewhere(self) -> str:
+        """The number of implementations for other devices, as a sentence; empty if there are none."""
+        count = len(self.refusals) - len(self.refused)
+        do = "does" if count == 1 else "do"
+        return f"{counted(count, 'implementation')} {do} not run on this device; see `ejkernel list`" if count else ""
+
+    def _is_elsewhere(self, reason: str) -> bool:
+        return self.key is not None and f"this call is for {self.key.device}" in reason
 
 
 def _answer_text(consulted: Consulted) -> str:
     if consulted.resolution is None:
         return f"- {consulted.note}"
-    return f"{consulted.resolution.config}{f'  ({consulted.note})' if consulted.note else ''}"
+    return f"{compact(consulted.resolution.config)}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
 class Explanations(tuple[Explanation, ...], Shown):
-    """One explanation for each kernel call in a function; `str(explanations)` is readable text."""
+    """One explanation for each kernel call in a function; `str(explanations)` is readable text.
+
+    With a single call, it also has the attributes of its explanation.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in dir(Explanation) or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if len(self) != 1:
+            raise AttributeError(f"the function has {counted(len(self), 'call')}; take one, e.g. explained[0].{name}")
+        return getattr(self[0], name)
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self)) or "no kernel is called"
@@ -108,7 +142,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
-        tiers = tuple(_with_entry(tier, chooser, key) for tier in tiers)
+        tiers = tuple(_with_entry(_of_origin(tier), chooser, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     split, split_note = _split_of(inv)
@@ -124,6 +158,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         split=split,
         split_note=split_note,
         search=_search_of(chooser, key),
+        runs=None if resolution is None else kernel.completed(inv, resolution.config),
     )
 
 
@@ -163,10 +198,18 @@ def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], ke
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 
 
+def _of_origin(tier: Consulted) -> Consulted:
+    """Return a remembered answer under the tier that found it first."""
+    found = tier.resolution
+    if tier.tier != MEMORY.name or found is None or found.source == MEMORY.name:
+        return tier
+    return dataclasses.replace(tier, tier=found.source, note="; ".join(filter(None, (tier.note, "in memory"))))
+
+
 def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
     """Add the measured times of a saved answer, its location, and the calls for which it was chosen."""
     store, found = getattr(chooser, "persistent", None), tier.resolution
-    is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name)
+    is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name, AUTOTUNE.name)
     if not is_saved or found is None or not isinstance(store, PersistentCache):
         return tier
     entry = store.load(key)
@@ -182,8 +225,15 @@ def _measured(entry: StoredEntry) -> str:
 
     found = stored_in_brief(entry.measured, entry.speedup)
     words = {"-": "", "kept": "heuristic kept, ", "undecided": "undecided, the heuristic is kept, "}
-    faster = words.get(found, f"{found} as fast as the heuristic's, ")
+    faster = words.get(found, f"{found} as fast as the heuristic's{_in_rounds(entry)}, ")
     return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}"
+
+
+def _in_rounds(entry: StoredEntry) -> str:
+    """Return the speed-up in the median round of the confirmation run, which decided; empty if it is unknown."""
+    standing = (entry.measured or {}).get("standing")
+    found = standing.get("speedup") if isinstance(standing, dict) else None
+    return f" ({ratio(found)} in the median round, which decided)" if isinstance(found, float) else ""
 
 
 def _place_of(entry: StoredEntry, store: PersistentCache) -> str:

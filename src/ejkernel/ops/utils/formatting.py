@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import collections
 import itertools
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from ejkernel.ops.utils.storage.serialize import to_data
 _LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
+_QUIET = ("vocab_shares",)  # options that only operations set for each other; shown unless False
 
 
 def text_table(
@@ -24,8 +27,8 @@ def text_table(
     """Return a table with a header and columns two spaces apart; all cells are made printable.
 
     If the table is wider than `width`, cells are wrapped between words. If it still does not fit, optional columns are
-    dropped one after another. If that is not enough, each row becomes a paragraph with a line for each column. Only
-    words longer than a line are cut.
+    dropped one after another. If that is not enough, each row becomes a paragraph with a line for each column.
+    Words longer than a line, such as paths, stay whole.
 
     Args:
         header: The names of the columns.
@@ -81,7 +84,7 @@ def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
         for name, cell in zip(header, row, strict=True):
             available = width - indent
             if max(map(len, cell.split()), default=0) > available:  # put the cell below the label
-                lines += [name, *textwrap.wrap(cell, max(width, 1), break_on_hyphens=False)]
+                lines += [name, *textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False)]
                 continue
             parts = textwrap.wrap(cell, available, break_on_hyphens=False) if cell else []
             lines += [f"{'' if index else name:<{indent}}{part}" for index, part in enumerate(parts)]
@@ -123,20 +126,41 @@ def _compact(data: object) -> str:
 
 def duration(seconds: float | None) -> str:
     """Return a time in microseconds, or in milliseconds from 1 ms on; `-` if it is unknown."""
-    return durations([seconds])[0]
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.{2 if seconds < 1e-2 else 1}f} ms"
 
 
 def durations(times: Iterable[float | None]) -> list[str]:
-    """Return times in one unit, e.g. for a column: microseconds, or milliseconds if all are at least 1 ms.
+    """Return times as text, each in its own unit."""
+    return list(map(duration, times))
+
+
+def stored_time(microseconds: object) -> str:
+    """Return a time from a file as text; `-` if it is no number."""
+    if isinstance(microseconds, bool) or not isinstance(microseconds, int | float):
+        return "-"
+    return duration(microseconds / 1e6) if abs(microseconds) < sys.float_info.max else "-"
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or `None` if the output is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped(text: str, width: int | None, indent: int = 0) -> str:
+    """Return a text wrapped between words; further lines are indented.
 
     Args:
-        times: Seconds; `None`, shown as `-`, if unknown.
+        text: The text.
+        width: Maximum characters per line, except for longer words; `None`: unlimited.
+        indent: Spaces before each line after the first.
     """
-    times = list(times)
-    least = min((t for t in times if t is not None), default=0.0)
-    factor, unit = (1e3, "ms") if least >= 1e-3 else (1e6, "us")
-    digits = 2 if 1e-3 <= least < 1e-2 else 1
-    return ["-" if seconds is None else f"{seconds * factor:.{digits}f} {unit}" for seconds in times]
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def ratio(times: float | None) -> str:
@@ -161,11 +185,15 @@ def arguments(call: object) -> str:
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
-    parts += [f"{name}={value}" for name, value in statics if isinstance(value, bool | int | str)]
+    parts += [f"{name}={value}" for name, value in statics if _is_shown(name, value)]
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
     return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
+
+
+def _is_shown(name: object, value: object) -> bool:
+    return isinstance(value, bool | int | str) and value != "" and not (name in _QUIET and value is False)
 
 
 def _arrays(described: object) -> Iterator[str]:
@@ -202,5 +230,6 @@ def cases(measured: Mapping[str, Any] | None) -> str:
     if not isinstance(found, list) or not found or not all(isinstance(case, dict) for case in found):
         return ""
     names = (", ".join(str(case[name]) for name in ("arguments", "draw") if case.get(name)) for case in found)
-    times = [f"{name}: {case.get('winner_us')} us" for name, case in zip(names, found, strict=True)]
-    return f"one for {'; '.join(times)}; geometric mean {mean.get('winner_us') if isinstance(mean, dict) else None} us"
+    times = [f"{name}: {stored_time(case.get('winner_us'))}" for name, case in zip(names, found, strict=True)]
+    whole = stored_time(mean.get("winner_us") if isinstance(mean, dict) else None)
+    return f"one for {'; '.join(times)}; geometric mean {whole}"

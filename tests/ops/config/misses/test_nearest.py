@@ -107,7 +107,7 @@ def test_an_unusable_entry_is_reported(store):
     put(store, X)
     next(store.path.rglob("*.json")).write_text("{")
     assert "there is an entry that cannot be used: " in why(store, X)
-    assert "not valid JSON" in why(store, X)
+    assert "edited or cut off" in why(store, X)
 
 
 def test_an_explanation_has_the_reason(store):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from tests.ops.config.shared.stores import entry, folder, pack, rows
@@ -208,7 +209,7 @@ def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url
     mine.put([entry(1, 1)])
     (name,) = mine.store.sizes()
     mine.store.write(name, b"")
-    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used"):
         SharedPlace(url, tmp_path / "theirs")
     assert upkeep.mend(mine) == 1
     assert rows(SharedPlace(url, tmp_path / "theirs")) == [1]
@@ -234,7 +235,7 @@ def test_partly_written_files_are_skipped(tmp_path, url):
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))
     os.symlink("/dev/zero", tmp_path / "team" / ("e" * 32 + ".pack"))
-    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, e.g. .*digest does not match"):
+    with pytest.warns(CacheWarning, match=r"1 pack of entries cannot be used, e.g. .*digest does not match"):
         found = SharedPlace(url, tmp_path / "mine")
     assert rows(found) == [1]
 
@@ -249,5 +250,6 @@ def test_a_store_that_cannot_be_reached_is_one_kind_of_error(tmp_path, url, monk
     monkeypatch.setattr(memory.MemoryFileSystem, "ls", fails)
     with pytest.raises(OSError, match="cannot be listed: TimeoutError: no network"):
         SharedPlace(url, tmp_path)
-    with pytest.raises(OSError, match="cannot be listed"):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match="s3a://bucket needs s3fs: pip install s3fs"):
         SharedPlace("s3a://bucket", tmp_path)

@@ -95,7 +95,7 @@ def test_an_unavailable_store_is_one_warning_and_the_copy_answers(layer, store, 
     layer.refresh_if_due()
     store.down = "no network"
     clock.now += AGAIN
-    with pytest.warns(CacheWarning, match=r"fake://team is out of date .*UnreachableError: no network"):
+    with pytest.warns(CacheWarning, match=r"fake://team could not be read and its earlier copy is used: no network"):
         layer.refresh_if_due()
     clock.now += AGAIN
     layer.refresh_if_due()  # where warnings are errors
@@ -122,7 +122,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
 def test_a_wrong_pack_is_left_out_with_a_warning(layer, store):
     name, raw = pack(entry(3))
     store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
-    with pytest.warns(CacheWarning, match="3 packs cannot be used, e.g."):
+    with pytest.warns(CacheWarning, match="3 packs of entries cannot be used, e.g."):
         layer.refresh_if_due()
     assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
 
@@ -139,7 +139,7 @@ def test_a_too_large_pack_does_not_block_others(layer, store, monkeypatch):
     store.objects |= {"a" * 32 + ".pack": raw * 10}
     monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
     monkeypatch.setattr(layers, "_MOST", 5 * len(raw))
-    with pytest.warns(CacheWarning, match="1 pack cannot be used, e.g. aaa"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used, e.g. aaa"):
         layer.refresh_if_due()
     assert layer.find(entry(1).key) == [entry(1)]
 
@@ -191,7 +191,7 @@ def test_without_a_folder_a_shared_cache_warns_and_misses(store):
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
     (tmp_path / ".layers").write_text("a file")
-    with pytest.warns(CacheWarning, match="is out of date and is used anyway"):
+    with pytest.warns(CacheWarning, match="could not be read and there is no copy of it here"):
         SharedLayer("fake://team", tmp_path, connect=store).refresh_if_due()
 
 
@@ -261,11 +261,15 @@ def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
     assert PersistentCache(tmp_path).layers == ()
 
 
-def test_a_missing_store_package_is_a_warning_with_the_install_command(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "packages"),
+    [("s3://team/x", "fsspec s3fs"), ("gs://team", "fsspec gcsfs"), ("file:///team", "fsspec")],
+)
+def test_a_missing_store_package_is_a_warning_with_the_install_command(tmp_path, monkeypatch, url, packages):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)
-    with pytest.warns(CacheWarning, match=r"pip install fsspec"):
+    cache = PersistentCache(tmp_path, layers=[url], shipped=False)
+    with pytest.warns(CacheWarning, match=rf"there is no copy of it here: .*: pip install {packages}$"):
         cache.refresh_if_due()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -66,7 +66,7 @@ def test_without_an_undamaged_copy_a_damaged_object_stays(store, place):
     author = place("author")
     author.put([entry(1, 1)])
     damage_one(store, flipped)
-    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used"):
         mine = place()
     before = dict(store.objects)
     assert upkeep.mend(mine) == 0
@@ -120,7 +120,7 @@ def test_undamaged_entries_stay_in_the_copy_if_the_store_is_damaged_too(store, p
     (held,) = place().copy.packs()
     held.path.write_bytes(held.path.read_bytes().replace(b'"rows":1', b'"rows":7'))
     damage_one(store, flipped)
-    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+    with pytest.warns(CacheWarning, match="1 pack of entries cannot be used"):
         again = place()
     with pytest.warns(CacheWarning, match="digest does not match"):
         assert rows(again) == [2]

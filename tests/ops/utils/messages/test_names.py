@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import ejkernel
 from ejkernel.cli import main
 from ejkernel.modules import flash_attention, grouped_matmul, grouped_matmul_wgrad, layer_norm, rms_norm
 from ejkernel.modules.flash_attention import FlashAttention, FlashAttentionConfig
@@ -32,6 +35,17 @@ class Scaled(Kernel[int, object]):
 class Prepared(Scaled):
     def prepare(self, x, w, *, rows=1):
         return (x, w), {}
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+@pytest.mark.parametrize(("heads", "options"), [(3, {}), (2, {"implementation": "cudnn"})])
+def test_the_traceback_of_an_error_is_short(wrapped, heads, options):
+    key = jnp.ones((1, 4, heads, 8))
+    step = wrapped(lambda q: flash_attention(q, key, key, **options).sum())
+    with pytest.raises(EjkernelError) as raised:
+        step(Q)
+    inside = [frame.path for frame in raised.traceback if f"{Path(ejkernel.__file__).parent}" in str(frame.path)]
+    assert len(inside) <= 4
 
 
 class RaisesTypeError(Scaled):

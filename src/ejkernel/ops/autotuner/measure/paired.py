@@ -50,6 +50,11 @@ class PairedComparison:
     settled: bool = False
     judged_by: str = CLOCK
 
+    @property
+    def least(self) -> float:
+        """The least speed-up that wins."""
+        return 1 / (1 - (_MARGIN_OF_WORK if self.judged_by == PROCESSOR else MARGIN))
+
 
 def compare(
     challenger: Sequence[float],

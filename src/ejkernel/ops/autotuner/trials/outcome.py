@@ -16,13 +16,14 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table, wrapped
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
 _REASON = 100  # characters of a reason in a table
 _STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
 _FAILURES = 100  # failures listed in a cache entry; the log of the search has all
+_LEGEND = "* winner, h heuristic; the fastest first. The confirmation run decides and may choose another row."
 _TWINS = 2  # configurations that a table lists after the first of a program
 
 
@@ -110,6 +111,12 @@ class Challenge:
             "alone": self.is_confirmation,
         }
 
+    @property
+    def in_rounds(self) -> str:
+        """The speed-up that decides, and the least one that wins."""
+        figures = self.comparison
+        return f"{ratio(figures.speedup)} in the median round, which decides (at least {figures.least:.2f}x wins)"
+
     def line(self) -> str:
         """Return it as one line of text."""
         figures = self.comparison
@@ -117,8 +124,8 @@ class Challenge:
         where = "in the confirmation run" if self.is_confirmation else "in the run of all candidates"
         by = " of processor time, since other processes disturbed the clock" if figures.judged_by == PROCESSOR else ""
         return (
-            f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; faster in {figures.ahead} of "
-            f"{figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
+            f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
+            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
         )
 
 
@@ -316,7 +323,7 @@ def shortened(reason: str) -> str:
 def summary_of(title: Sequence[str], search: Findings, *, width: int | None = None, verbose: bool = False) -> str:
     """Return a search as text: `title`, the result, and a table of its programs, the fastest first.
 
-    In the table, `*` marks the winner and `h` the heuristic. Configurations with the same program share a row.
+    Configurations with the same program share a row.
 
     Args:
         title: Lines that describe the call.
@@ -340,11 +347,13 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     }
     optional = ("compiled in", "of heuristic", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
-    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
+    return "\n".join(
+        (*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, wrapped(_LEGEND, width))
+    )
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the time of each case of each outcome, all in one unit; `-` without cases."""
+    """Return the time of each case of each outcome, `-` without cases."""
     times = iter(durations(case.median for outcome in outcomes for case in outcome.cases))
     return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
 

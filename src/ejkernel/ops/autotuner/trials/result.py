@@ -18,7 +18,7 @@ from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
@@ -89,9 +89,17 @@ class AutotuningResult(Shown):
         searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
         times = before_and_after(searches)
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
+        header: tuple[str, ...] = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
+        if not self.searches:  # from `loads`
+            header, rows = header[:3], [row[:3] for row in rows]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
-        header = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
-        return "\n".join([title, *([text_table(header, rows)] if rows else []), *self.remarks()])
+        return "\n".join(
+            [
+                title,
+                *([text_table(header, rows, width=terminal_width(), optional=("call", "arguments"))] if rows else []),
+                *self.remarks(),
+            ]
+        )
 
     def remarks(self) -> list[str]:
         """Return a line for each search whose result did not replace the saved configuration."""
@@ -137,7 +145,7 @@ class AutotuningResult(Shown):
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the result as JSON with its digest at the end."""
+        """Return the configurations as JSON with its digest at the end, without the searches and their times."""
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries

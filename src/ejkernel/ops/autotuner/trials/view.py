@@ -131,7 +131,7 @@ class SearchView:
         return path + "H600"
 
     def rows_and_times(self) -> Iterator[tuple[Row, str]]:
-        """Return the rows, each with its time; all times are in one unit."""
+        """Return the rows, each with its time."""
         times = durations(None if row.time_us is None else row.time_us / 1e6 for row in self.rows)
         return zip(self.rows, times, strict=True)
 
@@ -159,7 +159,8 @@ def _standing(search: Findings) -> dict[str, Any] | None:
     found = search.challenge
     if found is None:
         return None
-    return found.data() | {"rival": compact(found.challenger), "in_words": found.came_out.in_words}
+    words = {"in_rounds": found.in_rounds, "in_words": found.came_out.in_words}
+    return found.data() | {"rival": compact(found.challenger), **words}
 
 
 def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[Any, Failures]) -> Row:

@@ -157,7 +157,9 @@ class SharedLayer:
 
         found = in_parallel(fetch, new)
         problems = sorted(filter(None, found))
-        self.problem = f"{counted(len(problems), 'pack')} cannot be used, e.g. {problems[0]}" if problems else ""
+        self.problem = (
+            f"{counted(len(problems), 'pack')} of entries cannot be used, e.g. {problems[0]}" if problems else ""
+        )
         return found.count("")
 
     def _tidy(self) -> None:
@@ -171,13 +173,14 @@ class SharedLayer:
         try:
             self.refresh()
         except (OSError, EjkernelError, Warning) as error:  # Warning: the program may turn warnings into errors
-            self.problem = error_text(error)
+            self.problem = str(error) if isinstance(error, EjkernelError) else error_text(error)
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            text = f"the copy of the shared cache {self} is out of date and is used anyway: {reason}"
-            warn(text, CacheWarning)
+            has_copy = self.copy is not None and bool(self.copy.packs())
+            instead = "its earlier copy is used" if has_copy else "there is no copy of it here"
+            warn(f"the shared cache {self} could not be read and {instead}: {reason}", CacheWarning)
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path:

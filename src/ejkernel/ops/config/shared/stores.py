@@ -24,6 +24,12 @@ MOST: Final = 10_000  # packs in a store that ordinary programs read
 REMEDY: Final = "run `ejkernel cache prune URL` to merge them"
 # Other fsspec protocols may unpack archives, run templates or mount file systems named by the content.
 PROTOCOLS: Final = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
+_PACKAGES: Final = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+}
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
@@ -163,11 +169,23 @@ class Store:
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
-                text = f"{shown(self.url)} needs fsspec: pip install fsspec and its package for this protocol."
-                raise ConfigError(text) from error
-            system, root = url_to_fs(self.url)
+                raise self._lacks(" ".join(filter(None, ("fsspec", self._package)))) from error
+            try:
+                system, root = url_to_fs(self.url)
+            except ImportError as error:
+                if self._package is None:
+                    raise
+                raise self._lacks(self._package) from error
             self._opened = system, str(root)
         return self._opened
+
+    @property
+    def _package(self) -> str | None:
+        """The package that fsspec needs for the protocol; `None` if it needs none, or none is known."""
+        return _PACKAGES.get(self.url.rpartition("::")[2].partition("://")[0].lower())
+
+    def _lacks(self, packages: str) -> ConfigError:
+        return ConfigError(f"{shown(self.url)} needs {packages}: pip install {packages}")
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from ejkernel.ops.errors import CallError
+from ejkernel.ops.errors import CallError, EjkernelError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +77,7 @@ def raise_if_misfit(
 def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function name the right argument when a call uses an unknown name; see `misfit`.
 
+    The tracebacks of ejkernel's errors leave out frames inside the function, unless `JAX_TRACEBACK_FILTERING=off`.
     Type checkers see the function itself. A call pays for one more Python call.
     """
 
@@ -87,11 +88,19 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return function(*args, **kwargs)
+            except EjkernelError as error:
+                from ejkernel import compat  # imports JAX, which commands start without
+
+                wrong: EjkernelError = compat.without_our_frames(error)
             except TypeError:
-                wrong = misfit(called, signature, args, kwargs, aliases)
-                if wrong is None:  # the function itself raised the error
+                found = misfit(called, signature, args, kwargs, aliases)
+                if found is None:  # the function itself raised the error
                     raise
-            raise wrong
+                wrong = found
+            try:
+                raise wrong
+            finally:
+                del wrong  # with the traceback it would be a cycle that keeps arrays alive
 
         return checked
 

@@ -39,6 +39,11 @@ def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
     )
 
 
+def warn_of_environment(message: str, category: type[Warning]) -> None:
+    """Warn of something that no line of a program has caused."""
+    warnings.warn_explicit(message, category, filename="<environment>", lineno=0)
+
+
 def _frame_of_user(frame: FrameType) -> FrameType:
     found: FrameType | None = frame
     while found is not None:

@@ -147,7 +147,7 @@ def read_object(raw: bytes, schema: int, what: str) -> dict[str, Any]:
         SerializationError: The text is no such object, has another schema, or was altered.
     """
     whole = _is_whole(raw, _OBJECT)
-    data = parse_json(decoded(raw))
+    data = _stored(decoded(raw), whole)
     check_schema(data, schema, what)
     if not whole:
         raise SerializationError(_CHANGED)
@@ -163,11 +163,21 @@ def read_lines(raw: bytes, schema: int, what: str) -> list[str]:
     """
     lines = decoded(raw).split("\n")  # not splitlines, which also splits at other Unicode line separators
     if not _is_whole(raw, _LINE):
-        check_schema(parse_json(lines[0]), schema, what)
+        check_schema(_stored(lines[0], whole=False), schema, what)
         raise SerializationError(_CHANGED)
     if len(lines) < 3 or not lines[-2].startswith(_LINE[:3]):
         raise SerializationError("it has no complete lines before its digest")
     return lines[:-2]
+
+
+def _stored(text: str, whole: bool) -> Any:
+    """Return the data of a stored text; without its digest, a text that is no JSON was damaged."""
+    try:
+        return parse_json(text)
+    except SerializationError as error:
+        if whole:
+            raise
+        raise SerializationError(_CHANGED) from error
 
 
 def check_schema(data: object, schema: int, what: str) -> None:
