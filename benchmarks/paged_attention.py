@@ -157,7 +157,7 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
 def relative_error(actual: Any, expected: Any) -> float:
     """Return the norm of the difference relative to the norm of `expected`."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return float(f"{np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30):.3g}")
+    return float(f"{np.linalg.norm(actual - expected) / max(float(np.linalg.norm(expected)), 1e-30):.3g}")
 
 
 def error_of(case: Case, args: Sequence[jax.Array], out: jax.Array) -> float:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.published import Published, PublishedRow
+from ejkernel.ops.config.published import Published, published_params
 from ejkernel.ops.config.spaces.alternatives import alternatives
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
@@ -22,7 +22,6 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, Unsuppo
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
 from ejkernel.ops.utils.messages.names import did_you_mean
-from ejkernel.ops.utils.storage.serialize import from_plain
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -168,7 +167,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 why_not_untuned="" if name == names[0] else row.why_not_untuned,
             )
             for name in names
-            for row, params, fault in _published_params(self.implementations[name], call)
+            for row, params, fault in published_params(self.implementations[name], call)
         ]
 
     def published_on(self, device: str) -> Iterator[tuple[str, str, int]]:
@@ -471,22 +470,8 @@ def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[
     if isinstance(space, ConfigSpace):
         return space
     own = [params for params in space if implementation.params_fault(call, params) is None]
-    published = [params for _, params, fault in _published_params(implementation, call) if not fault]
+    published = [params for _, params, fault in published_params(implementation, call) if not fault]
     return list(dict.fromkeys((*own, *published))) if published else own
-
-
-def _published_params(implementation: Implementation[Any], call: Any) -> Iterator[tuple[PublishedRow, Any, str]]:
-    """Yield the rows published for a call, with their parameters and why these are invalid for it."""
-    facts = None if implementation.published is None else implementation.published_as(call)
-    if implementation.published is None or facts is None:
-        return
-    for row in implementation.published.rows({"device": call.device_fingerprint, **facts}):
-        try:
-            params = from_plain(row.params, implementation.params_type(backward=call.backward))
-        except ConfigError as error:  # of another version of the implementation
-            yield row, None, str(error)
-        else:
-            yield row, params, implementation.params_fault(call, params) or ""
 
 
 def _is_partitioned() -> bool:

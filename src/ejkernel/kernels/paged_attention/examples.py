@@ -31,8 +31,7 @@ def example_batches(tokens: int, sequences: int, most: int, rng: np.random.Gener
         rng: Source of random numbers.
     """
     if not sequences:
-        empty = Batch(np.zeros(1, np.int64), np.zeros(0, np.int64))
-        return {"uniform": empty}
+        return {"uniform": Batch(np.zeros(1, np.int64), np.zeros(0, np.int64))}
     even = np.diff(np.linspace(0, tokens, sequences + 1).astype(np.int64))
     mixed = np.minimum(np.arange(sequences) < tokens, 1)
     chunks = max(1, int(sequences * _CHUNK_SHARE))

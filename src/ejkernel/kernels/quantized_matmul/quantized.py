@@ -217,8 +217,7 @@ def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
 
 def check_quantized(name: str, array: Quantized) -> None:
     """Raise unless dtypes and shapes fit together."""
-    values, scale = array.values, array.scale
-    block: Any = array.block
+    values, scale, block = (getattr(array, part) for part in ("values", "scale", "block"))
     if not is_array(values) or str(values.dtype) not in LARGEST:
         raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
     if not isinstance(block, tuple) or len(block) > len(values.shape) or not all(map(_is_size, block)):

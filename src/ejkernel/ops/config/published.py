@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ejkernel.ops.config.estimates import WITHIN_ERROR
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.formatting import durations
+from ejkernel.ops.utils.storage.serialize import from_plain
 
 FOLDER: Final = "published"  # in the package's data
 Facts = Mapping[str, int | str]
@@ -121,3 +123,17 @@ class PublishedTable:
 
 def _key(facts: Facts) -> tuple[tuple[str, int | str], ...]:
     return tuple(sorted(facts.items()))
+
+
+def published_params(implementation: Any, call: Any) -> Iterator[tuple[PublishedRow, Any, str]]:
+    """Yield the rows published for a call of an implementation, with their parameters and why these are invalid."""
+    facts = None if implementation.published is None else implementation.published_as(call)
+    if facts is None:
+        return
+    for row in implementation.published.rows({"device": call.device_fingerprint, **facts}):
+        try:
+            params = from_plain(row.params, implementation.params_type(backward=call.backward))
+        except ConfigError as error:  # of another version of the implementation
+            yield row, None, str(error)
+        else:
+            yield row, params, implementation.params_fault(call, params) or ""

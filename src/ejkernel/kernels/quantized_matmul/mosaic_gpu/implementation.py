@@ -15,7 +15,7 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
-from .plan import STEP, MosaicGpuParams, quantized_plan
+from .plan import STEP, MosaicGpuParams, QuantizedPlan, quantized_plan
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
@@ -42,16 +42,13 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
     def params_fault(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
         plan = quantized_plan(call, params)
-        needed, sums = plan.shared_bytes(), plan.sums_per_thread()
-        if needed > hopper.SHARED_MEMORY:
-            return f"it needs {needed} bytes of shared memory; a block of threads has at most {hopper.SHARED_MEMORY}."
+        if plan.shared_bytes() > hopper.SHARED_MEMORY:
+            return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
         # Each tile starts at the first slot: with a remainder, a slot would be overwritten while it is copied.
         if plan.pieces % plan.out_slots:
             return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {plan.out_slots}."
-        if sums > _MOST_SUMS:
-            return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {_MOST_SUMS} leave enough."
-        if not plan.promoted and sums > 128:
-            return f"one accumulator has at most 128 registers per thread, got {sums}; use smaller tiles."
+        if fault := _register_fault(plan):
+            return fault
         if plan.blocks and (params.block_m, plan.parts) != (128, 1):
             return f"blocks' scales need block_m=128 and block_n of at most 192, got {params.block_m, params.block_n}."
         # While sums are promoted, the stages of a chunk are held together.
@@ -90,6 +87,15 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
     def forward(self, call: QuantizedMatmulCall, /, *args: Any, params: MosaicGpuParams) -> tuple[jax.Array, Any]:
         """Return the product, without residuals."""
         return launch.product(call, args, params), ()
+
+
+def _register_fault(plan: QuantizedPlan) -> str | None:
+    sums = plan.sums_per_thread()
+    if sums > _MOST_SUMS:
+        return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {_MOST_SUMS} leave enough."
+    if not plan.promoted and sums > 128:
+        return f"one accumulator has at most 128 registers per thread, got {sums}; use smaller tiles."
+    return None
 
 
 def _operands_reason(call: QuantizedMatmulCall) -> str | None:
