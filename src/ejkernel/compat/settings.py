@@ -107,12 +107,15 @@ def _of_process(holder: Any) -> Any:
 
 # JAX's own filter then leaves our frames out of tracebacks, unless JAX_TRACEBACK_FILTERING=off. Unlike its
 # `register_exclusion`, this leaves the source lines in programs as they are.
-_traceback_util._exclude_paths.append(str(Path(str(ejkernel.__file__)).parent))
+_PARTS = ("_exclude_paths", "_filtering_mode", "filter_traceback")
+_filters_frames = all(hasattr(_traceback_util, name) for name in _PARTS)  # without them tracebacks are only longer
+if _filters_frames:
+    _traceback_util._exclude_paths.append(str(Path(str(ejkernel.__file__)).parent))
 
 
 def without_our_frames(error: _E) -> _E:
     """Return an error without the frames of JAX and ejkernel, which `JAX_TRACEBACK_FILTERING=off` keeps."""
-    if error.__traceback__ is None or _traceback_util._filtering_mode() == "off":
+    if not _filters_frames or error.__traceback__ is None or _traceback_util._filtering_mode() == "off":
         return error
     return error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
 
