@@ -94,6 +94,7 @@ def supported(*, queries=1024, **fields):
     return MosaicGpu().unsupported(describe(types, SMALL.rules, **options, **fields))
 
 
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("precision", ["highest", "float32", "high", "tensorfloat32"])
 def test_a_higher_default_precision_refuses_to_round(precision):
     reason = supported(default_precision=precision)
@@ -101,6 +102,7 @@ def test_a_higher_default_precision_refuses_to_round(precision):
     assert reason is None or precision in reason
 
 
+@pytest.mark.usefixtures("single")
 def test_sums_over_very_many_rows_are_left_to_others():
     assert supported(queries=8192, backward=True) is None
     assert "32768" in supported(queries=16384, backward=True)
