@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
@@ -278,8 +279,8 @@ class _Kernel:
             empty = total == 0.0
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             factor = jnp.where(empty, 0.0, 1 / total)
-            self.buffers.share[...] = state.acc * across(factor, state.acc.shape)
+            compat.store_as_it_is(self.buffers.share, state.acc * across(factor, state.acc.shape))
             plgpu.commit_smem()
             self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
             lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))
-            self.results.share_lse.at[slot][...] = lse
+            compat.store_as_it_is(self.results.share_lse.at[slot], lse)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
@@ -195,7 +196,7 @@ class TileStore:
         for token in range(self.plan.tile_tokens):
             pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
         if self.outputs.lse is not None:
-            self.outputs.lse.at[item.number][...] = lse * (1 / LOG2_E)
+            compat.store_as_it_is(self.outputs.lse.at[item.number], lse * (1 / LOG2_E))
 
     def _copy_token(self, item: Item, token: int) -> None:
         group = self.plan.group
