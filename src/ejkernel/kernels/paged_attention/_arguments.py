@@ -175,16 +175,7 @@ def canonical_plan(plan: Any, q: Any, kv_pages: Any, page_table: Any, window: in
         return plan
     if not isinstance(plan, PagedPlan):
         raise ArgumentError(f"plan must be the result of paged_plan, or None; got {type(plan).__name__}.")
-    pages, page_size, kv_heads = kv_pages.shape[:3]
-    wanted = BatchShape(
-        tokens=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=kv_heads,
-        pages=pages,
-        page_size=page_size,
-        table=tuple(page_table.shape),
-        window=window,
-    )
+    wanted = BatchShape.of(q.shape, kv_pages.shape, tuple(page_table.shape), window)
     differences = wanted.differences(plan.shape)
     if differences:
         named = "; ".join(f"{name} is {other}, not {own}" for name, (own, other) in differences.items())

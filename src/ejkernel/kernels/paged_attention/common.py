@@ -61,16 +61,7 @@ class PagedCall(OperationCall):
     @property
     def batch_shape(self) -> BatchShape:
         """The sizes that a plan depends on."""
-        pages, page_size, kv_heads = self.pages[:3]
-        return BatchShape(
-            tokens=self.q[0],
-            heads=self.q[1],
-            kv_heads=kv_heads,
-            pages=pages,
-            page_size=page_size,
-            table=self.table,
-            window=self.window,
-        )
+        return BatchShape.of(self.q, self.pages, self.table, self.window)
 
     @property
     def planned_shape(self) -> BatchShape:

@@ -62,6 +62,22 @@ class BatchShape:
     table: tuple[int, ...]
     window: int | None
 
+    @classmethod
+    def of(
+        cls, q: tuple[int, ...], kv_pages: tuple[int, ...], page_table: tuple[int, ...], window: int | None
+    ) -> BatchShape:
+        """Return the sizes of a batch with arrays of these shapes."""
+        pages, page_size, kv_heads = kv_pages[:3]
+        return cls(
+            tokens=q[0],
+            heads=q[1],
+            kv_heads=kv_heads,
+            pages=pages,
+            page_size=page_size,
+            table=page_table,
+            window=window,
+        )
+
     @property
     def tile_queries(self) -> int:
         """Tokens of a prefill tile."""
@@ -74,8 +90,8 @@ class BatchShape:
         own, others = (
             found | {"heads / kv_heads": x.heads // x.kv_heads} for found, x in ((own, self), (others, other))
         )
-        unknown = (-1, (-1, -1))
-        return {name: (own[name], others[name]) for name in own if own[name] != others[name] not in unknown}
+        known = [name for name, size in others.items() if size not in (-1, (-1, -1))]
+        return {name: (own[name], others[name]) for name in known if own[name] != others[name]}
 
 
 @jax.tree_util.register_dataclass

@@ -139,6 +139,7 @@ def backward(
     rules: Rules,
     params: BackwardParams,
     *,
+    in_range: bool = False,
     interpret: Any = None,
 ) -> Gradients:
     """Return the gradients of query, key, value and bias, in the operands' dtypes.
@@ -149,6 +150,7 @@ def backward(
         dout: Cotangent of the output.
         rules: The forward's.
         params: Launch parameters that `params_fault` accepts.
+        in_range: Whether `dout` is so small that no gradient leaves the range of float16.
         interpret: `InterpretGPUParams` to simulate the kernels on a CPU; `None` runs them on a GPU.
     """
     # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
@@ -157,7 +159,7 @@ def backward(
 
     def pull(operands: Operands, residuals: Residuals, dout: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernels count in int32
-            found = _gradients(operands, residuals, dout, rules, params, interpret)
+            found = _gradients(operands, residuals, dout, rules, params, interpret, in_range=in_range)
         return tuple(x for x in found if x is not None)
 
     dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(operands, residuals, dout)
@@ -171,10 +173,12 @@ def _gradients(
     rules: Rules,
     params: BackwardParams,
     interpret: Any,
+    *,
+    in_range: bool,
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
     problem = backward_problem(describe(operands, rules))
-    factor = _range_factor(operands, dout) if has_small_range(problem.dtype) else None
+    factor = None if in_range or not has_small_range(problem.dtype) else _range_factor(operands, dout)
     if factor is not None:
         dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))

@@ -21,7 +21,6 @@ from .params import BackwardParams, ForwardParams
 
 _LARGEST = 65504.0  # of float16
 _ROOM = 2.0**14
-_AXES = (1, 2, 3)
 
 
 class _Half(NamedTuple):
@@ -51,7 +50,8 @@ def backward_of_single(
     """Return the gradients in float32, as `launch.backward`."""
     half, (out, lse) = _half(operands), residuals
     factor = _cotangent_factor(half.operands, dout, rules)
-    found = backward(half.operands, (out * half.value, lse), dout * factor, rules, params, interpret=interpret)
+    residuals, dout = (out * half.value, lse), dout * factor
+    found = backward(half.operands, residuals, dout, rules, params, in_range=True, interpret=interpret)
     dquery, dkey, dvalue = (x.astype(jnp.float32) / factor for x in found[:3])
     dbias = None if found[3] is None else found[3] / factor / half.value
     # One factor after the other: their products may be out of range of float32.
@@ -59,15 +59,18 @@ def backward_of_single(
 
 
 def _half(operands: Operands) -> _Half:
-    # The gradient of a bias may be a sum over examples, which then need the same factor.
-    axes = _AXES if operands.bias is None else (0, *_AXES)
-    query, key, value = operands[:3]
+    axes, (query, key, value) = _axes(operands), operands[:3]
     at_query = power_of_two((exponents(key, axes) - exponents(query, axes)) // 2)
     at_value = power_of_two(-exponents(value, axes))
     scaled = (query * at_query, key / at_query, value * at_value)
     return _Half(
         operands._replace(**dict(zip(Operands._fields, map(_rounded, scaled), strict=False))), at_query, at_value
     )
+
+
+def _axes(operands: Operands) -> tuple[int, ...]:
+    """Return the axes that share a factor: those of an example, or all, as a bias's gradient may be a sum over them."""
+    return (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -81,7 +84,7 @@ def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.
     The weights of a row add up to 1. Those of a column may add up to the number of queries, if all of them see only
     this key, so that its gradients are sums over all rows of the heads that share it.
     """
-    axes = _AXES if operands.bias is None else (0, *_AXES)
+    axes = _axes(operands)
     query, key, value = (x.astype(jnp.float32) for x in operands[:3])
     groups = key.shape[2]
 
