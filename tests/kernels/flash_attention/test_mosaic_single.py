@@ -84,7 +84,11 @@ def test_gradients_that_are_sums_over_all_rows_stay_in_range(single):
 @pytest.mark.slow
 def test_a_bias_of_all_examples_has_a_gradient(single):
     case = dataclasses.replace(SMALL, bias=(1, 2, 64, 64))
-    assert_digits(*results(single, case.operands(), case.rules, random_cotangent(case)))
+    operands = case.operands()
+    assert_digits(*results(single, operands, case.rules, random_cotangent(case)))
+    narrow = operands._replace(bias=operands.bias.astype(jnp.bfloat16))
+    found, _ = results(single, narrow, case.rules, random_cotangent(case))
+    assert found[-1].dtype == jnp.bfloat16
 
 
 def supported(*, queries=1024, **fields):

@@ -68,15 +68,8 @@ class BatchShape:
     ) -> BatchShape:
         """Return the sizes of a batch with arrays of these shapes."""
         pages, page_size, kv_heads = kv_pages[:3]
-        return cls(
-            tokens=q[0],
-            heads=q[1],
-            kv_heads=kv_heads,
-            pages=pages,
-            page_size=page_size,
-            table=page_table,
-            window=window,
-        )
+        cache = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+        return cls(tokens=q[0], heads=q[1], **cache, table=page_table, window=window)
 
     @property
     def tile_queries(self) -> int:

@@ -39,21 +39,16 @@ def forward_of_single(operands: Operands, rules: Rules, params: ForwardParams, *
 
 
 def backward_of_single(
-    operands: Operands,
-    residuals: Residuals,
-    dout: jax.Array,
-    rules: Rules,
-    params: BackwardParams,
-    *,
-    interpret: Any = None,
+    operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams, **options: Any
 ) -> Gradients:
-    """Return the gradients in float32, as `launch.backward`."""
+    """Return the gradients in the operands' dtypes, as `launch.backward`, with its `options`."""
     half, (out, lse) = _half(operands), residuals
     factor = _cotangent_factor(half.operands, dout, rules)
-    residuals, dout = (out * half.value, lse), dout * factor
-    found = backward(half.operands, residuals, dout, rules, params, in_range=True, interpret=interpret)
-    dquery, dkey, dvalue = (x.astype(jnp.float32) / factor for x in found[:3])
-    dbias = None if found[3] is None else found[3] / factor / half.value
+    scaled = out * half.value, lse
+    found = backward(half.operands, scaled, dout * factor, rules, params, in_range=True, **options)
+    dquery, dkey, dvalue, dbias = jax.tree.map(lambda x: x.astype(jnp.float32) / factor, found)
+    if dbias is not None and operands.bias is not None:
+        dbias = (dbias / half.value).astype(operands.bias.dtype)
     # One factor after the other: their products may be out of range of float32.
     return dquery / half.value * half.query, dkey / half.value / half.query, dvalue, dbias
 
