@@ -24,7 +24,7 @@ from .params import BackwardParams, ForwardParams
 from .plan import TILE_ROWS
 from .single import backward_of_single, forward_of_single
 
-_MOST_SINGLE_ROWS = 16384
+_MOST_SINGLE_ROWS = 32768
 _ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
 
 

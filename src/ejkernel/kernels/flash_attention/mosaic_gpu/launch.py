@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -139,7 +140,7 @@ def backward(
     rules: Rules,
     params: BackwardParams,
     *,
-    in_range: bool = False,
+    raised: int | None = None,
     interpret: Any = None,
 ) -> Gradients:
     """Return the gradients of query, key, value and bias, in the operands' dtypes.
@@ -150,7 +151,7 @@ def backward(
         dout: Cotangent of the output.
         rules: The forward's.
         params: Launch parameters that `params_fault` accepts.
-        in_range: Whether `dout` is so small that no gradient leaves the range of float16.
+        raised: `BackwardProblem.raised`, if `dout` is so small that no gradient leaves the range of float16.
         interpret: `InterpretGPUParams` to simulate the kernels on a CPU; `None` runs them on a GPU.
     """
     # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
@@ -159,7 +160,7 @@ def backward(
 
     def pull(operands: Operands, residuals: Residuals, dout: jax.Array) -> tuple[jax.Array, ...]:
         with jax.enable_x64(False):  # the kernels count in int32
-            found = _gradients(operands, residuals, dout, rules, params, interpret, in_range=in_range)
+            found = _gradients(operands, residuals, dout, rules, params, interpret, raised=raised)
         return tuple(x for x in found if x is not None)
 
     dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(operands, residuals, dout)
@@ -174,11 +175,11 @@ def _gradients(
     params: BackwardParams,
     interpret: Any,
     *,
-    in_range: bool,
+    raised: int | None,
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
-    problem = backward_problem(describe(operands, rules))
-    factor = None if in_range or not has_small_range(problem.dtype) else _range_factor(operands, dout)
+    problem = dataclasses.replace(backward_problem(describe(operands, rules)), raised=raised or 0)
+    factor = None if raised is not None or not has_small_range(problem.dtype) else _range_factor(operands, dout)
     if factor is not None:
         dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
@@ -329,6 +330,7 @@ def row_shift(lse: jax.Array, problem: BackwardProblem) -> jax.Array:
     Its unit is that of the products of query and key; with a soft cap, of logarithms to the base 2; with a bias, of the
     scores: if the lowest float hides a whole row, its log-sum-exp is that float, which any factor would make infinite.
     """
+    lse = lse - problem.raised / LOG2_E
     if problem.shift_in_scores:
         return lse * (-1 / problem.rules.scale)
     return lse * -LOG2_E if problem.bias is None else -lse

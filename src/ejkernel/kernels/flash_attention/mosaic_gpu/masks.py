@@ -180,7 +180,7 @@ def probabilities(
             weights = jnp.exp2(scores * LOG2_E + terms.shift)
         else:
             # With a bias of -1e9 scores are multiples of 64, and forward and backward round them differently.
-            weights = jnp.exp2(jnp.minimum(scores + terms.shift, 0.0) * LOG2_E)
+            weights = jnp.exp2(jnp.minimum(scores + terms.shift, problem.raised / LOG2_E) * LOG2_E)
         if terms.bias is not None and rules.cap_after_bias:  # the cap makes a bias of minus infinity finite
             weights = jnp.where(terms.bias == -jnp.inf, 0.0, weights)
     if terms.mask:

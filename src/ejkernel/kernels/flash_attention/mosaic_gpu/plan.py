@@ -279,10 +279,13 @@ class BackwardProblem(AttentionSizes):
         bias_dtype: The dtype in which the bias is loaded.
         bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
         pieced: As in `ForwardPlan`, of query, key, value and their gradients.
+        raised: Exponent of the power of two that multiplies the weights before they are rounded to `dtype`; the stored
+            gradients are free of it. In float16 the small weights of long rows would lose digits.
     """
 
     dtype: Any
     pieced: bool = False
+    raised: int = 0
     segments: bool = False
     key_lengths: bool = False
     mask: bool = False
@@ -312,8 +315,8 @@ class BackwardProblem(AttentionSizes):
 
     @property
     def value_scale(self) -> float:
-        """Factor on the sums for value and bias: the dropout's."""
-        return 1 / (1 - self.rules.dropout_rate)
+        """Factor on the sums for value and bias: the dropout's, without the weights' power of two."""
+        return 2.0**-self.raised / (1 - self.rules.dropout_rate)
 
     @property
     def bias_gradient_dtype(self) -> Any:

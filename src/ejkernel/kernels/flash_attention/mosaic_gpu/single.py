@@ -21,6 +21,8 @@ from .params import BackwardParams, ForwardParams
 
 _LARGEST = 65504.0  # of float16
 _ROOM = 2.0**14
+# A cotangent whose sums over all rows fit in float16 leaves few digits to one row's weights and gradients of scores.
+_RAISED = 8
 
 
 class _Half(NamedTuple):
@@ -45,7 +47,7 @@ def backward_of_single(
     half, (out, lse) = _half(operands), residuals
     factor = _cotangent_factor(half.operands, dout, rules)
     scaled = out * half.value, lse
-    found = backward(half.operands, scaled, dout * factor, rules, params, in_range=True, **options)
+    found = backward(half.operands, scaled, dout * factor, rules, params, raised=_RAISED, **options)
     dquery, dkey, dvalue, dbias = jax.tree.map(lambda x: x.astype(jnp.float32) / factor, found)
     if dbias is not None and operands.bias is not None:
         dbias = (dbias / half.value).astype(operands.bias.dtype)
@@ -96,7 +98,7 @@ def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.
     rows, slope = norms(dout * first), 2 * largest(norms(value)) / (1 - rules.dropout_rate)
     of_scores = slope * rows  # limits the gradient of the scores of each row
     limits = (
-        largest(of_scores),
+        largest(of_scores) * 2**_RAISED,
         largest(of_scores) * rules.scale * largest(key),
         largest_sum(of_scores * norms(query)) * rules.scale,
         largest_sum(rows) / (1 - rules.dropout_rate),
