@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,9 @@ def paged(q: jax.Array, cache: jax.Array, batch: Batch, plan: PagedPlan) -> jax.
     return paged_attention(q, cache, *batch[2:], plan=plan)
 
 
-def gathered(q: jax.Array, cache: jax.Array, batch: Batch, plan: PagedPlan) -> jax.Array:
+def gathered(
+    q: jax.Array, cache: jax.Array, batch: Batch, plan: PagedPlan, implementation: Literal["xla", "cudnn"] | None = None
+) -> jax.Array:
     """Attend to a padded copy of all pages with `jax.nn`; only for one new token of each sequence."""
     both = cache[batch.page_table].reshape(batch.page_table.shape[0], -1, *cache.shape[2:])
     queries = jnp.diff(batch.query_offsets)
@@ -88,6 +90,7 @@ def gathered(q: jax.Array, cache: jax.Array, batch: Batch, plan: PagedPlan) -> j
         both[:, :, :, 1],
         query_seq_lengths=queries,
         key_value_seq_lengths=batch.kv_lengths,
+        implementation=implementation,
     )
     return out[:, 0]
 

@@ -26,6 +26,7 @@ from server import Counts, Request, Server
 
 PAGES = 100  # few, so that requests are preempted
 LARGER = Model(layers=4, width=512, heads=16, kv_heads=4, head_dim=64, dtype="bfloat16")
+FOR_A_GPU = Model(layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, vocabulary=32_000, dtype="bfloat16")
 
 
 def serve(server: Server, count: int, rng: np.random.Generator, vocabulary: int) -> tuple[list[Request], int, int]:
@@ -63,16 +64,16 @@ def wrong_texts(model: Model, weights: Any, requests: list[Request]) -> int:
     return wrong
 
 
-def decode_step(lengths: list[int], attend: Attend, page_size: int = 16) -> Any:
+def decode_step(model: Model, lengths: list[int], attend: Attend, page_size: int = 16) -> Any:
     """Return a function that runs one decode step of sequences of these lengths, and blocks until it is done."""
-    weights, count = parameters(LARGER), len(lengths)
+    weights, count = parameters(model), len(lengths)
     columns = -(-max(lengths) // page_size)
     table = np.random.default_rng(0).permutation(count * columns).reshape(count, columns).astype(np.int32)
     ends = np.asarray(lengths, np.int32)
     tokens, offsets = np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int32)
     batch = Batch(tokens, ends - 1, *map(jnp.asarray, (table, offsets, ends)))
-    run = jax.jit(functools.partial(step, LARGER, attend=attend), donate_argnums=1)
-    cached = caches(LARGER, count * columns, page_size)
+    run = jax.jit(functools.partial(step, model, attend=attend), donate_argnums=1)
+    cached = caches(model, count * columns, page_size)
 
     def once() -> None:
         nonlocal cached
@@ -84,21 +85,33 @@ def decode_step(lengths: list[int], attend: Attend, page_size: int = 16) -> Any:
 
 def compare(turns: int = 15) -> None:
     """Print the time of a decode step with `paged_attention`, and with a gather and `jax.nn`, in interleaved steps."""
-    rng = np.random.default_rng(0)
-    for name, lengths in (("16 x 1,024", [1024] * 16), ("16 of 32..2,048", rng.integers(32, 2049, 16).tolist())):
-        steps = {"paged_attention": decode_step(lengths, paged), "gather + jax.nn": decode_step(lengths, gathered)}
-        times: dict[str, list[float]] = {kind: [] for kind in steps}
-        for turn in range(turns + 1):
-            for kind, once in steps.items():
-                begin = time.perf_counter()
-                once()
-                times[kind] += [time.perf_counter() - begin] * (turn > 0)  # the first step compiles
-        medians = {kind: statistics.median(own) for kind, own in times.items()}
-        size = sum(lengths) * LARGER.layers * LARGER.kv_heads * 2 * LARGER.head_dim * jnp.dtype(LARGER.dtype).itemsize
+    rng, on_gpu = np.random.default_rng(0), jax.default_backend() == "gpu"
+    model = FOR_A_GPU if on_gpu else LARGER
+    count, length, low, high = (64, 4096, 128, 8192) if on_gpu else (16, 1024, 32, 2048)
+    attends = {"paged_attention": paged, "gather + jax.nn": gathered}
+    if on_gpu:
+        attends["gather + cuDNN"] = functools.partial(gathered, implementation="cudnn")
+    ragged = rng.integers(low, high + 1, count).tolist()
+    for name, lengths in ((f"{count} x {length:,}", [length] * count), (f"{count} of {low}..{high:,}", ragged)):
+        medians = median_times({kind: decode_step(model, lengths, attend) for kind, attend in attends.items()}, turns)
+        size = sum(lengths) * model.layers * model.kv_heads * 2 * model.head_dim * jnp.dtype(model.dtype).itemsize
         for kind, seconds in medians.items():
-            rate, bandwidth = len(lengths) / seconds, size / seconds / 1e9
-            print(f"{name:16} {kind:16} {1e3 * seconds:8.1f} ms  {rate:8.0f} tokens/s  {bandwidth:6.2f} GB/s of KV")
-        print(f"{name:16} ratio {medians['gather + jax.nn'] / medians['paged_attention']:.2f}")
+            rate, bandwidth, ratio = count / seconds, size / seconds / 1e9, seconds / medians["paged_attention"]
+            print(
+                f"{name:17} {kind:16} {1e3 * seconds:8.1f} ms  {rate:8.0f} tokens/s  {bandwidth:7.2f} GB/s of KV"
+                f"  {ratio:5.2f} x"
+            )
+
+
+def median_times(steps: dict[str, Any], turns: int) -> dict[str, float]:
+    """Return the median seconds of each step, all run in turn; the first run of each compiles."""
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for turn in range(turns + 1):
+        for kind, once in steps.items():
+            begin = time.perf_counter()
+            once()
+            times[kind] += [time.perf_counter() - begin] * (turn > 0)
+    return {kind: statistics.median(own) for kind, own in times.items()}
 
 
 def main() -> int:

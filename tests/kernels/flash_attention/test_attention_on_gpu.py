@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on a Hopper GPU, at sizes that a simulation cannot reach."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import flash_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("gpu")]
+
+
+def by_jax(query, key, value):
+    """Return attention by products in float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * query.shape[-1] ** -0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value, precision="highest")
+
+
+def gradients(attend, query, key, value, dout):
+    return jax.vjp(attend, query, key, value)[1](dout)
+
+
+def drawn(shape, dtype):
+    return [jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(0), 4)]
+
+
+def test_float32_gradients_of_long_rows_keep_their_digits():
+    arrays = drawn((1, 16384, 1, 64), jnp.float32)
+    ours = jax.jit(functools.partial(gradients, functools.partial(flash_attention, implementation="mosaic_gpu")))
+    expected = jax.jit(functools.partial(gradients, by_jax))(*arrays)
+    for found, exact in zip(ours(*arrays), expected, strict=True):
+        assert jnp.linalg.norm(found - exact) < 1e-3 * jnp.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("loop", [jax.lax.map, jax.vmap], ids=["map", "vmap"])
+def test_gradients_of_slices_equal_those_of_whole_arrays(loop):
+    """XLA must not pass slices to a kernel that updates an operand in place."""
+    arrays = drawn((3, 2, 512, 4, 128), jnp.bfloat16)
+    ours = functools.partial(gradients, functools.partial(flash_attention, causal=True))
+    batched = (lambda *xs: jax.lax.map(lambda x: ours(*x), xs)) if loop is jax.lax.map else jax.vmap(ours)
+    for index, one in enumerate(zip(*jax.jit(batched)(*arrays), strict=True)):
+        alone = jax.jit(ours)(*(x[index] for x in arrays))
+        for found, expected in zip(one, alone, strict=True):
+            np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=2e-2)
