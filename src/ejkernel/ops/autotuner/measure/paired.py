@@ -155,6 +155,13 @@ class PairedSampling(Sampling):
         return super().next_round()[:: -1 if self._round % 2 else 1]
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """The finished rounds, and the rounds until the next look at the samples."""
+        done, first = super().progress
+        looks = math.ceil(max(1, done - self.plan.discard) / self.plan.rounds)
+        return done, first + (looks - 1) * self.plan.rounds
+
+    @property
     def comparison(self) -> PairedComparison:
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
