@@ -74,9 +74,7 @@ class Timing:
             return (stop or self.stop)()
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
-            measurements = interleaved(
-                functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left
-            )
+            measurements = interleaved(functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # The measurement does not know the compilation time.
