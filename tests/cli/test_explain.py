@@ -75,13 +75,20 @@ def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     assert status == 0
     forward, backward = out.split("\n\n")
     assert forward.startswith("explained@v0  f32[4,4]\nkey ")
-    assert "override    no cfg= was given" in forward
+    assert forward.splitlines()[2] == "no answer   override, overlay, memory"
     assert forward.splitlines()[-1].endswith(", from persistent")
     assert backward.startswith("explained.bwd@v0")
-    assert "persistent  no entry" in backward
+    assert "\nno answer   override, overlay, memory, persistent, shipped, autotune, sister\nforward     " in backward
     assert backward.splitlines()[-1].endswith(", from forward")
     assert "a program may print" in err
     assert "1 of 2 calls with a measured configuration; `ejkernel tune explained_program:step` measures the rest" in err
+
+
+def test_a_verbose_explanation_has_a_line_for_every_tier(folder, capsys):
+    forward, backward = run(capsys, "explain", "explained_program:step", "--cache", "cache", "-v")[1].split("\n\n")
+    assert "override    no cfg= was given" in forward
+    assert "persistent  no entry" in backward
+    assert "no answer" not in forward + backward
 
 
 def test_explain_as_json_has_every_tier(folder, capsys):
@@ -142,7 +149,7 @@ def test_a_program_is_explained_for_the_target(folder, capsys):
     status, out, err = run(capsys, "explain", "explained_program:step", "--target", "tpu_v6e")
     assert (status, "on tpu:tpu_v6_lite" in err) == (0, True)
     assert re.search(r"^key \w+ on tpu:tpu_v6_lite$", out, re.M)
-    assert re.search(r"^estimated +no estimates$", out, re.M)
+    assert re.search(r"^no answer +override, .*estimated$", out, re.M)
     assert run(capsys, "explain", "--missed", "--target", "tpu_v6e")[0] == 2
 
 

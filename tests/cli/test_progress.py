@@ -8,10 +8,11 @@ import io
 import jax
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
-from ejkernel.cli.progress import bars
+from ejkernel.cli.progress import SearchBar, bars
 from ejkernel.modules import RmsNorm, RmsNormConfig
-from ejkernel.ops import CandidateFinished, Invocation
+from ejkernel.ops import CandidateFinished, Invocation, RoundsFinished
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
@@ -63,6 +64,33 @@ def test_the_line_fits_and_names_the_confirmation_run(columns, words):
     assert words in text.getvalue()
     assert "…" not in text.getvalue()
     assert "left" not in text.getvalue()
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+ROUNDS = [
+    (False, 0, 0.0, "measuring 12 candidates, round 1 of 16"),
+    (False, 8, 16.0, "measuring 12 candidates, round 9 of 16, about 16 s left, then confirming"),
+    (True, 0, 20.0, "confirming the best of 40, round 1 of 16"),
+    (True, 4, 22.0, "confirming the best of 40, round 5 of 16, about 6 s left"),
+]
+
+
+def test_measurements_have_a_round_and_the_time_left():
+    clock, said = Seconds(), []
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(console=console) as progress:
+        shown = SearchBar(progress, console, 1, "tuning", clock=clock)
+        shown.step(CALLS[0], 40, 40)
+        for is_confirmation, done, clock.now, _ in ROUNDS:
+            shown.hear(RoundsFinished(CALLS[0].key, 12, done, 16, is_confirmation))
+            said.append(progress.tasks[0].fields["note"].partition("rms_norm: ")[2])
+    assert said == [words for *_, words in ROUNDS]
 
 
 def test_candidates_count_as_compiling_until_one_has_a_time(screen):

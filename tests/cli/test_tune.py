@@ -8,13 +8,21 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.cli import tune as commands
 from ejkernel.cli.progress import _time_left
-from ejkernel.ops import AutotuningResult
+from ejkernel.ops import (
+    AutotunePolicy,
+    AutotuningResult,
+    ConfigSelectorChain,
+    Invocation,
+    NoConfigError,
+    PersistentCache,
+)
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
@@ -151,17 +159,27 @@ def test_an_undecided_call_keeps_its_entry_and_is_named(program, capsys, monkeyp
     status, out, err = noisy_run("--cache", "saved", "--force")
     assert (status, "not saved: undecided, so the saved configuration, repeats=1, stays" in out) == (0, True)
     assert "the saved configurations stay" in err
+    assert "1 undecided (product@v0" in err
     assert "undecided" not in noisy_run("--cache", "saved")[2]
     noisy_run("--cache", "new")
-    says = "1 undecided (product@v0 f32[128,128] x2); --force --budget SECONDS gives more time."
+    says = "1 undecided (product@v0 f32[128,128] x2); `--force --budget 20` gives twice the time."
     assert says in noisy_run("--cache", "new")[2]
+
+
+def selector(folder):
+    return ConfigSelectorChain(persistent=PersistentCache(folder), policy=AutotunePolicy(heuristic=False))
 
 
 def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, capsys):
     arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
     status, out, err = run(capsys, *arguments, "--budget", "0.000001")
-    assert (status, "none saved yet; run the command again to continue" in err) == (1, True)
+    assert (status, "none saved yet" in err) == (1, True)
+    assert "2 calls are not finished: run the command again to continue. Until then they have no saved" in err
+    kernel, chain = sys.modules["program"].product, selector(program / "saved")
+    inv = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((128, 128), "float32"),) * 2)
+    with pytest.raises(NoConfigError, match=r"its search is partial \(1 of 4\); tuning again continues it"):
+        chain.resolve(inv, kernel)
     assert "already tuned" not in err
     assert "not finished (1 of 4)" in out
     assert "kept" not in out

@@ -101,7 +101,7 @@ def test_arguments_are_checked():
     sequence = pool.allocate(9)
     with pytest.raises(ArgumentError, match=r"columns must be at least 3"):
         pool.table([sequence], columns=2)
-    with pytest.raises(ArgumentError, match=r"sequence must be one of the pool's 1, got 7"):
+    with pytest.raises(ArgumentError, match=r"must be the number of a sequence of the pool \(0\), got 7; freed"):
         pool.free(7)
 
 

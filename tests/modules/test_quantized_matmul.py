@@ -218,7 +218,7 @@ def test_shards_of_blocks_must_begin_and_end_with_a_block():
     ("change", "message"),
     [
         ({"x": normal(4, 16), "w": normal(16, 4)}, "x or w must be quantised"),
-        ({"w": quantize(normal(8, 4))}, "x and w must have one k"),
+        ({"w": quantize(normal(8, 4))}, r"x must be \[..., k\] and w \[k, n\] with the same k, got .*\[8, 4\]"),
         ({"w": quantize(normal(2, 16, 4))}, r"w a matrix"),
         ({"accumulation": "coarse"}, "accumulation must be one of exact, fast"),
         ({"transpose_w": 1}, "transpose_w must be True or False"),
@@ -263,7 +263,7 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
     for change, message in (
         ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be one of"),
         ({"w": normal(2, 16, 4)}, "w a matrix"),
-        ({"w": normal(8, 4)}, "x and w must have one k"),
+        ({"w": normal(8, 4)}, r"w a matrix \[k, n\]; got .*\[8, 4\]"),
         ({"implementation": "cudnn"}, "implementation must be one of"),
     ):
         call = {"x": normal(4, 16), "w": normal(16, 4)} | change

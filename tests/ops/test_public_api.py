@@ -70,6 +70,7 @@ DOCUMENTED = [
     "PersistentCache",
     "RayExecutor",
     "Resolution",
+    "RoundsFinished",
     "SearchFinished",
     "SearchStarted",
     "SerializationError",

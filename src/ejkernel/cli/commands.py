@@ -243,12 +243,15 @@ def _share_devices() -> None:
 @aim
 @read_cache
 @as_json
-def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, cache: Path | None, as_json: bool) -> int:
+@click.option("--verbose", "-v", is_flag=True, help="Also print each tier that has no answer for the usual reason.")
+def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **options: Any) -> int:
     """Explain where each call of a program gets its configuration.
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
-    down to the first hit. Nothing is measured or saved. With --target, the program of MODULE:FUNCTION is traced for
-    that device, which need not be here.
+    down to the first hit: cfg= of the call (override), overlays, memory, saved entries (persistent), entries in the
+    package for this device (shipped) or a similar one (sister), the entry of the forward call, the heuristic. Nothing
+    is measured or saved. With --target, the program of MODULE:FUNCTION is traced for that device, which need not be
+    here.
     """
     if bool(target) == missed:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
@@ -257,7 +260,7 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, ca
     _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 
-    run_explain(target, imports, missed=missed, cache=cache, as_json=as_json, device=device)
+    run_explain(target, imports, missed=missed, device=device, **options)
     return 0
 
 
@@ -320,17 +323,24 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
 @click.argument("prefix", required=False, default="")
 @read_cache
 @as_json
-@click.option("--log", metavar="PREFIX", help="Print the last search of each call with this start of key or operation.")
+@click.option(
+    "--log",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[PREFIX]",
+    help="Print the last search of each of these calls, with all candidates.",
+)
 def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int:
     """List the saved configurations with their measurements.
 
     PREFIX is the start of the key or of the name of the operation; without it, all are listed.
     """
-    if prefix and log is not None:
-        raise click.UsageError("pass PREFIX or --log.")
+    if prefix and log:
+        raise click.UsageError(f"got two prefixes, {prefix!r} and {log!r}; pass one.")
     from ejkernel.cli.show import run_show
 
-    return run_show(cache, as_json, log, prefix)
+    return run_show(cache, as_json, (log or prefix) if log is not None else None, prefix)
 
 
 @click.command("report")

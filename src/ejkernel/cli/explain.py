@@ -32,6 +32,22 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
+# Answers of tiers that say nothing about the call.
+_USUAL = frozenset(
+    {
+        "no cfg= was given",
+        "none in force",
+        "nothing remembered",
+        "no entry",
+        "no entry of a similar device",
+        "no estimates",
+        "none for this call",
+        "the policy does not allow it (autotune=False)",
+        "the call is a forward call",
+        "the kernel has a heuristic for the backward call",
+        "its forward call has no measured configuration either",
+    }
+)
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
     "gradients, under jax.grad."
@@ -39,7 +55,14 @@ _NAMES = (
 
 
 def run_explain(
-    target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool, device: str = "here"
+    target: str,
+    imports: tuple[str, ...],
+    *,
+    missed: bool,
+    cache: Path | None,
+    as_json: bool,
+    device: str = "here",
+    verbose: bool = False,
 ) -> None:
     """Run `ejkernel explain`.
 
@@ -50,6 +73,7 @@ def run_explain(
         cache: The folder to read.
         as_json: Whether to print JSON.
         device: Name of the target to explain the calls for.
+        verbose: Whether each tier gets a line, also those that have no answer for the usual reason.
     """
     store, aim = opened(cache), Target.named(device)
     source = Source.of(target, imports, missed=store.path if missed else None)
@@ -62,7 +86,8 @@ def run_explain(
     if as_json:
         report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
     elif explained:
-        click.echo("\n\n".join(_as_text(inv, why) for inv, why in zip(found.calls, explained, strict=True)))
+        pairs = zip(found.calls, explained, strict=True)
+        click.echo("\n\n".join(_as_text(inv, why, verbose=verbose) for inv, why in pairs))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -87,9 +112,11 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
+def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
-    tiers = [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers]
+    silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
+    tiers = [f"{'no answer':<10}  {', '.join(silent)}"] if silent else []
+    tiers += [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent]
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     lines = [f"{why.op_id_v}  {arguments(inv.description)}", key, *tiers, *_search(why), *refusals, why.elsewhere]
     found = [report.wrapped(printable(line), indent=12) for line in (*lines, f"=> {why.answer}") if line]

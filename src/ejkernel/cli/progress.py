@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
-from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import counted, duration
@@ -20,6 +21,33 @@ from ejkernel.ops.utils.formatting import counted, duration
 _WIDE: Final = 140  # columns of a terminal that has room for a bar beside the text
 _BAR: Final = 42  # columns of the bar with its spaces
 _ENOUGH: Final = 0.25  # of a call, before the time left is estimated
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rounds:
+    """The rounds of a measurement, and when it began and was last heard of, in seconds."""
+
+    event: RoundsFinished
+    began: float
+    now: float
+
+    @classmethod
+    def after(cls, before: _Rounds | None, event: RoundsFinished, now: float) -> _Rounds:
+        """Return the rounds after an event."""
+        is_new = before is None or event.done < before.event.done
+        is_new = is_new or before.event.is_confirmation != event.is_confirmation
+        return cls(event, now if is_new else before.began, now)
+
+    def number(self) -> str:
+        """Return the current round in words."""
+        return f", round {min(self.event.done + 1, self.event.planned)} of {self.event.planned}"
+
+    def left(self) -> str:
+        """Return the time left in words; empty before the first round has ended."""
+        done = self.event.done
+        seconds = (self.now - self.began) * (self.event.planned - done) / max(done, 1)
+        then = "" if self.event.is_confirmation else ", then confirming"
+        return f", about {seconds:.0f} s left{then}" if done else ""
 
 
 class SearchBar:
@@ -51,9 +79,15 @@ class SearchBar:
         self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
         self._best: dict[ConfigKey, float] = {}  # seconds
         self._current: tuple[Invocation[Any, Any], int, int] | None = None
+        self._rounds: dict[ConfigKey, _Rounds] = {}
 
     def hear(self, event: Event) -> None:
-        """Show the time of a measured candidate if it is the best of its call so far."""
+        """Show the time of a measured candidate if it is the best of its call so far, and finished rounds."""
+        if isinstance(event, RoundsFinished):
+            before, now = self._rounds.get(event.key), self._clock()
+            self._rounds[event.key] = _Rounds.after(before, event, now)
+            if self._current is not None and self._current[0].key == event.key:
+                self._show(*self._current)
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
         if event.outcome.seconds < self._best.get(event.key, math.inf):
@@ -75,9 +109,15 @@ class SearchBar:
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
         number, left = self._number(inv), self._left()
-        if done >= total:  # the confirmation run; its length is not known
+        rounds = self._rounds.get(inv.key)
+        if done >= total:
+            is_last = sum(self._shares.values()) >= self._count
             long, short = f"confirming the best of {total}", "confirming"
-            left = left if sum(self._shares.values()) < self._count else ""
+            if rounds is not None and not rounds.event.is_confirmation:
+                long, short = f"measuring {counted(rounds.event.candidates, 'candidate')}", "measuring"
+            left = "" if is_last else left
+            if rounds is not None:
+                left = f"{rounds.number()}{left or rounds.left()}"
         elif best:
             long, short = f"candidate {done} of {total}", f"{done}/{total}"
         else:

@@ -82,12 +82,12 @@ def run_report(options: ReportOptions) -> int:
         click.echo(f"Nothing is saved in {store.path}{_of(options.device)}.", err=True)
     elif options.form == "html":
         options.place.write_text(page(calls, str(store.path)), encoding="utf-8")
-        click.echo(f"{options.place}: {counted(len(calls), 'call')}")
+        click.echo(f"{options.place.resolve()}: {counted(len(calls), 'call')}")
     else:
         from ejkernel.cli import plots
 
         files = plots.plot_report(calls, options.place, options.form)
-        click.echo(f"{options.place}: {counted(len(files), 'figure')} of {counted(len(calls), 'call')}")
+        click.echo(f"{options.place.resolve()}: {counted(len(files), 'figure')} of {counted(len(calls), 'call')}")
     return 0 if calls else 1
 
 
@@ -108,12 +108,12 @@ def _write_comparison(options: ReportOptions, store: PersistentCache) -> int:
         click.echo(f"Nothing is saved in {before[0]} or {after[0]}.", err=True)
     elif options.form == "html":
         options.place.write_text(comparison_page(found), encoding="utf-8")
-        click.echo(f"{options.place}: {found.in_words}")
+        click.echo(f"{options.place.resolve()}: {found.in_words}")
     else:
         from ejkernel.cli import plots
 
         files = plots.plot_comparison(found, options.place, options.form)
-        click.echo(f"{options.place}: {counted(len(files), 'figure')}; {found.in_words}")
+        click.echo(f"{options.place.resolve()}: {counted(len(files), 'figure')}; {found.in_words}")
     return 0 if found.calls else 1
 
 

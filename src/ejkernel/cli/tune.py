@@ -125,6 +125,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
         )
     else:
         _check_devices(options, found.device)
+        _print_counts(found, console)
         status = _tune_found(options, found, store, console, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
@@ -179,9 +180,9 @@ def _tune_found(
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
         console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries), soft_wrap=True)
-    _print_doubts(chain, [call.inv for calls in todo for call in calls], console)
+        _print_unfinished(sum(not _known(chain, call.inv) for calls in todo for call in calls), console)
+    _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches)
     found.settle(lambda inv: _known(chain, inv))
-    _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     return 1 if todo and not len(result) and not has_entries else 0
@@ -190,7 +191,17 @@ def _tune_found(
 def _why_none_is_saved(has_entries: bool) -> str:
     if has_entries:
         return "the saved configurations stay; --force tunes again"
-    return "none saved yet; run the command again to continue"
+    return "none saved yet"
+
+
+def _print_unfinished(count: int, console: Console) -> None:
+    if not count:
+        return
+    text = (
+        f"{counted(count, 'call is', 'calls are')} not finished: run the command again to continue. Until then "
+        f"{'it has' if count == 1 else 'they have'} no saved configuration, and EJKERNEL_ON_MISS=error raises."
+    )
+    console.print(text, soft_wrap=True, highlight=False)
 
 
 def _in_brief(result: AutotuningResult, count: int, seconds: float, store: PersistentCache, has_entries: bool) -> str:
@@ -198,7 +209,7 @@ def _in_brief(result: AutotuningResult, count: int, seconds: float, store: Persi
     calls = f"{len(result)} of {counted(count, 'call')} tuned in {seconds:.1f} s"
     if not len(result):
         return f"{calls}; {_why_none_is_saved(has_entries)}"
-    faster = sum(not tuned.is_kept for tuned in result.searches)
+    faster = sum(not tuned.is_kept and not tuned.not_saved for tuned in result.searches)
     found = f"{faster} faster than the heuristic" if faster else "none measurably faster than the heuristic"
     return f"{calls}: {found}; saved in {store.path}"
 
@@ -261,20 +272,41 @@ def _print_counts(found: Found, console: Console) -> None:
 
 
 def _print_doubts(
-    chain: ConfigSelectorChain[Any, Any], calls: Sequence[Invocation[Any, Any]], console: Console
+    chain: ConfigSelectorChain[Any, Any],
+    calls: Sequence[Invocation[Any, Any]],
+    console: Console,
+    searches: Sequence[AutotuneData] = (),
 ) -> None:
-    """Print the calls whose entries are undecided, or older than a change of their kernel."""
-    undecided = []
+    """Print the calls whose searches are undecided, or whose entries are older than a change of their kernel.
+
+    Args:
+        chain: Finds the entries.
+        calls: The calls.
+        console: The console.
+        searches: The searches of this command. For the other calls, those behind the entries count.
+    """
+    states = {search.key: (search.progress.state, search.seconds) for search in searches}
+    undecided, longest = [], 0.0
     for inv in calls:
-        progress, changed = chain.store.progress(inv.key), _changed(chain, inv)
-        name = f"{inv.op_id_v} {arguments(inv.description)}"
+        changed, name = _changed(chain, inv), f"{inv.op_id_v} {arguments(inv.description)}"
+        state, seconds = states.get(inv.key) or _state_and_seconds(chain, inv)
         if changed:
             console.print(printable(f"{name}: {changed}; --force tunes it again."), soft_wrap=True, highlight=False)
-        elif progress is not None and progress.state == SearchState.UNDECIDED:
+        elif state == SearchState.UNDECIDED:
             undecided.append(name)
+            longest = max(longest, seconds)
     if undecided:
-        text = f"{len(undecided)} undecided ({', '.join(undecided)}); --force --budget SECONDS gives more time."
+        more = 10 * math.ceil(2 * max(longest, 10.0) / 10)
+        text = f"{len(undecided)} undecided ({', '.join(undecided)}); `--force --budget {more}` gives twice the time."
         console.print(printable(text), soft_wrap=True, highlight=False)
+
+
+def _state_and_seconds(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> tuple[str, float]:
+    """Return the state and the duration of a call's stored search; an empty state without one."""
+    progress = chain.store.progress(inv.key)
+    entry = None if chain.persistent is None else chain.persistent.load(inv.key)
+    seconds = dict(entry.measured or {}).get("seconds") if entry is not None else None
+    return ("" if progress is None else progress.state), seconds if isinstance(seconds, int | float) else 0.0
 
 
 def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:

@@ -86,12 +86,13 @@ from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import process_settings as process_settings
 from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
-from ejkernel.compat.settings import without_our_frames as without_our_frames
 from ejkernel.compat.splash import HIDDEN_LOGIT as HIDDEN_LOGIT
 from ejkernel.compat.splash import SplashBlocks as SplashBlocks
 from ejkernel.compat.splash import SplashMask as SplashMask
 from ejkernel.compat.splash import splash_backward as splash_backward
 from ejkernel.compat.splash import splash_forward as splash_forward
+from ejkernel.compat.tracebacks import pointing_at_the_call as pointing_at_the_call
+from ejkernel.compat.tracebacks import without_our_frames as without_our_frames
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
 from ejkernel.compat.tracing import KernelFacts as KernelFacts
 from ejkernel.compat.tracing import Origin as Origin

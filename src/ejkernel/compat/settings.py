@@ -7,15 +7,10 @@ import contextlib
 import logging
 import operator
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-from jax._src import traceback_util as _traceback_util
 
-import ejkernel
-
-_E = TypeVar("_E", bound=BaseException)
 # The type stubs of `jax.config` lack its options.
 _config: Any = jax.config
 
@@ -103,21 +98,6 @@ def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 def _of_process(holder: Any) -> Any:
     # Flags without a context manager have one value for all threads.
     return holder.get_global() if hasattr(holder, "get_global") else holder.value
-
-
-# JAX's own filter then leaves our frames out of tracebacks, unless JAX_TRACEBACK_FILTERING=off. Unlike its
-# `register_exclusion`, this leaves the source lines in programs as they are.
-_PARTS = ("_exclude_paths", "_filtering_mode", "filter_traceback")
-_filters_frames = all(hasattr(_traceback_util, name) for name in _PARTS)  # without them tracebacks are only longer
-if _filters_frames:
-    _traceback_util._exclude_paths.append(str(Path(str(ejkernel.__file__)).parent))
-
-
-def without_our_frames(error: _E) -> _E:
-    """Return an error without the frames of JAX and ejkernel, which `JAX_TRACEBACK_FILTERING=off` keeps."""
-    if not _filters_frames or error.__traceback__ is None or _traceback_util._filtering_mode() == "off":
-        return error
-    return error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
 
 
 def silence_failed_callbacks() -> None:

@@ -244,7 +244,11 @@ class PagePool:
 
     def _of(self, sequence: int) -> _Sequence:
         if sequence not in self._sequences:
-            raise ArgumentError(f"sequence must be one of the pool's {len(self._sequences)}, got {sequence!r}.")
+            known = ", ".join(map(str, list(self._sequences)[:8])) + ", ..." * (len(self._sequences) > 8)
+            raise ArgumentError(
+                f"sequence must be the number of a sequence of the pool ({known or 'it has none'}), got {sequence!r}; "
+                "freed sequences have no number."
+            )
         return self._sequences[sequence]
 
     @staticmethod

@@ -161,7 +161,7 @@ def quantized_dense(
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: `implementation` cannot run one of the products.
     """
-    if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2:
+    if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
     names = [
         canonical_dtype(name, value, tuple(LARGEST))

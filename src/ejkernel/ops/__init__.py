@@ -90,6 +90,7 @@ if typing.TYPE_CHECKING:
     from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
     from ejkernel.ops.autotuner.trials.events import CandidateFinished as CandidateFinished
     from ejkernel.ops.autotuner.trials.events import Event as Event
+    from ejkernel.ops.autotuner.trials.events import RoundsFinished as RoundsFinished
     from ejkernel.ops.autotuner.trials.events import SearchFinished as SearchFinished
     from ejkernel.ops.autotuner.trials.events import SearchStarted as SearchStarted
     from ejkernel.ops.autotuner.trials.events import WorkerRestarted as WorkerRestarted
@@ -115,7 +116,9 @@ if typing.TYPE_CHECKING:
 _LAZY_BY_MODULE = {
     "autotuner.fleet.ray_executor": "RayExecutor",
     "autotuner.measure.measurement": "Measurement benchmark",
-    "autotuner.trials.events": "CandidateFinished Event SearchFinished SearchStarted WorkerRestarted on_event",
+    "autotuner.trials.events": (
+        "CandidateFinished Event RoundsFinished SearchFinished SearchStarted WorkerRestarted on_event"
+    ),
     "autotuner.trials.outcome": "AutotuneData Outcome",
     "autotuner.trials.result": "AutotuningResult Entry",
     "autotuner.tuner": "Autotuner",

@@ -103,26 +103,26 @@ class NoConfigError(EjkernelError, LookupError):
         self.nearest, self.is_noted = nearest, is_noted
 
     def __str__(self) -> str:
-        saved = f" The saved entry is not used: {self.not_taken}." if self.not_taken else ""
-        if self.nearest and not saved:
-            saved = f" In the cache: {self.nearest}."
-        advice = (
-            "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
-            if "heuristic" in self.tried
-            else f"Tune the call {self._how_to_tune()}. Or pass cfg=..., or allow the kernel's heuristic with "
-            "AutotunePolicy(heuristic=True), or by unsetting EJKERNEL_ON_MISS=error."
-        )
-        return printable_lines(
-            f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
-            f"{', '.join(self.tried)}.{saved} {advice}"
-        )
+        lines = [f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}."]
+        if self.not_taken:
+            lines.append(f"The saved entry is not used: {self.not_taken}.")
+        elif self.nearest:
+            lines.append(f"In the cache: {self.nearest}.")
+        if "heuristic" in self.tried:
+            lines.append("Give the kernel a heuristic_cfg or a config_space, or pass cfg=...")
+        else:
+            lines.append(f"To tune it, {self._how_to_tune()}.")
+            lines.append(
+                "To run untuned, unset EJKERNEL_ON_MISS=error, or use AutotunePolicy(heuristic=True) or cfg=..."
+            )
+        return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
 
     def _how_to_tune(self) -> str:
         if self.is_noted:
-            return "with `ejkernel tune --missed`"
+            return "run `ejkernel tune --missed`"
         return (
-            "with `ejkernel tune MODULE:FUNCTION`, or run the program with EJKERNEL_ON_MISS=heuristic "
-            "EJKERNEL_NOTE_MISSES=1 and then `ejkernel tune --missed`, which tunes all of its calls"
+            "run `ejkernel tune MODULE:FUNCTION`; or the program with EJKERNEL_ON_MISS=heuristic "
+            "EJKERNEL_NOTE_MISSES=1, and then `ejkernel tune --missed`, which tunes all of its calls"
         )
 
 

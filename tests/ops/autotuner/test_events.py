@@ -12,6 +12,7 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE
 from ejkernel.ops.autotuner.trials.events import (
     CandidateFinished,
     Counter,
+    RoundsFinished,
     SearchFinished,
     SearchStarted,
     on_event,
@@ -48,7 +49,8 @@ def test_a_search_begins_has_candidates_and_ends(isolate):
     assert events[0].candidates == len(data.outcomes)
     assert isinstance(events[-1], SearchFinished)
     assert events[-1].data is data
-    assert all(isinstance(event, CandidateFinished) for event in events[1:-1])
+    assert {type(event) for event in events[1:-1]} == {CandidateFinished, RoundsFinished}
+    assert {event.is_confirmation for event in events if isinstance(event, RoundsFinished)} == {False, True}
     assert {event.key for event in events} == {INV.key}
     for config in (HEURISTIC, BEST):
         first, *later = statuses(events, config)

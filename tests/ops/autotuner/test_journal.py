@@ -165,7 +165,7 @@ def test_out_of_time_the_heuristic_stays_and_measurements_are_kept():
     assert (data.config, data.seconds) == (HEURISTIC, 16.0)
     assert [(o.config, o.status) for o in data.outcomes] == [(1, "measured"), (2, "skipped"), (3, "failed")]
     assert data.why == (
-        "the budget of 10 s was spent before another could be confirmed: no sign of life while confirming: 2"
+        "the budget of 10 s was spent before another candidate could be confirmed (no sign of life while confirming: 2)"
     )
 
 

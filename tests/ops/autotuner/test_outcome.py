@@ -46,7 +46,7 @@ def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
         "*  rows=2         measured  10.0 us  -       50%",
         "h  rows=1         measured  20.0 us  8%      100%",
         "   rows=3         failed    -        -       -             out of shared memory",
-        "* winner, h heuristic; the fastest first. The confirmation run decides and may choose another row.",
+        "* chosen, h heuristic; the fastest first. The confirmation run decides and may choose another row.",
     ]
 
 

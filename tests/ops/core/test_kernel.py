@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -16,7 +17,7 @@ from tests.ops.sample_kernels import Times
 from ejkernel import ops
 from ejkernel.ops import Kernel
 from ejkernel.ops.core import hooks
-from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+from ejkernel.ops.errors import KernelError, KernelWarning, NoConfigError, UnsupportedError
 
 X = np.arange(8, dtype=np.float32)
 
@@ -198,6 +199,19 @@ def test_an_executor_takes_a_kernel_without_a_name(executor):
             pass
 
     assert (Nameless().op_id, int(executor(Nameless(), X)[1])) == ("Nameless", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("config_spaces", "config_space"), ("heuristic_cgf", "heuristic_cfg"), ("fwd_residual", "")]
+)
+def test_a_method_with_almost_the_name_of_a_hook_is_named(name, meant):
+    hooks = {name: lambda self, inv: [1], "run": lambda self, x, *, cfg: x, "run_gpu": lambda self, x, *, cfg: x}
+    with (
+        contextlib.nullcontext()
+        if not meant
+        else pytest.warns(KernelWarning, match=f"Near.{name} is no hook and is never called; did you mean '{meant}'")
+    ):
+        type("Near", (Kernel,), hooks)
 
 
 # --- configurations ---

@@ -162,7 +162,7 @@ def test_only_functions_can_be_explained():
         ({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"),
         (
             {"speedup": 1.08, "standing": {"speedup": 1.13}},
-            r"1\.08x .*'s \(1\.13x in the median round, which decided\),",
+            r"1\.08x .*'s by the medians of all rounds \(1\.13x in the median round, which decided; times varied\),",
         ),
         (None, "saved 20"),
     ],

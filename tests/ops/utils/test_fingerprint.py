@@ -58,6 +58,36 @@ def test_a_processor_is_named_by_model_and_cores():
     assert name.rpartition("_x")[2].isdigit()
 
 
+X86 = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: {}\nstepping\t: 7\n\nprocessor\t: 1\nmodel\t: 9\n"
+ARM = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0C\n"
+
+
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        (X86.format("Intel(R) Xeon(R) Processor @ 2.20GHz"), "intel_xeon_processor_2_20ghz_6_85_7"),
+        (X86.format("AMD EPYC"), "amd_epyc_6_85_7"),
+        (X86.format("QEMU Virtual CPU version 2.5+"), "qemu_virtual_cpu_version_2_5_6_85_7"),
+        (X86.format("Intel(R) Xeon(R) Platinum 8488C"), "intel_xeon_platinum_8488c"),
+        (X86.format("AMD EPYC 9R14"), "amd_epyc_9r14"),
+        (ARM, "aarch64_41_d0c"),
+        ("", "aarch64"),
+    ],
+)
+def test_a_processor_with_a_hidden_model_is_named_by_its_generation(monkeypatch, tmp_path, info, name):
+    (tmp_path / "cpuinfo").write_text(info)
+    named = named_from(monkeypatch, tmp_path / "cpuinfo")
+    assert named[0].rpartition("_x")[0] == name
+    assert named[0].startswith(named[1].rpartition("_x")[0])
+
+
+def named_from(monkeypatch, cpuinfo):
+    monkeypatch.setattr(fingerprint, "Path", lambda name: cpuinfo)
+    monkeypatch.setattr(fingerprint.platform, "processor", lambda: "")
+    monkeypatch.setattr(fingerprint.platform, "machine", lambda: "aarch64")
+    return fingerprint._cpu_names.__wrapped__()
+
+
 @pytest.mark.parametrize(("kind", "platform"), [("cuda", "triton"), ("tpu", "pallas"), ("cpu", "xla"), ("npu", "npu")])
 def test_a_device_has_a_name_for_dispatch(monkeypatch, kind, platform):
     monkeypatch.setattr(fingerprint, "default_device", lambda: fake_device(kind, "chip"))

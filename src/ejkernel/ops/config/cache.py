@@ -15,6 +15,7 @@ from ejkernel.ops.config.tiers import Tier, tier_named
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.fingerprint import former_names
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
@@ -183,7 +184,7 @@ class Overlay:
 
     def lookup(self, key: ConfigKey) -> Any:
         """Return the configuration under `key`, or `None`."""
-        return self._entries.get(key)
+        return next((self._entries[name] for name in known_as(key) if name in self._entries), None)
 
     def __eq__(self, other: object) -> bool:
         # Configurations of a redefined class have equal content, but the kernel rejects them.
@@ -195,6 +196,12 @@ class Overlay:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def known_as(key: Any) -> tuple[Any, ...]:
+    """Return a key, and the keys that earlier versions gave to the same call."""
+    former = former_names(key.device) if isinstance(key, ConfigKey) else ()
+    return key, *(key._replace(device=name) for name in former)
 
 
 def _overlay_key(key: object) -> ConfigKey:

@@ -31,7 +31,7 @@ from ejkernel.ops.config._files import (
     warn_once,
 )
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.config.cache import key_and_config, key_of
+from ejkernel.ops.config.cache import key_and_config, key_of, known_as
 from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
@@ -192,7 +192,9 @@ class PersistentCache(Shown):
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
-        wanted = key_of(key)
+        return sum(self._remove(each) for each in known_as(key_of(key))) > 0
+
+    def _remove(self, wanted: object) -> bool:
         found = self._memory.pop(identity(wanted), None) is not None
         if self.path is None:
             return found
@@ -254,6 +256,12 @@ class PersistentCache(Shown):
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
     ) -> Iterator[Any]:
         """Yield `use(entry)` for each usable entry of a key; report the others to `problem`, or warn of them."""
+        for each in known_as(key):
+            yield from self._answers_of(each, use, problem)
+
+    def _answers_of(
+        self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None
+    ) -> Iterator[Any]:
         canonical = identity(key)
         for place, read in self._places(key, canonical):
             try:

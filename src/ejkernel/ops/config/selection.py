@@ -171,6 +171,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
             return ""
         why = why_no_entry(persistent, request.inv, key)
+        progress = self.store.progress(key) if persistent.path is not None else None
+        if progress is not None and why.startswith("no entry"):
+            why = f"its search is {progress.in_words}; tuning again continues it{why.removeprefix('no entry')}"
         return "" if why == "no entry" else why
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:

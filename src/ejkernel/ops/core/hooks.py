@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import re
 import sys
@@ -14,9 +15,10 @@ from typing import Any, ClassVar, Generic, Protocol
 
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelError, UnsupportedError
+from ejkernel.ops.errors import ConfigError, KernelError, KernelWarning, UnsupportedError
 from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import asked, check_candidates
 from ejkernel.ops.utils.weak_caches import Noted
 
@@ -28,6 +30,7 @@ _FORMS = {
     "cpu": ("cpu", "xla"),
 }
 PLATFORMS = tuple(_FORMS)
+_MISSPELT = 0.9  # similarity of a method's name to that of a hook from which it is probably misspelt
 _FORMS_ON_AMD = ("triton", "gpu", "xla")
 
 
@@ -46,6 +49,7 @@ class Computation(Noted, Generic[Cfg, Out]):
         named = _named_config_type(cls)
         if named is not None and "config_type" not in vars(cls):
             cls.config_type = named
+        _warn_of_misspelt_hooks(cls)
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
@@ -160,6 +164,22 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
         if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
             return args[0]
     return None
+
+
+def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
+    """Warn of methods that are never called, because their names are almost those of hooks."""
+    interface = getattr(cls, "_interface", None)
+    if interface is None or cls.__module__.startswith("ejkernel."):
+        return
+    hooks = [name for name, value in vars(interface).items() if callable(value) and name[0] != "_"]
+    hooks += [name for name, value in vars(Computation).items() if callable(value) and name[0] != "_"]
+    for name, value in vars(cls).items():
+        if name[0] == "_" or not callable(value) or any(hasattr(base, name) for base in cls.__mro__[1:]):
+            continue
+        close = difflib.get_close_matches(name, hooks, n=1, cutoff=_MISSPELT)
+        if close and not any(name.startswith(f"{hook}_") for hook in hooks):  # such as `run_gpu`
+            text = f"{cls.__qualname__}.{name} is no hook and is never called; did you mean {close[0]!r}?"
+            warn(text, KernelWarning)
 
 
 def _is_name(name: object) -> bool:

@@ -24,7 +24,7 @@ from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_spli
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
-from ejkernel.ops.errors import ArgumentError, GradientError
+from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
@@ -270,7 +270,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
-    with call.settings.entered(), compat.lowering(ctx):
+    with call.settings.entered(), compat.lowering(ctx), compat.pointing_at_the_call(EjkernelError):
         if call.extent is Extent.LOCAL:
             with compat.on_one_device():
                 return _lower_here(compat.without_frames(ctx), *values, call=call, platform=platforms[0])

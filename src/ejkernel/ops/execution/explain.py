@@ -29,6 +29,8 @@ from ejkernel.ops.utils.storage.serialize import to_data
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.status import SearchProgress
 
+_SAME = 0.03  # difference of two speed-ups of one search that is not worth a remark
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Shown):
@@ -230,10 +232,12 @@ def _measured(entry: StoredEntry) -> str:
 
 
 def _in_rounds(entry: StoredEntry) -> str:
-    """Return the speed-up in the median round of the confirmation run, which decided; empty if it is unknown."""
+    """Return the speed-up in the median round, which decided, if it differs from the ratio of the median times."""
     standing = (entry.measured or {}).get("standing")
     found = standing.get("speedup") if isinstance(standing, dict) else None
-    return f" ({ratio(found)} in the median round, which decided)" if isinstance(found, float) else ""
+    if not isinstance(found, float) or entry.speedup is None or abs(found / entry.speedup - 1) <= _SAME:
+        return ""
+    return f" by the medians of all rounds ({ratio(found)} in the median round, which decided; times varied)"
 
 
 def _place_of(entry: StoredEntry, store: PersistentCache) -> str:

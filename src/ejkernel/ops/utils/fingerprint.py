@@ -57,12 +57,15 @@ def get_device_platform() -> str:
 def device_fingerprint(device: jax.Device | None = None) -> str:
     """Return backend and chip of `device` (the default device if `None`), such as `gpu:nvidia_h200`.
 
+    The name of a processor ends with its number of cores: `cpu:amd_epyc_9r14_x8`. If its model is hidden, numbers of
+    family, model and stepping precede them: `cpu:intel_xeon_processor_6_143_8_x8`.
+
     Driver and library versions are not included; they are part of a measurement's provenance.
     """
     if device is None:
         device = default_device()
     kind = platform_kind(device.platform)
-    return f"cpu:{_cpu_name()}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
+    return f"cpu:{_cpu_names()[0]}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
 
 
 def device_called(fingerprint: str) -> jax.Device | None:
@@ -113,20 +116,50 @@ def platform_fingerprint(name: str) -> str:
         return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
+def former_names(device: str) -> tuple[str, ...]:
+    """Return the names under which earlier versions saved configurations of this process's device `device`."""
+    name, former = _cpu_names()
+    return (f"cpu:{former}",) if device == f"cpu:{name}" and former != name else ()
+
+
 @functools.cache
-def _cpu_name() -> str:
-    """Return the processor's model and the number of cores available to this process; both affect performance."""
-    model = ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
-        model = match.group(1) if match else ""
+def _cpu_names() -> tuple[str, str]:
+    """Return the name of this machine's processor, and its name in earlier versions.
+
+    The number of cores available to this process is part of it, because it affects performance.
+    """
+    file = Path("/proc/cpuinfo")
+    info = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_slug(model or platform.processor() or platform.machine())}_x{cores}"
+    model = _slug(_line_of(info, "model name"), "")
+    former = model or _slug(platform.processor() or platform.machine())
+    is_told = any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_"))
+    name = former if is_told else "_".join([former, *_generation(info)])
+    return f"{name}_x{cores}", f"{former}_x{cores}"
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"\((r|tm)\)", "", text.lower())).strip("_") or "unknown"
+def _generation(info: str) -> list[str]:
+    """Return the numbers that tell a processor's generation; empty if unknown.
+
+    Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name.
+    """
+    x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
+    numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
+    return [number.removeprefix("0x").lower() for number in numbers if number]
+
+
+# Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.
+_MODEL_NUMBER = re.compile(r"(?=.{3})(?=.*[0-9].*[0-9])(?!.*[0-9](ghz|mhz)).*")
+
+
+def _line_of(info: str, field: str) -> str:
+    """Return the value of a field in a section of `/proc/cpuinfo`; empty without one."""
+    match = re.search(rf"^{field}[ \t]*:[ \t]*(.+)$", info, re.MULTILINE)
+    return match.group(1).strip() if match else ""
+
+
+def _slug(text: str, default: str = "unknown") -> str:
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"\((r|tm)\)", "", text.lower())).strip("_") or default
 
 
 def sharding_fingerprint(array: object) -> str:

@@ -14,6 +14,7 @@ from ejkernel.ops.utils.formatting import counted, duration
 
 if TYPE_CHECKING:
     import jinja2
+    import markupsafe
 
 
 def render(template: str, **values: object) -> str:
@@ -47,7 +48,15 @@ def _environment() -> jinja2.Environment:
         "counted": counted,
     }
     environment.filters["us"] = microseconds
+    environment.filters["breakable"] = _breakable
     return environment
+
+
+def _breakable(name: str) -> markupsafe.Markup:
+    """Return a name as HTML that may continue on a new line after an underscore, or before its version."""
+    from markupsafe import Markup, escape
+
+    return escape(name).replace("_", Markup("_<wbr>")).replace("@", Markup("<wbr>@"))
 
 
 def _text(name: str) -> str:

@@ -54,7 +54,7 @@ def test_the_nearest_call_and_its_differences_are_shown(store):
     put(store, jnp.ones((4, 4096)))
     put(store, jnp.ones((4, 16)))
     put(store, jnp.ones((9, 9)))
-    assert why(store, X) == "no entry; nearest of 3: args[0] f32[4,16] instead of f32[4,8]"
+    assert why(store, X) == "no entry; the nearest of 3 tuned calls: args[0] f32[4,16] instead of f32[4,8]"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_an_unusable_entry_is_reported(store):
 def test_an_explanation_has_the_reason(store):
     put(store, jnp.ones((4, 16)))
     text = str(Executor(ConfigSelectorChain(persistent=store)).explain(SCALE, X))
-    assert "  persistent - no entry; nearest of 1: args[0] f32[4,16] instead of f32[4,8]" in text
+    assert "  persistent - no entry; the nearest of 1 tuned call: args[0] f32[4,16] instead of f32[4,8]" in text
 
 
 def test_an_explanation_names_the_unusable_entry(store):

@@ -264,7 +264,10 @@ def test_a_miss_error_names_the_call_and_is_recorded(monkeypatch):
     cache = default_executor().chooser.persistent
     other = Invocation(kernel=TIMES, args=(jnp.ones(7),))
     cache.put(other.key, 1, call=other.description)
-    says = r"'times' \(f32\[.*\], key \w+ on cpu:.*nearest of 1: args\[0\] f32\[7\] instead.*`ejkernel tune --missed`"
+    says = (
+        r"'times' \(f32\[.*\], key \w+ on cpu:.*\)\.\n  In the cache: no entry; the nearest of 1 tuned call: args\[0\] "
+        r"f32\[7\] instead.*\n  To tune it, run `ejkernel tune --missed`\."
+    )
     with pytest.raises(NoConfigError, match=says):
         TIMES(X)
     (note,) = MissedNotes(default_executor().chooser.persistent.path).entries()

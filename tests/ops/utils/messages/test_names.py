@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import ejkernel
 from ejkernel.cli import main
 from ejkernel.modules import flash_attention, grouped_matmul, grouped_matmul_wgrad, layer_norm, rms_norm
 from ejkernel.modules.flash_attention import FlashAttention, FlashAttentionConfig
-from ejkernel.ops import ArgumentError, CallError, EjkernelError, Kernel, tune
+from ejkernel.ops import ArgumentError, CallError, EjkernelError, Kernel, NoConfigError, tune
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked, nearest
 from ejkernel.settings import Settings
@@ -46,6 +47,17 @@ def test_the_traceback_of_an_error_is_short(wrapped, heads, options):
         step(Q)
     inside = [frame.path for frame in raised.traceback if f"{Path(ejkernel.__file__).parent}" in str(frame.path)]
     assert len(inside) <= 4
+
+
+def test_an_error_of_a_compiled_call_is_printed_once_with_the_line_of_the_call(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(NoConfigError) as raised:
+        jax.jit(jax.grad(lambda x: rms_norm(x, W).sum()))(X)
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("No configuration for 'rms_norm'") == 1
+    lines = [frame.line for frame in traceback.extract_tb(raised.value.__cause__.__traceback__)]
+    assert lines[-1] == "jax.jit(jax.grad(lambda x: rms_norm(x, W).sum()))(X)"
 
 
 class RaisesTypeError(Scaled):

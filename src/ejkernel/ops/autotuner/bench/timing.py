@@ -31,12 +31,14 @@ class Timing:
         warmup: Calls of each candidate before its first sample.
         cold_cache: Whether to measure with cold caches, if possible.
         stop: Returns whether to end as soon as possible; the samples so far then decide.
+        heard: Called with the sampling between two samples.
     """
 
     oracle: Oracle
     warmup: int = 0
     cold_cache: bool = False
     stop: Callable[[], bool] = lambda: False
+    heard: Callable[[Sampling], None] = lambda sampling: None
 
     def measure(
         self, runners: Sequence[Candidate], sampling: Sampling, *, stop: Callable[[], bool] | None = None
@@ -67,10 +69,12 @@ class Timing:
             runners[index].fail(Status.FAILED, error)
             check_device(oracle, runners[index])
 
+        def must_stop() -> bool:
+            self.heard(sampling)
+            return (stop or self.stop)()
+
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
-            measurements = interleaved(
-                functions, sampling=sampling, warmup=self.warmup, stop=stop or self.stop, on_error=left
-            )
+            measurements = interleaved(functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # The measurement does not know the compilation time.

@@ -37,6 +37,7 @@ class PairedComparison:
         settled: Whether the evidence suffices: the challenger wins or, with the same confidence, has little to gain. If
             not settled, the incumbent stays.
         judged_by: `clock`, or `processor` if other processes disturbed the clock; then all figures are processor time.
+        doubt: Why it is not settled; empty if it is.
     """
 
     wins: bool
@@ -49,6 +50,7 @@ class PairedComparison:
     incumbent: float = math.nan
     settled: bool = False
     judged_by: str = CLOCK
+    doubt: str = ""
 
     @property
     def least(self) -> float:
@@ -86,6 +88,7 @@ def compare(
     sure = _chance_of_fewer(ahead, len(pairs))
     wins = share < 1 - margin and mine < theirs and sure >= confidence
     stays = min(share, mine / theirs if theirs else 1.0) >= 1 - MARGIN
+    settled = wins or (stays and _at_least(shares, confidence) >= 1 - _NEGLIGIBLE)
     return PairedComparison(
         wins=wins,
         speedup=1 / share if share else math.inf,
@@ -95,8 +98,18 @@ def compare(
         behind=sum(one > other for one, other in pairs),
         challenger=mine,
         incumbent=theirs,
-        settled=wins or (stays and _at_least(shares, confidence) >= 1 - _NEGLIGIBLE),
+        settled=settled,
+        doubt="" if settled else _doubt(share, margin, sure, confidence, mine < theirs),
     )
+
+
+def _doubt(share: float, margin: float, sure: float, confidence: float, has_lower_median: bool) -> str:
+    """Return why a comparison is not settled."""
+    if share >= 1 - margin:
+        return "too few rounds to rule out that it is faster"
+    if not has_lower_median:
+        return "its median over all rounds is not lower"
+    return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
 
 
 def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False) -> PairedComparison:
@@ -133,7 +146,13 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
         return by_work
     if by_clock.settled and not busiest.settled:
         return by_clock
-    return dataclasses.replace(by_work, wins=False, settled=False)
+    if opposed:
+        doubt = "the clock says the opposite of the processor time"
+    elif busiest.settled:
+        doubt = "the time of its busiest thread and that of all its threads disagree"
+    else:
+        doubt = busiest.doubt
+    return dataclasses.replace(by_work, wins=False, settled=False, doubt=doubt)
 
 
 class PairedSampling(Sampling):
@@ -153,6 +172,13 @@ class PairedSampling(Sampling):
     def next_round(self) -> list[int]:
         """See `Sampling.next_round`; every second round is in reverse order."""
         return super().next_round()[:: -1 if self._round % 2 else 1]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The finished rounds, and the rounds until the next look at the samples."""
+        done, first = super().progress
+        looks = math.ceil(max(1, done - self.plan.discard) / self.plan.rounds)
+        return done, first + (looks - 1) * self.plan.rounds
 
     @property
     def comparison(self) -> PairedComparison:

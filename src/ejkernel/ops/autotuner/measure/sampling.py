@@ -188,6 +188,11 @@ class Sampling:
         return sorted(self._runners())
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """The finished rounds, and all rounds of the plan; both include discarded ones."""
+        return max(0, self._round - bool(self._pending)), self.plan.rounds + self.plan.discard
+
+    @property
     def samples(self) -> list[tuple[float, ...]]:
         """The times of each candidate in seconds, without discarded samples."""
         return [tuple(sample.seconds for sample in samples) for samples in self.noted]

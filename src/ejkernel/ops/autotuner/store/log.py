@@ -147,6 +147,7 @@ class _StoredChallenge:
     confidence: float
     judged_by: str
     alone: bool
+    doubt: str = ""
 
     def restored(self) -> Challenge:
         """Return the `Challenge`.
@@ -171,6 +172,7 @@ class _StoredChallenge:
             challenger=self.rival_us / 1e6,
             incumbent=self.heuristic_us / 1e6,
             judged_by=self.judged_by,
+            doubt=self.doubt,
         )
         return Challenge(self.rival, comparison, is_confirmation=self.alone)
 

@@ -191,7 +191,7 @@ class Journal:
             outcomes=(first, *(_skipped(outcome, f"{spent} before its turn") for outcome in others)),
             seconds=self._clock() - self._start,
             checked=("outputs",) if self._task.policy.validate else (),
-            why=f"{spent} before another could be confirmed: {why}",
+            why=f"{spent} before another candidate could be confirmed ({why})",
             interrupted=is_stopped,
             planned=self._planned,
             unconfirmed=any(self.was_measured(outcome.config) for outcome in others),

@@ -17,6 +17,7 @@ from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
+from ejkernel.ops.autotuner.tasks.rounds import RoundsTeller
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, distinct
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, emit
@@ -119,7 +120,8 @@ class TuningRun:
             left=budget.left,
             finished=lambda candidate: self._tell(CandidateFinished(task.inv.key, candidate.outcome())),
         )
-        timing = Timing(oracle=oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache)
+        heard = RoundsTeller(task.inv.key, self._tell)
+        timing = Timing(oracle=oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, heard=heard)
         return Pool(task, configurations, preparation, timing, budget, self._tell)
 
     def _oracle_of(self, call: SharedCall, baseline: object, budget: Budget) -> Oracle:

@@ -56,6 +56,23 @@ class CandidateFinished(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RoundsFinished(Event):
+    """Rounds of a measurement were sampled; sent about twice a second.
+
+    Attributes:
+        candidates: The number of candidates in the measurement.
+        done: Rounds so far.
+        planned: Rounds of the measurement; the confirmation run may double them, up to eight times the first plan.
+        is_confirmation: Whether this is the confirmation run.
+    """
+
+    candidates: int
+    done: int
+    planned: int
+    is_confirmation: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRestarted(Event):
     """A worker process died, or was ended after a long silence; a new worker continues.
 

@@ -23,7 +23,7 @@ from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 _REASON = 100  # characters of a reason in a table
 _STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
 _FAILURES = 100  # failures listed in a cache entry; the log of the search has all
-_LEGEND = "* winner, h heuristic; the fastest first. The confirmation run decides and may choose another row."
+_LEGEND = "* chosen, h heuristic; the fastest first. The confirmation run decides and may choose another row."
 _TWINS = 2  # configurations that a table lists after the first of a program
 
 
@@ -109,6 +109,7 @@ class Challenge:
             "confidence": round(figures.confidence, 6),
             "judged_by": figures.judged_by,
             "alone": self.is_confirmation,
+            "doubt": figures.doubt,
         }
 
     @property
@@ -126,6 +127,7 @@ class Challenge:
         return (
             f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
             f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
+            f"{f': {figures.doubt}' if figures.doubt and not figures.settled else ''}"
         )
 
 
@@ -335,7 +337,7 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     found = ranked(search.outcomes)
     firsts, heuristic = [program[0] for program in found], search.heuristic.seconds
     columns = {
-        "": ["*" if one is search.winner else "h" if one is search.heuristic else "" for one in firsts],
+        "": ["*" * (one is search.winner) + "h" * (one is search.heuristic) for one in firsts],
         "configuration": list(map(program_name, found)),
         "status": [str(one.status) for one in firsts],
         "mean" if search.cases else "median": durations(one.seconds for one in firsts),

@@ -12,7 +12,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import array_text
+from ejkernel.ops.utils.formatting import array_text, counted
 
 _SHOWN = 3  # differences to report
 _OTHER = 8.0  # distance of two values that are not sizes
@@ -49,7 +49,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
         text = "other calls of the operation were tuned"
         return f"no entry; {text} {' and '.join(elsewhere)}" if elsewhere else "no entry"
     nearest = min((differences(inv.description, call) for call in here), key=_distance)
-    return f"no entry; nearest of {len(here)}: {_differences_text(nearest)}"
+    return f"no entry; the nearest of {counted(len(here), 'tuned call')}: {_differences_text(nearest)}"
 
 
 def differences(wanted: object, stored: object, path: str = "") -> list[CallDifference]:
