@@ -69,6 +69,8 @@ def launch(
 class ForwardKernel:
     """The program of one block of threads."""
 
+    consumer: type[ForwardConsumer] = ForwardConsumer
+
     def __init__(self, plan: ForwardPlan, backend: Backend) -> None:
         self.plan, self.params, self.backend = plan, plan.params, backend
 
@@ -136,9 +138,13 @@ class ForwardKernel:
     def run(self, inputs: ForwardInputs, outputs: Any, memory: tuple[ForwardBuffers, ForwardBarriers]) -> None:
         """Run this warpgroup as producer or consumer."""
         self.inputs, (self.buffers, self.barriers) = inputs, memory
-        self.memory = ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
+        self.memory = self.memory_of(inputs, outputs, memory)
         warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
         dispatch_warpgroup(warpgroup, consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
+
+    def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> ForwardMemory:
+        """Return what the warpgroups share."""
+        return ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
 
     # Tile scheduler.
 
@@ -252,7 +258,7 @@ class ForwardKernel:
                 plgpu.barrier_arrive(turn.at[0])
 
         def compute(tile: QueryTile, step: Any, number: Any) -> Any:
-            consumer = ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
+            consumer = self.consumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
             if not self.plan.leaves_idle:
                 return consumer.run(step)
             return lax.cond(consumer.part.row < self.plan.queries, consumer.run, consumer.skip, step)
