@@ -16,18 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.device import Registers, quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward import ForwardKernel
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_memory import ForwardOutputs
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS
-from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import BlockRange
-from ejkernel.kernels.paged_attention.schedule import PrefillTile
 
-from .memory import cache_row, number
+from .memory import cache_row
 from .plan import PIECE, PrefillPlan
-from .prefill_consumer import PrefillConsumer, PrefillMemory, Tile
+from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
 
 
 class PrefillInputs(NamedTuple):
@@ -105,6 +103,10 @@ class PrefillKernel(ForwardKernel):
 
     plan: PrefillPlan
     consumer = PrefillConsumer
+    registers = Registers(
+        producer=(__import__("os").environ.get("PR") and int(__import__("os").environ["PR"])) or 24,
+        consumer=int(__import__("os").environ.get("CR", "240")),
+    )
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
@@ -151,62 +153,39 @@ class PrefillKernel(ForwardKernel):
         rounds = jnp.where(dealt(jnp.maximum(rounds - 1, 0)) < items, rounds, jnp.maximum(rounds - 1, 0))
         return lax.fori_loop(jnp.int32(0), rounds, lambda i, step: body(self._tile(dealt(i)), step, i), step)
 
-    def _tile(self, item: Any) -> Any:
-        plan, inputs = self.plan, self.inputs
-        tile, bundle = quotient(item, plan.bundles), remainder(item, plan.bundles)
-        sequence, token, count, position, length = (number(inputs.tiles, tile, column) for column in PrefillTile)
-        origin = jnp.int32(0)
-        if plan.rules.left is not None:  # a copy begins there; a page is needed if one of its keys is
-            first = jnp.maximum(position - plan.rules.left, 0)
-            origin = first - remainder(first, plan.copied_keys)
-        low, stop = position - origin, jnp.maximum(position + count - origin, 0)
-        blocks = BlockRange(
-            first=jnp.int32(0),
-            unmasked_from=self._unmasked_from(stop),
-            unmasked_until=quotient(jnp.maximum(low + 1, 0), self.params.kv_block),
-            end=jnp.maximum(quotient(stop + (self.params.kv_block - 1), self.params.kv_block), 1),
-        )
-        head = bundle * plan.tile_heads
-        kv_head = quotient(head, plan.heads // plan.groups)
-        return Tile(item, bundle, head, kv_head, sequence, token, count, low, length - origin, origin, blocks)
-
-    def _unmasked_from(self, stop: Any) -> Any:
-        left, size = self.plan.rules.left, self.params.kv_block
-        if left is None:
-            return jnp.int32(0)
-        return quotient(jnp.maximum(stop - 1 - left, 0) + (size - 1), size)
+    def _tile(self, number: Any) -> Any:
+        return KeyRange.of(self.plan, Item.of(self.plan, self.inputs.tiles, number))
 
     def _row_and_head(self, tile: Any, warpgroup: Any) -> tuple[Any, Any]:
         """Return the first query token of a warpgroup's part of a tile, within the tile, and the first head."""
-        return self.plan.warpgroup_tokens * warpgroup, tile.head
+        return self.plan.warpgroup_tokens * warpgroup, tile.item.head
 
     # Producer.
 
     def _copy_tile(self, tile: Any, counts: Any, number: Any) -> Any:
         step, tiles = counts
-        plan, memory, pipeline = self.plan, self.memory, self.barriers.query
+        plan, memory, pipeline, item = self.plan, self.memory, self.barriers.query, tile.item
         pipeline.producer_acquire(number)
         for w in range(self.params.warpgroups):
             slot = memory.query_slot(w, number)
-            tokens = pl.ds(tile.token + plan.warpgroup_tokens * w, plan.warpgroup_tokens)
-            for piece in range(plan.pieces):
-                source = self.inputs.q.at[tokens, pl.ds(tile.head, plan.tile_heads), pl.ds(piece * PIECE, PIECE)]
-                plgpu.copy_gmem_to_smem(source, memory.query_rows.at[slot, piece], pipeline.full.at[slot])
+            tokens = pl.ds(item.token + plan.warpgroup_tokens * w, plan.warpgroup_tokens)
+            for piece in memory.query(slot):
+                source = self.inputs.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
+                plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
         step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
     def _copy_block(self, tile: Any, block: Any, step: Any) -> Any:
-        plan, inputs, size = self.plan, self.inputs, self.plan.copied_keys
-        keys = [block * self.params.kv_block + copy * size for copy in range(plan.copies)]
+        plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.inputs
+        keys = [tile.origin + block * self.params.kv_block + copy * size for copy in range(plan.copies)]
         # Before the wait, which hides their latency.
-        sizes = plan.pages, plan.page_size, size
-        rows = [cache_row(*sizes, inputs.table, tile.sequence, key + tile.origin) for key in keys]
+        rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
         stage = self.barriers.key.stage(step)
         targets = (self.barriers.key, self.buffers.key), (self.barriers.value, self.buffers.value)
         for kind, (pipeline, buffer) in enumerate(targets):
             pipeline.producer_wait(step, stage)
             columns = pl.ds(kind * plan.head_dim, plan.head_dim)
             for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
-                source, target = inputs.cache.at[pl.ds(row, size), tile.kv_head, columns], pl.ds(copy * size, size)
-                self.backend.copy_if(key < tile.length, source, buffer.at[stage, target], pipeline.full.at[stage])
+                source, target = inputs.cache.at[pl.ds(row, size), item.kv_head, columns], pl.ds(copy * size, size)
+                self.backend.copy_if(key < item.length, source, buffer.at[stage, target], pipeline.full.at[stage])
         return step + 1
