@@ -230,7 +230,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def read_by_ours(plan: Any) -> tuple[jax.Array, ...]:
     """Return the arrays of a plan that `mosaic_gpu` reads; `jax.jit` of a whole step computes no others."""
-    return plan.offsets, plan.lengths, plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_count
+    return plan.offsets, plan.lengths, plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_ends
 
 
 def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:

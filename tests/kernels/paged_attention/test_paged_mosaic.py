@@ -174,7 +174,7 @@ def test_each_token_is_in_one_tile_and_each_block_in_one_program(monkeypatch, pr
     monkeypatch.setattr(schedule, "PROGRAMS", programs)
     (short, prefill), tokens = schedules_of(queries, np.array([1, 0, 640, 63, 64 + 200, 2]))
     seen, tiles = np.zeros(tokens, int), np.asarray(short.tiles)
-    for _, token, count, *_ in (*tiles, *np.asarray(prefill.tiles)[: int(prefill.count[0])]):
+    for _, token, count, *_ in (*tiles, *np.asarray(prefill.tiles)[: int(prefill.ends[-1])]):
         seen[token : token + count] += 1
     np.testing.assert_array_equal(seen, 1)
     work = np.zeros((len(tiles), 2), int)
@@ -193,7 +193,7 @@ def test_prefill_tiles_with_the_most_keys_come_first():
     (_, prefill), _ = schedules_of((3, 0, 40, 1, 200, 2), [1, 0, 640, 63, 264, 2])
     tiles = np.asarray(prefill.tiles)
     stops = (tiles[:, schedule.PrefillTile.POSITION] + tiles[:, schedule.PrefillTile.COUNT]).clip(0)
-    used = int(prefill.count[0])
+    used = int(prefill.ends[-1])
     assert stops[:used].tolist() == sorted(stops[:used], reverse=True)
     assert stops[0] == 640
     assert not tiles[used:, schedule.PrefillTile.COUNT].any()

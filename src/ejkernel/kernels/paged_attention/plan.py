@@ -25,7 +25,7 @@ class PlanArrays(NamedTuple):
         tiles: `[sequences + 1]`: in that order, the number of prefill tiles before each sequence.
         first_pages, end_pages: `[sequences]`: the columns of the page table that a sequence reads begin at the first
             and end before the second.
-        short_tiles, short_programs, prefill_tiles, prefill_count: The schedules of `mosaic_gpu`; see `schedules`.
+        short_tiles, short_programs, prefill_tiles, prefill_ends: The schedules of `mosaic_gpu`; see `schedules`.
     """
 
     offsets: jax.Array
@@ -38,7 +38,7 @@ class PlanArrays(NamedTuple):
     short_tiles: jax.Array
     short_programs: jax.Array
     prefill_tiles: jax.Array
-    prefill_count: jax.Array
+    prefill_ends: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

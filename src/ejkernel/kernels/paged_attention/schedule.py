@@ -65,7 +65,7 @@ class Prefill(NamedTuple):
     """The tiles of sequences with many query tokens, int32; those with the most keys come first."""
 
     tiles: jax.Array  # [tiles, 5]
-    count: jax.Array  # [1], the tiles in use
+    ends: jax.Array  # [sequences + 1], of the tiles of each sequence and of the padding; the last is their number
 
 
 class TileSizes(NamedTuple):
@@ -132,7 +132,7 @@ def schedules(
     sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
     given = _ranges(offsets, lengths, tokens)
     if sizes.long is None:
-        none = Prefill(jnp.zeros((0, len(PrefillTile)), jnp.int32), jnp.zeros((1,), jnp.int32))
+        none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (len(lengths) + 1,))))
         return _dealt(_token_tiles(given, tokens, window), kv_heads), none
     short = _dealt(_short_tiles(given, sizes.short, window), kv_heads)
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
@@ -172,19 +172,21 @@ def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) 
     count = given.end - given.begin
     is_long = (count > sizes.short).at[-1].set(True)
     ends = running_sum(jnp.where(is_long, -(-count // size), 0))
-    number = jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
+    # In reverse: the last tiles of a sequence have the most keys.
+    number = ends[-1] - 1 - jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
     sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-    used = sequence < len(count)
-    sequence = jnp.minimum(sequence, len(count) - 1)
     before = jnp.where(sequence > 0, ends[sequence - 1], 0)
     token = given.begin[sequence] + (number - before) * size
-    own = jnp.where(used, jnp.minimum(given.end[sequence] - token, size), 0)
+    own = jnp.where(number >= 0, jnp.minimum(given.end[sequence] - token, size), 0)
     position = _position(given, sequence, token)
-    stop = jnp.maximum(position + own, 0)
-    keys = stop if window is None else stop - jnp.clip(position - window, 0, stop)
-    order = jnp.argsort(jnp.where(used, -keys, 1))
     columns = jnp.minimum(sequence, len(given.lengths) - 2), token, own, position, given.lengths[sequence]
-    return Prefill(jnp.stack(columns, axis=1)[order], ends[-1:])
+    return Prefill(_longest_first(jnp.stack(columns, axis=1), window), ends)
+
+
+def _longest_first(tiles: jax.Array, window: int | None) -> jax.Array:
+    stop = jnp.maximum(tiles[:, PrefillTile.POSITION] + tiles[:, PrefillTile.COUNT], 0)
+    keys = stop if window is None else stop - jnp.clip(tiles[:, PrefillTile.POSITION] - window, 0, stop)
+    return tiles[jnp.argsort(jnp.where(tiles[:, PrefillTile.COUNT] > 0, -keys, 1))]
 
 
 def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:

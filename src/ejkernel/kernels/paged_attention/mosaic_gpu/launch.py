@@ -44,7 +44,7 @@ def attention(
 def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
     plan = operands.plan
     if plan is not None and call.planned_for == (call.pages[2], call.window):
-        return Schedule(plan.short_tiles, plan.short_programs), Prefill(plan.prefill_tiles, plan.prefill_count)
+        return Schedule(plan.short_tiles, plan.short_programs), Prefill(plan.prefill_tiles, plan.prefill_ends)
     return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
 
 
@@ -90,7 +90,7 @@ def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, int
         sinks = jnp.tile(sinks, (1, plan.warpgroup_tokens))
     inputs = prefill.PrefillInputs(
         tiles=made.tiles,
-        count=made.count,
+        ends=made.ends,
         q=operands.q,
         cache=operands.kv_pages.reshape(-1, plan.groups, 2 * plan.head_dim),
         table=operands.page_table,

@@ -151,7 +151,7 @@ class PrefillPlan(ForwardPlan):
     @property
     def programs(self) -> int:
         """Blocks of threads: one for each multiprocessor."""
-        return min(self.tiles, -(-schedule.PROGRAMS // 2))
+        return min(self.tiles, -(-schedule.PROGRAMS // 2)) if self.params.persistent else self.tiles
 
     @property
     def leaves_idle(self) -> bool:

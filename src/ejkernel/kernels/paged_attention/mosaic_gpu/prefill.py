@@ -32,7 +32,7 @@ class PrefillInputs(NamedTuple):
     """Arrays in global memory; those that a call does not have are `None`.
 
     Attributes:
-        tiles, count: As in `Prefill`.
+        tiles, ends: As in `Prefill`.
         q: `[tokens, heads, head_dim]`.
         cache: `[pages * page_size, kv_heads, 2 * head_dim]`.
         table: `[sequences, pages]`.
@@ -43,7 +43,7 @@ class PrefillInputs(NamedTuple):
     """
 
     tiles: Any
-    count: Any
+    ends: Any
     q: Any
     cache: Any
     table: Any
@@ -103,10 +103,7 @@ class PrefillKernel(ForwardKernel):
 
     plan: PrefillPlan
     consumer = PrefillConsumer
-    registers = Registers(
-        producer=(__import__("os").environ.get("PR") and int(__import__("os").environ["PR"])) or 24,
-        consumer=int(__import__("os").environ.get("CR", "240")),
-    )
+    registers = Registers(producer=40, consumer=232)  # with 24 the producer spills for pages of 16
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
@@ -144,7 +141,7 @@ class PrefillKernel(ForwardKernel):
     def _each_tile(self, body: Callable[[Any, Any, Any], Any], step: Any) -> Any:
         """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
         program, programs = lax.axis_index(PROGRAM), self.plan.programs
-        items = jnp.maximum(self.inputs.count[0], 0) * self.plan.bundles
+        items = jnp.maximum(self.inputs.ends[self.inputs.ends.shape[0] - 1], 0) * self.plan.bundles
         rounds = quotient(items + (programs - 1), programs)
 
         def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
