@@ -73,7 +73,8 @@ CASES = {
     "1 x 128k": Case(lengths=(131072,), contenders=(CUDNN,)),
     "64 x 4k, window 1024": Case(lengths=(4096,) * 64, options=(("sliding_window", 1023),), contenders=(), pages=(64,)),
     "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,)),
-    "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,), pages=(64,)),
+    "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,)),
+    "4 chunks of 2048": Case(lengths=(2048,) * 4, queries=(2048,) * 4, contenders=(FLASH,), pages=(16, 64)),
     "64 x 4k and chunks": Case(
         lengths=(4096,) * 64 + (4096, 512), queries=(1,) * 64 + (1024, 512), contenders=(), pages=(64,)
     ),
@@ -133,10 +134,11 @@ def by_cudnn(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
 
 
 def by_flash(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:
-    """Return our dense causal attention and its arguments, keys and values of one sequence without pages."""
+    """Return our dense causal attention and its arguments, keys and values of equally long sequences without pages."""
     q, cache = args[:2]
-    key, value = (cache[..., kind, :].reshape(1, -1, *cache.shape[2::2])[:, : case.lengths[0]] for kind in (0, 1))
-    return functools.partial(flash_attention, causal=True), (q[None], key, value)
+    count, shape = len(case.lengths), cache.shape[2::2]
+    key, value = (cache[..., kind, :].reshape(count, -1, *shape)[:, : case.lengths[0]] for kind in (0, 1))
+    return functools.partial(flash_attention, causal=True), (q.reshape(count, -1, *q.shape[1:]), key, value)
 
 
 def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[Any, Any]:
@@ -228,7 +230,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def read_by_ours(plan: Any) -> tuple[jax.Array, ...]:
     """Return the arrays of a plan that `mosaic_gpu` reads; `jax.jit` of a whole step computes no others."""
-    return plan.offsets, plan.lengths, plan.short_tiles, plan.short_programs, plan.long_tiles, plan.long_programs
+    return plan.offsets, plan.lengths, plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_ends
 
 
 def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:

@@ -148,29 +148,56 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices():
     assert_in_place_calls_are_apart(jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("lengths", "queries", "shape", "options"),
+    [
+        ([300, 70], (170, 1), {"page": 64, "head_dim": 128, "heads": (3, 1)}, {}),
+        ([200, 90], (90, 70), {"page": 8, "heads": (8, 1), "window": 100}, {"sliding_window": 100, "v_scale": 0.5}),
+    ],
+)
+def test_chunks_of_several_tiles_and_blocks_are_right(lengths, queries, shape, options):
+    assert_near(*results(poisoned(lengths, queries, **shape), **options))
+
+
+def schedules_of(queries, lengths):
+    """Return the schedules for 8 heads of 2 KV heads, and the number of tokens with some padding."""
+    tokens = sum(queries) + 4
+    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32)
+    return schedule.schedules(offsets, jnp.asarray(lengths, jnp.int32), tokens, 8, 2, None), tokens
+
+
 @pytest.mark.parametrize("programs", [1, 4, 264])
 @pytest.mark.parametrize("queries", [(1,) * 6, (3, 0, 40, 1, 200, 2)])
 def test_each_token_is_in_one_tile_and_each_block_in_one_program(monkeypatch, programs, queries):
     monkeypatch.setattr(schedule, "PROGRAMS", programs)
-    lengths = np.array([1, 0, 640, 63, 64 + 200, 2])
-    tokens = sum(queries) + 4
-    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32)
-    made = schedule.schedules(offsets, jnp.asarray(lengths, jnp.int32), tokens, 8, 2, None)
-    seen = np.zeros(tokens, int)
-    for own in made:
-        work = np.zeros((len(own.tiles), 2), int)
-        for _, token, count, *_ in np.asarray(own.tiles):
-            seen[token : token + count] += 1
-        for first, begin, last, end, _ in np.asarray(own.programs):
-            for item in range(first, last + 1):
-                tile = np.asarray(own.tiles)[item // 2]
-                blocks = max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
-                low, high = begin if item == first else 0, end if item == last else blocks
-                work[item // 2, item % 2] += high - low
-        for tile, done in zip(np.asarray(own.tiles), work, strict=True):
-            blocks = max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
-            assert done.tolist() == [blocks, blocks]
+    (short, prefill), tokens = schedules_of(queries, np.array([1, 0, 640, 63, 64 + 200, 2]))
+    seen, tiles = np.zeros(tokens, int), np.asarray(short.tiles)
+    for _, token, count, *_ in (*tiles, *np.asarray(prefill.tiles)[: int(prefill.ends[-1])]):
+        seen[token : token + count] += 1
     np.testing.assert_array_equal(seen, 1)
+    work = np.zeros((len(tiles), 2), int)
+    for first, begin, last, end, _ in np.asarray(short.programs):
+        for item in range(first, last + 1):
+            low, high = begin if item == first else 0, end if item == last else blocks_of(tiles[item // 2])
+            work[item // 2, item % 2] += high - low
+    assert work.tolist() == [[blocks_of(tile)] * 2 for tile in tiles]
+
+
+def blocks_of(tile):
+    return max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
+
+
+def test_prefill_tiles_with_the_most_keys_come_first():
+    (_, prefill), _ = schedules_of((3, 0, 40, 1, 200, 2), [1, 0, 640, 63, 264, 2])
+    tiles = np.asarray(prefill.tiles)
+    stops = (tiles[:, schedule.PrefillTile.POSITION] + tiles[:, schedule.PrefillTile.COUNT]).clip(0)
+    used = int(prefill.ends[-1])
+    assert stops[:used].tolist() == sorted(stops[:used], reverse=True)
+    assert stops[0] == 640
+    assert not tiles[used:, schedule.PrefillTile.COUNT].any()
+    assert tiles[:used, schedule.PrefillTile.COUNT].all()
 
 
 @pytest.mark.parametrize(

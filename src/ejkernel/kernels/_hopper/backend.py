@@ -38,6 +38,10 @@ class Hopper:
         """Start `accumulator += left @ right`; `right` is in shared memory, `left` there or in registers."""
         plgpu.wgmma(accumulator, left, right)
 
+    def assign(self, tile: Any, value: Any) -> None:
+        """Store a matrix in a tile of shared memory."""
+        tile[...] = value
+
     def read(self, accumulator: Any, *, pending: int) -> jax.Array:
         """Return an accumulator's value once at most `pending` products are in flight."""
         value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
@@ -93,8 +97,13 @@ class Interpreter:
     def multiply(self, accumulator: Any, left: Any, right: Any) -> None:
         """See `Hopper.multiply`."""
         left, right = left[...], right[...]
+        left = left.reshape(-1, left.shape[-1])  # an aliased buffer may have more axes
         plgpu.commit_smem()  # orders these reads before copies into the same buffers
         accumulator[...] = accumulator[...] + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    def assign(self, tile: Any, value: Any) -> None:
+        """See `Hopper.assign`; an aliased buffer may have more axes."""
+        tile[...] = value.reshape(tile.shape)
 
     def read(self, accumulator: Any, *, pending: int) -> jax.Array:
         """See `Hopper.read`."""

@@ -25,7 +25,7 @@ class PlanArrays(NamedTuple):
         tiles: `[sequences + 1]`: in that order, the number of prefill tiles before each sequence.
         first_pages, end_pages: `[sequences]`: the columns of the page table that a sequence reads begin at the first
             and end before the second.
-        short_tiles, short_programs, long_tiles, long_programs: The schedules of `mosaic_gpu`; see `schedules`.
+        short_tiles, short_programs, prefill_tiles, prefill_ends: The schedules of `mosaic_gpu`; see `schedules`.
     """
 
     offsets: jax.Array
@@ -37,8 +37,8 @@ class PlanArrays(NamedTuple):
     end_pages: jax.Array
     short_tiles: jax.Array
     short_programs: jax.Array
-    long_tiles: jax.Array
-    long_programs: jax.Array
+    prefill_tiles: jax.Array
+    prefill_ends: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def plan_arrays(
     tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
     ends = jnp.pad(running_sum(tiles), (1, 0))
-    short, long = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
+    short, prefill = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
     return PlanArrays(
-        offsets, lengths, order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32), *short, *long
+        offsets, lengths, order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32), *short, *prefill
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of `mosaic_gpu`: tiles, and the blocks of keys that each program takes.
+"""The schedule of `mosaic_gpu`: the tiles of decode and of prefill, and the blocks of keys that each program takes.
 
-The blocks of all items lie end to end, and each program takes an equal number of them (stream-K). A program that takes
-part of an item leaves a share; the shares of one item are summed afterwards.
+In decode the blocks of all items lie end to end, and each program takes an equal number of them (stream-K). A program
+that takes part of an item leaves a share; the shares of one item are summed afterwards. In prefill a program takes
+whole tiles, those with the most keys first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from jax import lax
 
 BLOCK = 64  # keys that a program takes at once: the rows of one WGMMA instruction
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-MOST_ROWS = 64  # of a tile: with more, its sums would not fit in the registers of one warpgroup
+MOST_ROWS = 64  # of a tile of decode: with more, its sums would not fit in the registers of one warpgroup
+PREFILL_ROWS = 128  # of a tile of prefill
 _SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
 _FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
 
@@ -30,6 +32,16 @@ class Tile(enum.IntEnum):
     POSITION = 3  # of the first query token in its sequence; negative: it sees no key
     FIRST = 4  # the first block of keys
     END = 5  # the block after the last
+
+
+class PrefillTile(enum.IntEnum):
+    """Columns of the table of prefill tiles; the first ones are those of `Tile`."""
+
+    SEQUENCE = 0
+    TOKEN = 1
+    COUNT = 2
+    POSITION = 3
+    LENGTH = 4  # keys of the sequence
 
 
 class Share(enum.IntEnum):
@@ -49,12 +61,19 @@ class Schedule(NamedTuple):
     programs: jax.Array  # [programs, 5]
 
 
+class Prefill(NamedTuple):
+    """The tiles of sequences with many query tokens, int32; those with the most keys come first."""
+
+    tiles: jax.Array  # [tiles, 5]
+    ends: jax.Array  # [sequences + 1], of the tiles of each sequence and of the padding; the last is their number
+
+
 class TileSizes(NamedTuple):
     """Query tokens of a tile.
 
     Attributes:
-        short: Of a sequence with at most so many query tokens.
-        long: Of other sequences; `None` if there are no more tokens than sequences: all tiles have one token then.
+        short: Of decode: of a sequence with at most so many query tokens.
+        long: Of prefill; `None` if there are no more tokens than sequences: all tiles have one token then.
     """
 
     short: int
@@ -67,7 +86,13 @@ def tile_sizes(tokens: int, sequences: int, heads: int, kv_heads: int) -> TileSi
         return TileSizes(1, None)
     most, average = max(1, MOST_ROWS // group_rows(heads // kv_heads)), -(-tokens // sequences)
     # With more tokens, some sequences prefill, and the others probably decode one token.
-    return TileSizes(min(average, most) if average <= _FEW_TOKENS else 1, most)
+    short = min(average, most) if average <= _FEW_TOKENS else 1
+    return TileSizes(short, PREFILL_ROWS // prefill_heads(heads // kv_heads))
+
+
+def prefill_heads(group: int) -> int:
+    """Return the query heads of a KV head that share a tile of prefill: as many as divide its rows."""
+    return min(group & -group, MOST_ROWS)
 
 
 def running_sum(x: jax.Array) -> jax.Array:
@@ -93,7 +118,7 @@ def group_rows(group: int) -> int:
 
 def schedules(
     offsets: jax.Array, lengths: jax.Array, tokens: int, heads: int, kv_heads: int, window: int | None
-) -> tuple[Schedule, Schedule]:
+) -> tuple[Schedule, Prefill]:
     """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
 
     Args:
@@ -107,11 +132,10 @@ def schedules(
     sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
     given = _ranges(offsets, lengths, tokens)
     if sizes.long is None:
-        tiles = _token_tiles(given, tokens, window), jnp.zeros((0, len(Tile)), jnp.int32)
-    else:
-        tiles = _short_tiles(given, sizes.short, window), _long_tiles(given, tokens, sizes, window)
-    short, long = (_dealt(own, kv_heads) for own in tiles)
-    return short, long
+        none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (len(lengths) + 1,))))
+        return _dealt(_token_tiles(given, tokens, window), kv_heads), none
+    short = _dealt(_short_tiles(given, sizes.short, window), kv_heads)
+    return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
 
 
 class _Ranges(NamedTuple):
@@ -142,33 +166,44 @@ def _short_tiles(given: _Ranges, most: int, window: int | None) -> jax.Array:
     return _table(given, sequence, given.begin[:-1], jnp.where(count > most, 0, count), window)
 
 
-def _long_tiles(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) -> jax.Array:
+def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) -> Prefill:
     """Return tiles for the padding, and for sequences with more query tokens than the short ones."""
     size = sizes.long or 1
     count = given.end - given.begin
     is_long = (count > sizes.short).at[-1].set(True)
     ends = running_sum(jnp.where(is_long, -(-count // size), 0))
-    number = jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
+    # In reverse: the last tiles of a sequence have the most keys.
+    number = ends[-1] - 1 - jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
     sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-    used = sequence < len(count)
-    sequence = jnp.minimum(sequence, len(count) - 1)
     before = jnp.where(sequence > 0, ends[sequence - 1], 0)
     token = given.begin[sequence] + (number - before) * size
-    return _table(given, sequence, token, jnp.where(used, jnp.minimum(given.end[sequence] - token, size), 0), window)
+    own = jnp.where(number >= 0, jnp.minimum(given.end[sequence] - token, size), 0)
+    position = _position(given, sequence, token)
+    columns = jnp.minimum(sequence, len(given.lengths) - 2), token, own, position, given.lengths[sequence]
+    return Prefill(_longest_first(jnp.stack(columns, axis=1), window), ends)
+
+
+def _longest_first(tiles: jax.Array, window: int | None) -> jax.Array:
+    stop = jnp.maximum(tiles[:, PrefillTile.POSITION] + tiles[:, PrefillTile.COUNT], 0)
+    keys = stop if window is None else stop - jnp.clip(tiles[:, PrefillTile.POSITION] - window, 0, stop)
+    return tiles[jnp.argsort(jnp.where(tiles[:, PrefillTile.COUNT] > 0, -keys, 1))]
 
 
 def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
-    position = given.lengths[sequence] - (given.end[sequence] - token)
+    position = _position(given, sequence, token)
     first = jnp.zeros_like(token) if window is None else jnp.maximum(position - window, 0) // BLOCK
     end = -(-jnp.maximum(position + count, 0) // BLOCK)
     sequence = jnp.minimum(sequence, len(given.lengths) - 2)
     return jnp.stack([sequence, token, count, position, first, end], axis=1)
 
 
+def _position(given: _Ranges, sequence: jax.Array, token: jax.Array) -> jax.Array:
+    """Return the positions of tokens in their sequences."""
+    return given.lengths[sequence] - (given.end[sequence] - token)
+
+
 def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     """Return the schedule of these tiles."""
-    if not len(tiles):
-        return Schedule(tiles, jnp.zeros((0, len(Share)), jnp.int32))
     programs = PROGRAMS
     count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
     # A tile without keys counts as one block, so that a program writes its zeros.

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.columns import Columns
-from ejkernel.kernels._hopper.device import quotient, remainder, widest_swizzle
+from ejkernel.kernels._hopper.device import Registers, quotient, remainder, widest_swizzle
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
@@ -68,6 +68,13 @@ def launch(
 
 class ForwardKernel:
     """The program of one block of threads."""
+
+    consumer: type[ForwardConsumer] = ForwardConsumer
+
+    @property
+    def registers(self) -> Registers:
+        """Registers per thread of either role."""
+        return REGISTERS[self.params.warpgroups]
 
     def __init__(self, plan: ForwardPlan, backend: Backend) -> None:
         self.plan, self.params, self.backend = plan, plan.params, backend
@@ -136,9 +143,13 @@ class ForwardKernel:
     def run(self, inputs: ForwardInputs, outputs: Any, memory: tuple[ForwardBuffers, ForwardBarriers]) -> None:
         """Run this warpgroup as producer or consumer."""
         self.inputs, (self.buffers, self.barriers) = inputs, memory
-        self.memory = ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
+        self.memory = self.memory_of(inputs, outputs, memory)
         warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
-        dispatch_warpgroup(warpgroup, consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
+        dispatch_warpgroup(warpgroup, consumers, self.registers, producer=self._produce, consumer=self._consume)
+
+    def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> ForwardMemory:
+        """Return what the warpgroups share."""
+        return ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
 
     # Tile scheduler.
 
@@ -252,7 +263,7 @@ class ForwardKernel:
                 plgpu.barrier_arrive(turn.at[0])
 
         def compute(tile: QueryTile, step: Any, number: Any) -> Any:
-            consumer = ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
+            consumer = self.consumer(self.memory, self._warpgroup_tile(tile, warpgroup, number))
             if not self.plan.leaves_idle:
                 return consumer.run(step)
             return lax.cond(consumer.part.row < self.plan.queries, consumer.run, consumer.skip, step)

@@ -52,6 +52,7 @@ class ForwardConsumer:
         self.backend = memory.backend
         self.part, self.tile, self.warpgroup = part, part.tile, part.warpgroup
         self.square = (ROWS, self.params.kv_block)
+        self.scale: Any = self.plan.rules.scale
         if self.plan.segments:
             ids = self.inputs.query_segments.at[self.tile.batch, 0, pl.ds(part.row, ROWS)]
             self.segments = plgpu.load(ids, layout=_BY_ROW, optimized=False)
@@ -147,7 +148,7 @@ class ForwardConsumer:
 
         acc, row_max, row_sum, weights, decay = backend.with_accumulators(products, self.square, self._acc_shape)
         barriers.value.consumer_release(before)
-        return _SoftmaxState(acc * _columns(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
+        return _SoftmaxState(acc * along_rows(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
 
     def _sequential(self, state: _SoftmaxState, block: Any, masked: bool) -> _SoftmaxState:
         """Visit a block: both products first, then the softmax."""
@@ -170,15 +171,19 @@ class ForwardConsumer:
         logits = self._logits(scores, block, stage, masked)
         row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
         weights = weights.astype(self.plan.dtype)
-        return _SoftmaxState(acc * _columns(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
+        return _SoftmaxState(acc * along_rows(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
 
     def _last_product(self, state: _SoftmaxState) -> Any:
         """Return the sum of weighted values, with the last block's."""
         stage = self.barriers.value.stage(state.step - 1)
         self.barriers.value.consumer_wait(stage)
+        self._prepare_last_values(stage)
         (acc,) = self.backend.accumulate(lambda sums: self._multiply_values(sums[0], state, stage), state.acc)
         self.barriers.value.consumer_release(stage)
         return acc
+
+    def _prepare_last_values(self, stage: Any) -> None:
+        """Change the values of the last block, for other kernels."""
 
     def _epilogue(self, state: _SoftmaxState) -> None:
         """Store output and log-sum-exp."""
@@ -186,7 +191,7 @@ class ForwardConsumer:
         empty = state.row_sum == 0.0
         # The dropout's factor is applied here, once per row rather than once per weight.
         share = jnp.where(empty, 0.0, 1 / (1 - self.plan.rules.dropout_rate) / state.row_sum)
-        out = state.acc * _columns(share, state.acc.shape)
+        out = state.acc * along_rows(share, state.acc.shape)
         if self.plan.adds:
             lse = state.row_max + jnp.log2(state.row_sum) * (1 / LOG2_E)
         else:
@@ -248,19 +253,19 @@ class ForwardConsumer:
     # Logits and weights.
 
     @property
-    def _exponent(self) -> float:
+    def _exponent(self) -> Any:
         """The factor that turns the values of `_logits` into logarithms to the base 2."""
         rules = self.plan.rules
         if self.plan.adds:
             return LOG2_E
-        return LOG2_E * (rules.scale if rules.soft_cap is None else rules.soft_cap)
+        return self.scale * LOG2_E if rules.soft_cap is None else LOG2_E * rules.soft_cap
 
     def _logits(self, scores: Any, block: Any, stage: Any, masked: bool) -> Any:
         """Return the logits up to the factor `_exponent`; -inf where hidden."""
         rules = self.plan.rules
-        factor = rules.scale
+        factor = self.scale
         if rules.soft_cap is not None and not self.plan.caps_late:
-            scores, factor = jnp.tanh(scores * (rules.scale / rules.soft_cap)), rules.soft_cap
+            scores, factor = jnp.tanh(scores * (self.scale / rules.soft_cap)), rules.soft_cap
         if self.plan.adds or self.plan.caps_late:
             scores = scores * factor
         if self.barriers.extra is not None:
@@ -274,11 +279,11 @@ class ForwardConsumer:
         exponent = self._exponent
         if self.plan.adds:  # differences first: a bias may be the lowest float
             new_max = jnp.maximum(row_max, logits.max(axis=1))
-            weights = jnp.exp2((logits - _columns(new_max, logits.shape)) * exponent)
+            weights = jnp.exp2((logits - along_rows(new_max, logits.shape)) * exponent)
             decay = jnp.exp2((row_max - new_max) * exponent)
         else:
             new_max = jnp.maximum(row_max, logits.max(axis=1) * exponent)
-            weights = jnp.exp2(logits * exponent - _columns(new_max, logits.shape))
+            weights = jnp.exp2(logits * exponent - along_rows(new_max, logits.shape))
             decay = jnp.exp2(row_max - new_max)
         # The sum is over all weights: a dropout applies to the result of the softmax.
         row_sum = row_sum * decay + weights.sum(axis=1)
@@ -289,7 +294,7 @@ class ForwardConsumer:
     def _dropout_keeps(self, block: Any) -> Any:
         """Return which weights of a block the dropout keeps."""
         key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + block * self.params.kv_block
-        words = _columns(self.dropout, self.square)
+        words = along_rows(self.dropout, self.square)
         return keeps(words, key.astype(words.dtype), self.plan.rules)
 
     def _with_extras(self, scores: Any, stage: Any, masked: bool) -> Any:
@@ -310,7 +315,7 @@ class ForwardConsumer:
             words = tuple(plgpu.load(x, layout=_BY_ROW, optimized=False) for x in rows)
             scores = jnp.where(visible_bits(words, self.square), scores, -jnp.inf)
         if plan.segments and masked:
-            own = self._by_key(buffers.key_segments, stage) == _columns(self.segments, self.square)
+            own = self._by_key(buffers.key_segments, stage) == along_rows(self.segments, self.square)
             scores = jnp.where(own, scores, -jnp.inf)
         plgpu.commit_smem()  # orders these reads before the next copy into the stage
         extra.consumer_release(stage)
@@ -336,6 +341,6 @@ class ForwardConsumer:
         return conditions
 
 
-def _columns(by_row: Any, shape: tuple[int, ...]) -> Any:
+def along_rows(by_row: Any, shape: tuple[int, ...]) -> Any:
     """Return one number per row, broadcast along the row."""
     return lax.broadcast_in_dim(by_row, shape, [0])

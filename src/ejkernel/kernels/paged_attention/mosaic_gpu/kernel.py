@@ -18,13 +18,26 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.device import quotient
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import producer_tail
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.paged_attention.schedule import BLOCK
 
-from .memory import BY_ROW, LAYOUT, Barriers, Buffers, Inputs, Item, Outputs, TileStore, Work, across, item_of
+from .memory import (
+    BY_ROW,
+    LAYOUT,
+    Barriers,
+    Buffers,
+    Inputs,
+    Item,
+    Outputs,
+    TileStore,
+    Work,
+    across,
+    cache_row,
+    item_of,
+)
 from .plan import PIECE, LaunchPlan
 
 _LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
@@ -52,33 +65,28 @@ class State(NamedTuple):
     total: Any  # [BLOCK, rows]: summed over the first axis at the end, since that needs several warps
 
 
-def run(plan: LaunchPlan, inputs: Inputs, items: int, out: Any = None, interpret: Any = None) -> Results:
+def run(plan: LaunchPlan, inputs: Inputs, items: int, interpret: Any = None) -> Results:
     """Run the kernel.
 
     Args:
         plan: The static description.
         inputs: The arrays.
         items: The number of items.
-        out: A reference to the output of an earlier launch, to write to; `None`: return an own output.
         interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
     """
     kernel = _Kernel(plan, backend_for(interpret))
     like: Any = jax.ShapeDtypeStruct
     types = Results(
-        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype) if out is None else None,
+        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype),
         lse=like((items, plan.rows), jnp.float32) if plan.return_lse else None,
         shares=like((2 * plan.programs, plan.head_dim, plan.rows), jnp.float32),
         share_lse=like((2 * plan.programs, plan.rows), jnp.float32),
     )
     leaves, structure = jax.tree.flatten(types)
 
-    def body(given: tuple[Inputs, Any], results: Any, memory: Any) -> None:
-        found: Results = jax.tree.unflatten(structure, results)
-        kernel.run(given[0], found if given[1] is None else found._replace(out=given[1]), memory)
-
     found = launch(
-        body,
-        (inputs, out),
+        lambda given, results, memory: kernel.run(given, jax.tree.unflatten(structure, results), memory),
+        inputs,
         leaves,
         name="paged_attention",
         programs=plan.programs,
@@ -139,7 +147,9 @@ class _Kernel:
         plan, pipeline = self.plan, self.barriers.cache
         size = min(BLOCK, plan.page_size)
         keys = [block * BLOCK + copy * size for copy in range(plan.copies)]
-        rows = [self._row(item, key) for key in keys]  # before the wait, which hides their latency
+        # Before the wait, which hides their latency.
+        sizes, table = (plan.pages, plan.page_size, size), self.inputs.table
+        rows = [cache_row(*sizes, table, item.sequence, key) for key in keys]
         stage = pipeline.producer_acquire(step)
         for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
             source = self.inputs.cache.at[pl.ds(row, size), item.head]
@@ -149,15 +159,6 @@ class _Kernel:
             else:
                 self.backend.copy_if(key < item.stop, source, target, pipeline.full.at[stage])
         return step + 1
-
-    def _row(self, item: Item, key: Any) -> Any:
-        """Return the row of the cache that has a key."""
-        plan = self.plan
-        column = jnp.minimum(quotient(key, plan.page_size), plan.columns - 1)
-        # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
-        page = jnp.clip(self.inputs.table[item.sequence, column], 0, plan.pages - 1)
-        row = page * plan.page_size
-        return row + remainder(key, plan.page_size) if plan.page_size > BLOCK else row
 
     # Consumer.
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.paged_attention.common import Operands, PagedCall
-from ejkernel.kernels.paged_attention.schedule import Schedule, Tile, schedules, tile_sizes
+from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes
 
 from .params import MosaicGpuParams
-from .plan import LaunchPlan, launch_plan
+from .plan import LaunchPlan, launch_plan, prefill_plan
 
 
 def attention(
@@ -23,31 +23,33 @@ def attention(
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
     operands, made = unsliced((operands, _schedules(call, operands)))
+    short, prefill = made
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    out: Any = None
-    lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32) if call.return_lse else None
-    for size, own in zip(sizes, made, strict=True):
-        if size is not None:
-            plan = launch_plan(call, params, size)
-            out, rows = _launched(plan, operands, own, out, interpret)
-            lse = None if lse is None else _by_token(plan, own, lse, rows)
+    plan = launch_plan(call, params, sizes.short)
+    out, rows = _decoded(plan, operands, short, interpret)
+    lse = None
+    if rows is not None:
+        shape = plan.kv_heads, plan.tile_tokens, plan.group_rows
+        lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32)
+        lse = _by_token(lse, short.tiles, rows.reshape(-1, *shape)[..., : plan.group])
+    if sizes.long is not None:
+        rows = _prefilled(call, operands, prefill, out, interpret)
+        lse = None if lse is None else _by_token(lse, prefill.tiles, rows)
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
         lse = jnp.where(padding, -jnp.inf, lse)
     return unsliced(jax.freeze(out)), lse
 
 
-def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Schedule]:
+def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
     plan = operands.plan
     if plan is not None and call.planned_for == (call.pages[2], call.window):
-        return Schedule(plan.short_tiles, plan.short_programs), Schedule(plan.long_tiles, plan.long_programs)
+        return Schedule(plan.short_tiles, plan.short_programs), Prefill(plan.prefill_tiles, plan.prefill_ends)
     return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
 
 
-def _launched(
-    plan: LaunchPlan, operands: Operands, made: Schedule, out: Any, interpret: Any
-) -> tuple[Any, jax.Array | None]:
-    """Return a reference to the output with the rows of these tiles, and the log-sum-exp of each item's rows."""
+def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: Any) -> tuple[Any, jax.Array | None]:
+    """Return a reference to an output with the rows of these tiles, and the log-sum-exp of each item's rows."""
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import kernel, sums
@@ -68,19 +70,50 @@ def _launched(
         k_scale=operands.k_scale,
         v_scale=operands.v_scale,
     )
-    found = kernel.run(plan, inputs, made.tiles.shape[0] * plan.kv_heads, out, interpret)
-    out = jax.new_ref(found.out) if out is None else out
+    found = kernel.run(plan, inputs, made.tiles.shape[0] * plan.kv_heads, interpret)
+    out = jax.new_ref(found.out)
     lse = None if found.lse is None else jax.new_ref(found.lse)
     given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
 
 
-def _by_token(plan: LaunchPlan, made: Schedule, lse: jax.Array, rows: Any) -> jax.Array:
-    """Return the log-sum-exp of tokens, `[tokens, heads]`, with that of these tiles' rows."""
-    rows = rows.reshape(-1, plan.kv_heads, plan.tile_tokens, plan.group_rows)[..., : plan.group].swapaxes(1, 2)
-    rows = rows.reshape(-1, plan.tile_tokens, plan.heads)
-    number = jnp.arange(plan.tile_tokens, dtype=jnp.int32)
-    used = number < made.tiles[:, Tile.COUNT, None]
-    tokens = jnp.where(used, made.tiles[:, Tile.TOKEN, None] + number, plan.tokens)
+def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, interpret: Any) -> Any:
+    """Write the rows of these tiles into the output, and return their log-sum-exp by tile, head and token."""
+    from ejkernel.kernels._hopper.launch import unsliced
+
+    from . import prefill
+
+    plan, sinks = prefill_plan(call, made.tiles.shape[0]), operands.sinks
+    if sinks is not None:
+        sinks = (sinks.astype(jnp.float32) * LOG2_E).reshape(plan.bundles, plan.tile_heads)
+        sinks = jnp.tile(sinks, (1, plan.warpgroup_tokens))
+    inputs = prefill.PrefillInputs(
+        tiles=made.tiles,
+        ends=made.ends,
+        q=operands.q,
+        cache=operands.kv_pages.reshape(-1, plan.groups, 2 * plan.head_dim),
+        table=operands.page_table,
+        out=out,
+        sinks=sinks,
+        k_scale=operands.k_scale,
+        v_scale=operands.v_scale,
+    )
+    lse = prefill.run(plan, inputs, interpret)
+    return None if lse is None else unsliced(lse).reshape(made.tiles.shape[0], plan.bundles, -1, plan.tile_heads)
+
+
+def _by_token(lse: jax.Array, tiles: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the log-sum-exp of tokens, `[tokens, heads]`, with that of these tiles' rows.
+
+    Args:
+        lse: That of other tiles.
+        tiles: The tiles.
+        rows: `[tiles, parts of the heads, tokens of a tile, heads of a part]`.
+    """
+    count = rows.shape[2]
+    rows = rows.swapaxes(1, 2).reshape(-1, count, lse.shape[1])
+    number = jnp.arange(count, dtype=jnp.int32)
+    used = number < tiles[:, Tile.COUNT, None]
+    tokens = jnp.where(used, tiles[:, Tile.TOKEN, None] + number, lse.shape[0])
     return lse.at[tokens].set(rows, mode="drop")

@@ -142,6 +142,39 @@ def item_of(plan: LaunchPlan, tiles: Any, index: Any) -> Item:
     return Item(index, remainder(index, plan.kv_heads), sequence, token, count, position, first, end)
 
 
+def normalisation(top: Any, total: Any, sinks: Any) -> tuple[Any, Any]:
+    """Return the factor on each row's sum of weighted values, and the log-sum-exp.
+
+    Args:
+        top: The maximum to which a row's weights are relative, to the base 2.
+        total: The sum of the weights; 0 for a row without keys.
+        sinks: The logit of each row's sink, to the base 2, or `None`.
+    """
+    empty = total == 0.0
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
+    if sinks is not None:
+        total = total + jnp.where(empty, 0.0, jnp.exp2(sinks - top))
+        lse = jnp.where(empty, sinks, top + jnp.log2(total))
+    return jnp.where(empty, 0.0, 1 / total), lse * (1 / LOG2_E)
+
+
+def cache_row(pages: int, page_size: int, size: int, table: Any, sequence: Any, key: Any) -> Any:
+    """Return the row of the cache that has a key of a sequence.
+
+    Args:
+        pages: The pages of the cache.
+        page_size: Tokens of a page.
+        size: A divisor of `page_size` and `key`.
+        table: The page table.
+        sequence: The sequence.
+        key: The position of the key.
+    """
+    column = jnp.minimum(quotient(key, page_size), table.shape[1] - 1)
+    # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
+    row = jnp.clip(table[sequence, column], 0, pages - 1) * page_size
+    return row + remainder(key, page_size) if page_size > size else row
+
+
 def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
     """Return shared memory in pieces of columns, with a view for products and one for copies."""
     return backend.aliased(tiled((*shape, PIECE), dtype), swizzled((*shape, PIECE), dtype))
@@ -178,13 +211,10 @@ class TileStore:
             top: `[rows]`: the maximum to which weights are relative, to the base 2.
             total: `[rows]`: the sum of the weights; 0 for a row without keys.
         """
-        empty = total == 0.0
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
-        if self.inputs.sinks is not None:
-            sinks = plgpu.load(self.inputs.sinks.at[item.head], layout=BY_ROW, optimized=False)
-            total = total + jnp.where(empty, 0.0, jnp.exp2(sinks - top))
-            lse = jnp.where(empty, sinks, top + jnp.log2(total))
-        factor = jnp.where(empty, 0.0, 1 / total)
+        sinks = self.inputs.sinks
+        if sinks is not None:
+            sinks = plgpu.load(sinks.at[item.head], layout=BY_ROW, optimized=False)
+        factor, lse = normalisation(top, total, sinks)
         if self.inputs.v_scale is not None:
             factor = factor * self.inputs.v_scale[item.head]
         out = (acc * across(factor, acc.shape)).astype(self.plan.dtype)
@@ -196,7 +226,7 @@ class TileStore:
         for token in range(self.plan.tile_tokens):
             pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
         if self.outputs.lse is not None:
-            compat.store_as_it_is(self.outputs.lse.at[item.number], lse * (1 / LOG2_E))
+            compat.store_as_it_is(self.outputs.lse.at[item.number], lse)
 
     def _copy_token(self, item: Item, token: int) -> None:
         group = self.plan.group

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
+from ejkernel.kernels.flash_attention.common import Rules
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS, ForwardPlan
 from ejkernel.kernels.paged_attention import schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.schedule import BLOCK
 
 from .params import MosaicGpuParams
 
+PREFILL = ForwardParams(persistent=True, query_buffers=2)
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
 
 
@@ -108,4 +113,87 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         stages=params.stages,
         query_buffers=params.query_buffers,
         programs=schedule.PROGRAMS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillPlan(ForwardPlan):
+    """One launch of prefill.
+
+    A tile's rows are its tokens, each with the same `tile_heads` heads. An item is a tile with some heads.
+
+    Attributes:
+        pages, page_size: Sizes of the cache.
+        most_tiles: The length of the table of tiles.
+        return_lse: Whether the launch returns the log-sum-exp.
+    """
+
+    pages: int
+    page_size: int
+    most_tiles: int
+    return_lse: bool
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads of an item."""
+        return schedule.prefill_heads(self.heads // self.groups)
+
+    @property
+    def bundles(self) -> int:
+        """Items of a tile."""
+        return self.heads // self.tile_heads
+
+    @property
+    def tiles(self) -> int:
+        """All items."""
+        return self.most_tiles * self.bundles
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads: one for each multiprocessor."""
+        return min(self.tiles, -(-schedule.PROGRAMS // 2)) if self.params.persistent else self.tiles
+
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether warpgroups skip tiles; these do not."""
+        return False
+
+    @property
+    def warpgroup_tokens(self) -> int:
+        """Query tokens of a consumer warpgroup."""
+        return ROWS // self.tile_heads
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a query or output row."""
+        return self.head_dim // PIECE
+
+    @property
+    def copied_keys(self) -> int:
+        """Keys of one copy."""
+        return math.gcd(self.page_size, self.params.kv_block)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a stage of keys."""
+        return self.params.kv_block // self.copied_keys
+
+
+def prefill_plan(call: PagedCall, tiles: int) -> PrefillPlan:
+    """Return the plan of a launch with so many tiles."""
+    return PrefillPlan(
+        batch=1,
+        queries=call.q[0],
+        keys=call.table[1] * call.pages[1],
+        heads=call.q[1],
+        groups=call.pages[2],
+        head_dim=call.q[2],
+        value_dim=call.q[2],
+        rules=Rules(scale=call.scale, left=call.window, right=0, soft_cap=call.soft_cap),
+        dtype=call.dtype,
+        params=PREFILL,
+        pages=call.pages[0],
+        page_size=call.pages[1],
+        most_tiles=tiles,
+        return_lse=call.return_lse,
     )

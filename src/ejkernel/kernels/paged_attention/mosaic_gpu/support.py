@@ -54,9 +54,8 @@ def params_fault(call: PagedCall, params: MosaicGpuParams) -> str | None:
 
 
 def _shared_bytes(call: PagedCall, params: MosaicGpuParams) -> int:
-    """Return the shared memory of the launch that takes the most."""
-    sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    return max(launch_plan(call, params, size).shared_bytes for size in sizes if size is not None)
+    """Return the shared memory of the decode kernel; that of prefill does not depend on the parameters."""
+    return launch_plan(call, params, tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short).shared_bytes
 
 
 def heuristic(call: PagedCall) -> MosaicGpuParams:

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of prefill: the forward of `flash_attention` with tiles of a plan, and keys from pages.
+
+A tile has 128 rows: query tokens of one sequence, each with some of the heads that share a KV head. A program takes
+whole tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.device import Registers, quotient, remainder
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels.flash_attention.mosaic_gpu.forward import ForwardKernel
+from ejkernel.kernels.flash_attention.mosaic_gpu.forward_memory import ForwardOutputs
+from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS
+
+from .memory import cache_row
+from .plan import PIECE, PrefillPlan
+from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
+
+
+class PrefillInputs(NamedTuple):
+    """Arrays in global memory; those that a call does not have are `None`.
+
+    Attributes:
+        tiles, ends: As in `Prefill`.
+        q: `[tokens, heads, head_dim]`.
+        cache: `[pages * page_size, kv_heads, 2 * head_dim]`.
+        table: `[sequences, pages]`.
+        out: The output, `[tokens, heads, head_dim]`; written in place.
+        sinks: `[heads / tile_heads, ROWS]`, times `LOG2_E`.
+        k_scale, v_scale: `[kv_heads]`.
+        dropout: `None`.
+    """
+
+    tiles: Any
+    ends: Any
+    q: Any
+    cache: Any
+    table: Any
+    out: Any
+    sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    dropout: None = None
+
+
+class PrefillBuffers(NamedTuple):
+    """Shared memory; queries and output have two views, for copies and for products."""
+
+    query: Any  # [query buffers * warpgroups, pieces, ...]
+    key: Any  # [stages, keys, head_dim]
+    value: Any  # [stages, keys, head_dim]
+    out: Any  # [warpgroups, pieces, ...]
+
+
+class PrefillBarriers(NamedTuple):
+    """Barriers: those of `ForwardBarriers`, and one for the consumers after they have cleared values."""
+
+    query: Pipeline
+    key: Pipeline
+    value: Pipeline
+    extra: None
+    turn: Any
+    cleared: Any
+
+
+def run(plan: PrefillPlan, inputs: PrefillInputs, interpret: Any = None) -> Any:
+    """Write the tiles into the reference `inputs.out`; return the log-sum-exp, `[items * warpgroups, ROWS]`, if asked.
+
+    Args:
+        plan: The static description.
+        inputs: The arrays.
+        interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
+    """
+    kernel = PrefillKernel(plan, backend_for(interpret))
+    like: Any = jax.ShapeDtypeStruct
+    lse = like((plan.tiles * plan.params.warpgroups, ROWS), jnp.float32)
+    (found,) = launch(
+        kernel.run,
+        inputs,
+        [lse if plan.return_lse else like((1,), jnp.int32)],  # a kernel needs a result of its own
+        name="paged_attention_prefill",
+        programs=plan.programs,
+        memory=(kernel.buffer_types(inputs), kernel.barrier_types(inputs)),
+        consumers=plan.params.warpgroups,
+        interpret=interpret,
+    )
+    return found if plan.return_lse else None
+
+
+class PrefillKernel(ForwardKernel):
+    """The program of one block of threads."""
+
+    plan: PrefillPlan
+    consumer = PrefillConsumer
+    registers = Registers(producer=40, consumer=232)  # with 24 the producer spills for pages of 16
+
+    def buffer_types(self, inputs: Any) -> Any:
+        """Return the types of the shared memory."""
+        plan, params = self.plan, self.params
+
+        def rows(slots: int) -> Any:
+            copied = swizzled((slots, plan.pieces, plan.warpgroup_tokens, plan.tile_heads, PIECE), plan.dtype)
+            return self.backend.aliased(copied, tiled((slots, plan.pieces, ROWS, PIECE), plan.dtype))
+
+        block = tiled((params.stages, params.kv_block, plan.head_dim), plan.dtype)
+        slots = params.warpgroups * params.query_buffers
+        return PrefillBuffers(query=rows(slots), key=block, value=block, out=rows(params.warpgroups))
+
+    def barrier_types(self, inputs: Any) -> Any:
+        """Return the types of the barriers."""
+        params, consumers, copies = self.params, self.params.warpgroups, self.plan.copies
+        full = plgpu.Barrier(num_arrivals=self.plan.pieces, num_barriers=params.query_buffers * consumers)
+        empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=params.query_buffers)
+        return PrefillBarriers(
+            query=Pipeline(full, empty),
+            key=Pipeline.types(params.stages, consumers=consumers, copies=copies),
+            value=Pipeline.types(params.stages, consumers=consumers, copies=copies),
+            extra=None,
+            turn=plgpu.Barrier(num_barriers=consumers),
+            cleared=plgpu.Barrier(num_arrivals=consumers),
+        )
+
+    def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> PrefillMemory:
+        """Return what the warpgroups share."""
+        given = ForwardOutputs(inputs.out, outputs[0] if self.plan.return_lse else None)
+        return PrefillMemory(self.plan, cast(Any, inputs), given, *memory, self.backend)
+
+    # Tile scheduler.
+
+    def _each_tile(self, body: Callable[[Any, Any, Any], Any], step: Any) -> Any:
+        """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
+        program, programs = lax.axis_index(PROGRAM), self.plan.programs
+        items = jnp.maximum(self.inputs.ends[self.inputs.ends.shape[0] - 1], 0) * self.plan.bundles
+        rounds = quotient(items + (programs - 1), programs)
+
+        def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
+            return i * programs + jnp.where(remainder(i, 2) == 0, program, programs - 1 - program)
+
+        rounds = jnp.where(dealt(jnp.maximum(rounds - 1, 0)) < items, rounds, jnp.maximum(rounds - 1, 0))
+        return lax.fori_loop(jnp.int32(0), rounds, lambda i, step: body(self._tile(dealt(i)), step, i), step)
+
+    def _tile(self, number: Any) -> Any:
+        return KeyRange.of(self.plan, Item.of(self.plan, self.inputs.tiles, number))
+
+    def _row_and_head(self, tile: Any, warpgroup: Any) -> tuple[Any, Any]:
+        """Return the first query token of a warpgroup's part of a tile, within the tile, and the first head."""
+        return self.plan.warpgroup_tokens * warpgroup, tile.item.head
+
+    # Producer.
+
+    def _copy_tile(self, tile: Any, counts: Any, number: Any) -> Any:
+        step, tiles = counts
+        plan, memory, pipeline, item = self.plan, self.memory, self.barriers.query, tile.item
+        pipeline.producer_acquire(number)
+        for w in range(self.params.warpgroups):
+            slot = memory.query_slot(w, number)
+            tokens = pl.ds(item.token + plan.warpgroup_tokens * w, plan.warpgroup_tokens)
+            for piece in memory.query(slot):
+                source = self.inputs.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
+                plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
+        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
+        return step, tiles + 1
+
+    def _copy_block(self, tile: Any, block: Any, step: Any) -> Any:
+        plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.inputs
+        keys = [tile.origin + block * self.params.kv_block + copy * size for copy in range(plan.copies)]
+        # Before the wait, which hides their latency.
+        rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
+        stage = self.barriers.key.stage(step)
+        targets = (self.barriers.key, self.buffers.key), (self.barriers.value, self.buffers.value)
+        for kind, (pipeline, buffer) in enumerate(targets):
+            pipeline.producer_wait(step, stage)
+            columns = pl.ds(kind * plan.head_dim, plan.head_dim)
+            for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
+                source, target = inputs.cache.at[pl.ds(row, size), item.kv_head, columns], pl.ds(copy * size, size)
+                self.backend.copy_if(key < item.length, source, buffer.at[stage, target], pipeline.full.at[stage])
+        return step + 1
