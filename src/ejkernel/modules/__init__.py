@@ -12,6 +12,8 @@ from .grouped_matmul import GroupedMatmulActivationConfig as GroupedMatmulActiva
 from .grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
+from .grouped_matmul import QuantizedGroupedMatmul as QuantizedGroupedMatmul
+from .grouped_matmul import QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .kv_cache import OutOfPagesError as OutOfPagesError
@@ -64,6 +66,8 @@ __all__ = [
     "PagedAttentionConfig",
     "PagedPlan",
     "Quantized",
+    "QuantizedGroupedMatmul",
+    "QuantizedGroupedMatmulConfig",
     "QuantizedMatmul",
     "QuantizedMatmulConfig",
     "RmsNorm",

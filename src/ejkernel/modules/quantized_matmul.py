@@ -16,7 +16,15 @@ from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
-from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Block, canonical_dtype, given_scale, without_gradient
+from ejkernel.kernels.quantized_matmul.quantized import (
+    LARGEST,
+    Block,
+    canonical_dtype,
+    given_scale,
+    is_quantized,
+    quantized_operand,
+    without_gradient,
+)
 from ejkernel.kernels.quantized_matmul.quantized import Quantized as Quantized
 from ejkernel.kernels.quantized_matmul.quantized import quantize as quantize
 from ejkernel.ops.errors import ArgumentError
@@ -114,12 +122,8 @@ def quantized_matmul(
 
 def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:
     """Return an operand's numbers, scales and blocks; `axis` is that of a vector of scales."""
-    if hasattr(array, "qvalue"):
-        array = Quantized.from_qwix(array)
-    if isinstance(array, Quantized):
-        if scale is not None:
-            raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
-        return *without_gradient(array.values, array.scale), array.block
+    if is_quantized(array):
+        return quantized_operand(name, array, scale)
     if scale is None or not is_array(array) or str(array.dtype) not in LARGEST:
         return array, scale, None
     if is_array(scale) and len(scale.shape) == 1 and len(array.shape) == 2:

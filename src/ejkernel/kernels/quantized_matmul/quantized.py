@@ -257,6 +257,28 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
     return Quantized(values, scale, tuple(None if entries == 1 else size // entries for size, entries in pairs))
 
 
+def is_quantized(array: Any) -> bool:
+    """Return whether an argument is `Quantized` or a `qwix.QArray`."""
+    return isinstance(array, Quantized) or hasattr(array, "qvalue")
+
+
+def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, Any, Block | None]:
+    """Return an operand's numbers, scales and blocks; the last two are `None` for an array.
+
+    Args:
+        name: The argument's name, for messages.
+        array: `Quantized`, a `qwix.QArray` or an array.
+        scale: The argument for scales of an array, to refuse it for numbers that have their own.
+    """
+    if hasattr(array, "qvalue"):
+        array = Quantized.from_qwix(array)
+    if not isinstance(array, Quantized):
+        return array, None, None
+    if scale is not None:
+        raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
+    return *without_gradient(array.values, array.scale), array.block
+
+
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
     """Return the name of a dtype among `allowed`."""
     try:

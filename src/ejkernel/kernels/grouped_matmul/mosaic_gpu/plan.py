@@ -236,8 +236,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         gated=call.gated,
         scaled=call.scaled,
         keep=keep,
-        # With the empty groups that the launch adds before and after.
-        all_groups=None if call.all_groups is None else call.all_groups + 2 * call.groups,
+        all_groups=call.padded_groups,
     )
 
 

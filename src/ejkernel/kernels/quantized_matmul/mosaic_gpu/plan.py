@@ -9,9 +9,11 @@ from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, WARPGROUPS, padd
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+ROW_TILE = 8  # rows of a tile of shared memory
 SCALES = 32  # float32 numbers of the least copy
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
@@ -115,7 +117,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
     return QuantizedPlan(
         rows=max(call.rows, ROWS),
         groups=1,
-        inner=call.inner,
+        inner=padded(call.inner, STEP),
         columns=padded(call.columns, ALIGNED),
         dtype=call.x_dtype,
         w_dtype=call.w_dtype,
@@ -129,4 +131,11 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
+    )
+
+
+def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
+    """Return the plan of a launch for groups of rows."""
+    return dataclasses.replace(
+        quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
     )
