@@ -76,7 +76,8 @@ class QuantizedKernel(ProductKernel):
         @pl.loop(0, plan.pieces)
         def _piece(i: Any) -> None:
             values = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            piece = (lax.rem(i, plan.out_slots), values, self.out, pl.ds(tile.column + i * width, width))
+            # One slot serves all pieces, which are equal; taking turns would spill registers.
+            piece = (0, values, self.out, pl.ds(tile.column + i * width, width))
             self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any, part: int) -> None:
