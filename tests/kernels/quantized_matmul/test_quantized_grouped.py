@@ -21,7 +21,7 @@ from ejkernel.kernels.quantized_matmul.quantized import Quantized, quantize
 pytestmark = pytest.mark.slow
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-SIZES = (0, 70, 3, 0, 129, 20)
+SIZES = (0, 70, 3, 131)
 
 
 @pytest.fixture
@@ -72,12 +72,11 @@ def error(mosaic, args, options, params, *, races=False):
 
 
 SIMULATED = {
-    "promoted in two parts": ((230, 72, 384), (E4M3, E4M3), {"block_n": 256, "stages": 3}, {}),
-    "ragged n and k": ((222, 77, 150), (E5M2, E4M3), {"block_n": 64, "stages": 2, "out_slots": 1}, {}),
-    "fewer rows than a tile": ((24, 64, 128), (E4M3, E4M3), {"block_n": 128, "stages": 2}, {}),
-    "int8": ((230, 136, 256), ("int8", "int8"), {"block_n": 128, "stages": 2}, {}),
-    "blocks": ((230, 200, 256), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {"blocks": True}),
-    "blocks, ragged n and k": ((223, 77, 150), (E4M3, E4M3), {"block_n": 64, "stages": 2}, {"blocks": True}),
+    "promoted in two parts": ((210, 72, 384), (E4M3, E4M3), {"block_n": 256, "stages": 3}, {}),
+    "ragged n and k": ((204, 77, 150), (E5M2, E4M3), {"block_n": 64, "stages": 2, "out_slots": 1}, {}),
+    "int8, fewer rows than a tile": ((24, 64, 128), ("int8", "int8"), {"block_n": 128, "stages": 2}, {}),
+    "blocks": ((210, 200, 256), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {"blocks": True}),
+    "blocks, ragged n and k": ((205, 77, 150), (E4M3, E4M3), {"block_n": 64, "stages": 2}, {"blocks": True}),
 }
 
 
@@ -91,16 +90,16 @@ def test_simulated_groups_match_the_float32_product(mosaic, name):
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
 def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blocks):
-    lhs, rhs = operands((230, 72, 128), SIZES, (E4M3, E4M3), blocks=blocks)
+    lhs, rhs = operands((210, 72, 128), SIZES, (E4M3, E4M3), blocks=blocks)
     rhs = jax.tree.map(lambda array: array[1:4], rhs)
-    factors = jnp.linspace(-1, 1, 230).at[-1].set(jnp.nan)
+    factors = jnp.linspace(-1, 1, 210).at[-1].set(jnp.nan)
     args, options = described(lhs, rhs, SIZES, factors, first_group=1)
     assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2, out_slots=1)) < 1e-5
 
 
 def test_simulated_groups_have_no_races(mosaic):
     # Whole tiles: rows that two tiles share are written twice, with the same bits.
-    args, options = described(*operands((384, 72, 256), (128, 0, 128), (E4M3, E4M3), blocks=True), (128, 0, 128))
+    args, options = described(*operands((256, 72, 256), (128, 0, 64), (E4M3, E4M3)), (128, 0, 64))
     assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2), races=True) < 1e-5
 
 
@@ -114,7 +113,7 @@ def test_simulated_groups_have_no_races(mosaic):
     ],
 )
 def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(mosaic, change, message):
-    args, options = described(*operands((230, 72, 128), SIZES, (E4M3, E4M3)), SIZES)
+    args, options = described(*operands((210, 72, 128), SIZES, (E4M3, E4M3)), SIZES)
     call = quantized_grouped_matmul.describe(*args, **options)
     call = dataclasses.replace(call, platform="gpu", device_fingerprint="gpu:nvidia_h200")
     assert MosaicGpuGrouped().unsupported(call) is None

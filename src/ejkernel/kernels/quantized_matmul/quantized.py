@@ -137,6 +137,19 @@ def quantize(
     return Quantized(*_quantized(name, scales, blocks, jnp.asarray(x), *key), blocks)
 
 
+def quantize_by(x: jax.Array, largest: jax.Array, dtype: str) -> Quantized:
+    """Return `x` in a float8 dtype, with one scale that maps the magnitude `largest` to the dtype's largest number.
+
+    Larger magnitudes become the largest number; infinity becomes NaN, so that an overflow stays visible.
+    """
+    wide = x.astype(accumulator(x.dtype))
+    top = jnp.asarray(LARGEST[dtype], wide.dtype)
+    scale = jnp.maximum(largest.astype(jnp.float32) / LARGEST[dtype], np.finfo(np.float32).tiny)
+    ratio = jnp.clip(wide / scale.astype(wide.dtype), -top, top)
+    values = jnp.where(jnp.isfinite(wide), ratio, jnp.nan).astype(dtype)
+    return Quantized(values, scale.reshape((1,) * x.ndim), (None,) * x.ndim)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _quantized(
     dtype: str, scale_dtype: str, block: Block, x: jax.Array, *key: jax.Array

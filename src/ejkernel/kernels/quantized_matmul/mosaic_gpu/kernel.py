@@ -76,7 +76,8 @@ class QuantizedKernel(ProductKernel):
         @pl.loop(0, plan.pieces)
         def _piece(i: Any) -> None:
             values = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            # One slot serves all pieces, which are equal; taking turns would spill registers.
+            # One slot serves all pieces: taking turns would spill registers.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = (0, values, self.out, pl.ds(tile.column + i * width, width))
             self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
