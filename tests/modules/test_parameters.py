@@ -13,7 +13,7 @@ from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivation
 
 OPERATIONS = {
     "flash_attention": [modules.FlashAttention],
-    "grouped_matmul": [modules.GroupedMatmul, GroupedMatmulActivation],
+    "grouped_matmul": [modules.GroupedMatmul, GroupedMatmulActivation, modules.QuantizedGroupedMatmul],
     "grouped_matmul_wgrad": [modules.GroupedMatmulWgrad],
     "layer_norm": [modules.LayerNorm],
     "linear_cross_entropy": [modules.LinearCrossEntropy],
@@ -36,7 +36,7 @@ IN_THE_MODULE = {  # parameters that the function itself handles
 WITHOUT_OPERATION = (
     *("append_to_pages", "copy_pages", "paged_plan", "ragged_paged_attention"),
     *("from_zigzag", "to_zigzag"),
-    *("quantize", "quantized_dense"),
+    *("quantize", "quantized_dense", "quantized_grouped_dense"),
 )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.modules import Quantized, QuantizedMatmul, grouped_matmul, quantize, quantized_dense, quantized_matmul
+from ejkernel.modules import Quantized, QuantizedMatmul, quantize, quantized_matmul
 from ejkernel.ops import ArgumentError, UnsupportedError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -151,28 +151,6 @@ def _given(w, scale):
     return (w,) if isinstance(w, Quantized) else (Quantized(w, scale, (None, 1)),)
 
 
-@pytest.mark.parametrize(("dtype", "gradient_dtype", "tolerance"), [(E4M3, E5M2, 0.08), ("int8", "int8", 0.015)])
-def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_dtype, tolerance):
-    x, w, target = normal(3, 8, 64), normal(64, 32, seed=1), normal(3, 8, 32, seed=2)
-    layer = lambda x, w: quantized_dense(x, w, dtype=dtype, gradient_dtype=gradient_dtype)  # noqa: E731
-
-    def gradients(layer, x, w):
-        return jax.grad(lambda x, w: jnp.square(layer(x, w) - target).mean(), (0, 1))(x, w)
-
-    for actual, expected in zip(gradients(layer, x, w), gradients(jnp.matmul, x, w), strict=True):
-        assert actual.dtype == expected.dtype
-        assert jnp.linalg.norm(actual - expected) < tolerance * jnp.linalg.norm(expected)
-    assert_near(layer(x, w), plain(quantize(x, dtype=dtype), quantize(w, dtype=dtype, axis=0)))
-
-
-def test_a_trained_layer_learns():
-    x, wanted, w = normal(64, 32), normal(32, 16, seed=1), jnp.zeros((32, 16))
-    step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: jnp.square(quantized_dense(x, w) - x @ wanted).sum() / 64)(w))
-    for _ in range(150):
-        w = step(w)
-    assert jnp.linalg.norm(w - wanted) < 0.05 * jnp.linalg.norm(wanted)
-
-
 @pytest.mark.parametrize("spec", [("m", "n", None), (None, "n", "k"), ("m", None, "k"), (("m", "n"), None, None)])
 @pytest.mark.parametrize("kind", ["rows", "blocks", "ragged"])
 def test_calls_over_a_mesh_split_by_rows_columns_and_k(spec, kind):
@@ -257,23 +235,6 @@ def test_rejected_arguments_of_quantize_are_named(change, message):
     call = {"x": normal(4, 16)} | change
     with pytest.raises(ArgumentError, match=message):
         quantize(call.pop("x"), **call)
-
-
-def test_rejected_arguments_of_a_trained_layer_are_named():
-    for change, message in (
-        ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be one of"),
-        ({"w": normal(2, 16, 4)}, "w a matrix"),
-        ({"w": normal(8, 4)}, r"w a matrix \[k, n\]; got .*\[8, 4\]"),
-        ({"implementation": "cudnn"}, "implementation must be one of"),
-    ):
-        call = {"x": normal(4, 16), "w": normal(16, 4)} | change
-        with pytest.raises(ArgumentError, match=message):
-            quantized_dense(call.pop("x"), call.pop("w"), **call)
-
-
-def test_grouped_products_refuse_quantised_operands():
-    with pytest.raises(ArgumentError, match="got Quantized; use its dequantize"):
-        grouped_matmul(quantize(normal(8, 16)), normal(2, 16, 4), jnp.array([3, 5]))
 
 
 def test_keys_tell_blocks_dtypes_and_accumulation_apart():

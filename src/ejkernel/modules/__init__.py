@@ -12,6 +12,8 @@ from .grouped_matmul import GroupedMatmulActivationConfig as GroupedMatmulActiva
 from .grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
+from .grouped_matmul import QuantizedGroupedMatmul as QuantizedGroupedMatmul
+from .grouped_matmul import QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .kv_cache import OutOfPagesError as OutOfPagesError
@@ -32,11 +34,13 @@ from .paged_attention import PagedAttentionConfig as PagedAttentionConfig
 from .paged_attention import PagedPlan as PagedPlan
 from .paged_attention import paged_attention as paged_attention
 from .paged_attention import paged_plan as paged_plan
+from .quantized_dense import DelayedScaling as DelayedScaling
+from .quantized_dense import quantized_dense as quantized_dense
+from .quantized_dense import quantized_grouped_dense as quantized_grouped_dense
 from .quantized_matmul import Quantized as Quantized
 from .quantized_matmul import QuantizedMatmul as QuantizedMatmul
 from .quantized_matmul import QuantizedMatmulConfig as QuantizedMatmulConfig
 from .quantized_matmul import quantize as quantize
-from .quantized_matmul import quantized_dense as quantized_dense
 from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
@@ -44,6 +48,7 @@ from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
 
 __all__ = [
+    "DelayedScaling",
     "FlashAttention",
     "FlashAttentionConfig",
     "GroupedMatmul",
@@ -64,6 +69,8 @@ __all__ = [
     "PagedAttentionConfig",
     "PagedPlan",
     "Quantized",
+    "QuantizedGroupedMatmul",
+    "QuantizedGroupedMatmulConfig",
     "QuantizedMatmul",
     "QuantizedMatmulConfig",
     "RmsNorm",
@@ -80,6 +87,7 @@ __all__ = [
     "paged_plan",
     "quantize",
     "quantized_dense",
+    "quantized_grouped_dense",
     "quantized_matmul",
     "ragged_paged_attention",
     "rms_norm",

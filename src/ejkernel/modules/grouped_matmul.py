@@ -10,6 +10,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._options import type_text
 from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivation as GroupedMatmulActivation
 from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivationConfig as GroupedMatmulActivationConfig
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation as _grouped_matmul_activation
@@ -19,6 +20,13 @@ from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgrad as Grou
 from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul as _grouped_matmul
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _grouped_matmul_wgrad
+from ejkernel.kernels.quantized_matmul.grouped.operation import QuantizedGroupedMatmul as QuantizedGroupedMatmul
+from ejkernel.kernels.quantized_matmul.grouped.operation import (
+    QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig,
+)
+from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul as _quantized_grouped_matmul
+from ejkernel.kernels.quantized_matmul.quantized import Quantized, is_quantized, quantized_operand
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 
 _NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch
@@ -49,8 +57,8 @@ _NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm a
 
 @names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
+    lhs: Quantized | Float[Array, "m k"],
+    rhs: Quantized | Float[Array, "groups k n"] | Float[Array, "groups n k"],
     group_sizes: Int[Array, " all_groups"],
     *,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
@@ -60,8 +68,9 @@ def grouped_matmul(
     preferred_element_type: DTypeLike | None = None,
     precision: str | jax.lax.Precision | None = None,
     first_group: int | Int[Array, ""] | None = None,
+    accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: GroupedMatmulConfig | GroupedMatmulActivationConfig | None = None,
+    cfg: GroupedMatmulConfig | GroupedMatmulActivationConfig | QuantizedGroupedMatmulConfig | None = None,
 ) -> Float[Array, "m n"]:
     """Multiply the first `group_sizes[0]` rows of `lhs` with `rhs[0]`, the next `group_sizes[1]` with `rhs[1]`, ...
 
@@ -80,6 +89,15 @@ def grouped_matmul(
     result. Under `jax.checkpoint` they are recomputed, unless a policy saves `grouped_matmul_activation.out` and
     `grouped_matmul_activation.residuals`. `row_scale` alone saves nothing.
 
+    Operands may be `Quantized` (or a `qwix.QArray`) on either or both sides: the result is the product of the
+    dequantised operands. This is a separate operation, `quantized_grouped_matmul`. On Hopper GPUs, `mosaic_gpu` runs
+    two 8-bit operands, with `rhs` as `[groups, n, k]`:
+
+        w8 = quantize(rhs.swapaxes(1, 2))  # once: a scale for each group's column
+        out = grouped_matmul(quantize(lhs), w8, group_sizes, transpose_rhs=True)
+
+    An operand without scales and `row_scale` have gradients; differentiating a quantised operand raises.
+
     Under `jax.vmap`, implementations without a batched kernel compute the examples one after the other. It is faster to
     join batches of rows into one call.
 
@@ -90,26 +108,30 @@ def grouped_matmul(
         out = jax.lax.psum(out, "expert")
 
     Args:
-        lhs: Rows, group after group.
-        rhs: A matrix for each group, of the same dtype.
+        lhs: Rows, group after group, as an array or `Quantized`.
+        rhs: A matrix for each group, of the same dtype or `Quantized`.
         group_sizes: Number of rows in each group. The sum may differ from `m`: rows after the last group belong to no
             group, and sizes beyond the last row are ignored.
         activation: Activation of the product: `silu`, `gelu` (the tanh approximation, `jax.nn.gelu`'s default),
             `relu`, or `relu2`, its square; or `None`.
-        gate: A second matrix for each group, shaped like `rhs`; the result is multiplied by `lhs @ gate`.
+        gate: A second matrix for each group, shaped like `rhs`; the result is multiplied by `lhs @ gate`. Quantised
+            operands take no activation and no gate.
         row_scale: A factor for each row of the result, such as a router's weight. Values past the last group are
             ignored.
         first_group: If `rhs` holds only some of the groups, the index of its first group in `group_sizes`, which lists
             all groups. Rows of the other groups are zero in the result. As an array, e.g. computed from the device's
             index, it lets all devices run the same program.
         transpose_rhs: Whether the matrices of `rhs` and `gate` are transposed, `[groups, n, k]`.
-        preferred_element_type: Dtype of the result; by default that of `lhs`.
+        preferred_element_type: Dtype of the result; by default that of `lhs`. With quantised operands that of the
+            operand without scales, or bfloat16.
         precision: Of the products, as for `jax.lax.dot`; only `xla` supports a value other than `None`.
+        accumulation: How float8 products are summed, as for `quantized_matmul`: `exact` adds partial sums in float32;
+            `fast` permits sums in the tensor core.
         implementation: An implementation (`mosaic_gpu`, `jax_mgpu`, `xla`, `megablox`), or several in order of
             preference; the call raises if none of them supports it. `None` leaves the choice to the configuration. It
             also applies to the products of the gradient.
         cfg: The configuration of this call, not of its gradient; `None` looks one up. With an activation or a gate it
-            is a `GroupedMatmulActivationConfig`.
+            is a `GroupedMatmulActivationConfig`, with quantised operands a `QuantizedGroupedMatmulConfig`.
 
     Returns:
         The result, with zeros in rows past the last group. Sums are computed in float32 (float64 for float64).
@@ -117,19 +139,37 @@ def grouped_matmul(
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
-        UnsupportedError: `implementation` cannot run this call; the message says why.
+        UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
     options: dict[str, Any] = {
         "transpose_rhs": transpose_rhs,
         "preferred_element_type": preferred_element_type,
-        "precision": precision,
         "first_group": first_group,
         "implementation": implementation,
         "cfg": cfg,
     }
+    if is_quantized(lhs) or is_quantized(rhs):
+        _check_quantized(activation, gate, precision)
+        lhs, lhs_scale, lhs_block = quantized_operand("lhs", lhs)
+        rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
+        options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "accumulation": accumulation}
+        return _quantized_grouped_matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, row_scale, **options)
+    if accumulation != "exact":
+        raise ArgumentError(f"accumulation is for quantised operands, got {accumulation!r}; pass quantize(lhs).")
+    options["precision"] = precision
     if activation is None and gate is None:
         return _grouped_matmul(lhs, rhs, group_sizes, row_scale, **options)
     return _grouped_matmul_activation(lhs, rhs, group_sizes, gate, row_scale, activation=activation, **options)
+
+
+def _check_quantized(activation: Any, gate: Any, precision: Any) -> None:
+    for name, value in (("activation", activation), ("gate", gate), ("precision", precision)):
+        if value is not None:
+            shown = type_text(value) if name == "gate" else repr(value)
+            raise ArgumentError(
+                f"{name} must be None where lhs or rhs is quantised, got {shown}; apply it to the result, or pass "
+                "dequantize()d operands."
+            )
 
 
 @names_checked(_NAMES_ELSEWHERE)

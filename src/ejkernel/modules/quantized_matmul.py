@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
-from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
-from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Block, canonical_dtype, given_scale, without_gradient
+from ejkernel.kernels.quantized_matmul.quantized import (
+    LARGEST,
+    Block,
+    given_scale,
+    is_quantized,
+    quantized_operand,
+    without_gradient,
+)
 from ejkernel.kernels.quantized_matmul.quantized import Quantized as Quantized
 from ejkernel.kernels.quantized_matmul.quantized import quantize as quantize
-from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -114,88 +116,11 @@ def quantized_matmul(
 
 def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:
     """Return an operand's numbers, scales and blocks; `axis` is that of a vector of scales."""
-    if hasattr(array, "qvalue"):
-        array = Quantized.from_qwix(array)
-    if isinstance(array, Quantized):
-        if scale is not None:
-            raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
-        return *without_gradient(array.values, array.scale), array.block
+    if is_quantized(array):
+        return quantized_operand(name, array, scale)
     if scale is None or not is_array(array) or str(array.dtype) not in LARGEST:
         return array, scale, None
     if is_array(scale) and len(scale.shape) == 1 and len(array.shape) == 2:
         scale = scale.reshape((-1, 1) if axis == 0 else (1, -1))
     found = given_scale(name, array, scale)
     return *without_gradient(found.values, found.scale), found.block
-
-
-def quantized_dense(
-    x: Float[Array, "*rows k"],
-    w: Float[Array, "k n"],
-    *,
-    dtype: DTypeLike = "float8_e4m3fn",
-    gradient_dtype: DTypeLike = "float8_e5m2",
-    accumulation: Literal["exact", "fast"] = "exact",
-    implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "*rows n"]:
-    """Return `x @ w`, with 8-bit products forward and backward, for training with floating-point parameters.
-
-    Each of the three products quantises its operands with a scale for each row or column across the axis that it sums
-    over, from the current numbers. The gradient therefore keeps `x` and `w` as they are, not their 8-bit copies.
-
-    On Hopper GPUs `mosaic_gpu` runs a product whose summed axis is a multiple of 128: `k` forward, `n` for the gradient
-    of `x`, the number of rows for that of `w`.
-
-    Args:
-        x: Rows, in bfloat16, float16 or float32.
-        w: The matrix.
-        dtype: Dtype in which `x` and `w` are multiplied: `float8_e4m3fn`, `float8_e5m2` or `int8`.
-        gradient_dtype: Dtype of the result's gradient in products: `float8_e5m2` has more range, `float8_e4m3fn` more
-            digits.
-        accumulation: As in `quantized_matmul`.
-        implementation: As in `quantized_matmul`, for all three products.
-
-    Returns:
-        The product in the dtype of `x`.
-
-    Raises:
-        ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: `implementation` cannot run one of the products.
-    """
-    if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
-        raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
-    names = [
-        canonical_dtype(name, value, tuple(LARGEST))
-        for name, value in (("dtype", dtype), ("gradient_dtype", gradient_dtype))
-    ]
-    request = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-    return _dense(names[0], names[1], accumulation, request, jnp.asarray(x), jnp.asarray(w))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dense(dtype: str, gradient_dtype: str, accumulation: Any, request: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _product(quantize(x, dtype=dtype), quantize(w.T, dtype=dtype), x.dtype, accumulation, request)
-
-
-def _dense_forward(
-    dtype: str, gradient_dtype: str, accumulation: Any, request: Any, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _dense(dtype, gradient_dtype, accumulation, request, x, w), (x, w)
-
-
-def _dense_backward(
-    dtype: str, gradient_dtype: str, accumulation: Any, request: Any, residuals: Any, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = residuals
-    dx = _product(quantize(dout, dtype=gradient_dtype), quantize(w, dtype=dtype), x.dtype, accumulation, request)
-    columns, gradients = (a.reshape(-1, a.shape[-1]).T for a in (x, dout))
-    columns, gradients = quantize(columns, dtype=dtype), quantize(gradients, dtype=gradient_dtype)
-    return dx, _product(columns, gradients, w.dtype, accumulation, request)
-
-
-_dense.defvjp(_dense_forward, _dense_backward)
-
-
-def _product(x: Any, w: Any, dtype: Any, accumulation: Any, request: Any) -> jax.Array:
-    return quantized_matmul(
-        x, w, transpose_w=True, preferred_element_type=dtype, accumulation=accumulation, implementation=request
-    )

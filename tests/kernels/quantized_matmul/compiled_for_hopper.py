@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 
+from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
 from ejkernel.kernels.quantized_matmul.quantized import scale_shape
 from ejkernel.ops import Invocation
@@ -18,30 +19,51 @@ from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
 M, N, K = 8192, 8192, 7168 + 128  # an odd number of steps
+GROUPS = 8
+
+
+def dense(dtypes, **options):
+    """Return the arguments of a product."""
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((M, K), (N, K)), dtypes, strict=True))
+    options = {"x_block": (1, None), "w_block": (1, None), "transpose_w": True, **options}
+    shapes = [scale_shape(array.shape, options[name]) for array, name in ((x, "x_block"), (w, "w_block"))]
+    return (x, w, *[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]), options
+
+
+def grouped(dtypes, **options):
+    """Return the arguments of a product of groups."""
+    shapes = (M, K), (GROUPS, N, K)
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    options = {"lhs_block": (1, None), "rhs_block": (1, 1, None), "transpose_rhs": True, **options}
+    shapes = [scale_shape(array.shape, options[name]) for array, name in ((lhs, "lhs_block"), (rhs, "rhs_block"))]
+    scales = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    return (lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), options
 
 
 def calls():
-    """Yield name, dtypes of the operands, options."""
-    yield "promoted", ("float8_e4m3fn", "float8_e4m3fn"), {}
-    yield "fast", ("float8_e5m2", "float8_e4m3fn"), {"accumulation": "fast"}
-    yield "integers", ("int8", "int8"), {"preferred_element_type": "float32"}
-    yield "blocks", ("float8_e4m3fn", "float8_e4m3fn"), {"x_block": (1, 128), "w_block": (128, 128)}
+    """Yield name, operation, arguments and options."""
+    both, integers = ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8")
+    yield "promoted", quantized_matmul, *dense(both)
+    yield "fast", quantized_matmul, *dense(("float8_e5m2", "float8_e4m3fn"), accumulation="fast")
+    yield "integers", quantized_matmul, *dense(integers, preferred_element_type="float32")
+    yield "blocks", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(128, 128))
+    yield "groups promoted", quantized_grouped_matmul, *grouped(both)
+    yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
+    yield "groups of integers", quantized_grouped_matmul, *grouped(integers)
+    blocks = {"lhs_block": (1, 128), "rhs_block": (1, 128, 128)}
+    yield "groups with blocks", quantized_grouped_matmul, *grouped(both, **blocks)
 
 
 def main(others: int) -> None:
     target = Target.named("nvidia_h200")
-    for name, dtypes, more in calls():
-        x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((M, K), (N, K)), dtypes, strict=True))
-        more = {"x_block": (1, None), "w_block": (1, None), "transpose_w": True, **more}
-        shapes = [scale_shape(array.shape, more[name]) for array, name in ((x, "x_block"), (w, "w_block"))]
-        scales = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-        args, options = quantized_matmul.prepare(x, w, *scales, implementation="mosaic_gpu", **more)
-        inv = Invocation(kernel=quantized_matmul, args=args, kwargs=options, device=target.fingerprint)
-        first = quantized_matmul.heuristic_cfg(inv)
-        space = quantized_matmul.implementations["mosaic_gpu"].space(quantized_matmul.call_of(inv))
+    for name, operation, args, options in calls():
+        args, options = operation.prepare(*args, implementation="mosaic_gpu", **options)
+        inv = Invocation(kernel=operation, args=args, kwargs=options, device=target.fingerprint)
+        first = operation.heuristic_cfg(inv)
+        space = operation.implementations["mosaic_gpu"].space(operation.call_of(inv))
         for params in [first.fwd, *space.sample(np.random.default_rng(0), others)]:
             print(f"compiling {name}: {params}", flush=True)
-            cfg = quantized_matmul.config_type(implementation="mosaic_gpu", fwd=params)
+            cfg = operation.config_type(implementation="mosaic_gpu", fwd=params)
             compile_for(inv, Choice(config=cfg, platform="gpu"), target)
 
 

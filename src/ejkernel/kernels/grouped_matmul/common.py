@@ -75,6 +75,11 @@ class GroupedMatmulCall(OperationCall):
         return 2 if self.gated else 1
 
     @property
+    def padded_groups(self) -> int | None:
+        """`all_groups`, with the empty groups that launches add before and after."""
+        return None if self.all_groups is None else self.all_groups + 2 * self.groups
+
+    @property
     def usual_rows(self) -> int:
         """Rows per group if all groups have the same size."""
         return self.rows // max(1, self.groups if self.all_groups is None else self.all_groups)

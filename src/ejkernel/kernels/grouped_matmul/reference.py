@@ -8,7 +8,8 @@ modes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,20 +66,40 @@ def product(
     precision: str | None = None,
 ) -> jax.Array:
     """Return the product `[rows, columns]` in the accumulator dtype; see `grouped_matmul`."""
-    rows, columns = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     sum_dtype = accumulator(lhs.dtype)
-    out = jnp.zeros((rows, columns), sum_dtype)
-    if not rows or not rhs.shape[0]:
+
+    def multiply(part: jax.Array, matrix: jax.Array) -> jax.Array:
+        return lax.dot_general(part, matrix, contracted, precision=precision, preferred_element_type=sum_dtype)
+
+    out = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), sum_dtype)
+    return by_tiles(multiply, lhs, rhs, groups, out, block=block)
+
+
+def by_tiles(
+    multiply: Callable[[Any, Any], jax.Array], lhs: Any, rhs: Any, groups: Groups, out: jax.Array, *, block: int
+) -> jax.Array:
+    """Return `out` with `multiply(rows, matrix)` in the rows of groups, computed in tiles of at most `block` rows.
+
+    Args:
+        multiply: Multiplies a tile's entries of `lhs` with its group's entry of `rhs`.
+        lhs: A tree of arrays with an entry for each row.
+        rhs: A tree of arrays with an entry for each group.
+        groups: The groups.
+        out: Zeros.
+        block: Rows of a tile.
+    """
+    rows, count = out.shape[0], jax.tree.leaves(rhs)[0].shape[0]
+    if not rows or not count:
         return out
-    spans = row_spans(groups, rows, rhs.shape[0])
+    spans = row_spans(groups, rows, count)
     lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
-    contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
-        part = lax.dynamic_slice_in_dim(lhs, tile.start, block)
-        matrix = lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False)
-        new = lax.dot_general(part, matrix, contracted, precision=precision, preferred_element_type=sum_dtype)
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tile.start, block), lhs)
+        matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, tile.group, keepdims=False), rhs)
+        new = multiply(part, matrix)
         # The rows read may begin before the tile or end after it: rows of other groups keep their values.
         new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
         return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None

@@ -70,7 +70,7 @@ class Xla(_Xla):
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the product, without residuals."""
         lhs, rhs, groups, *scales = args
-        out = _product(call, lhs, rhs, groups, params)
+        out = product(call, lhs, rhs, groups, params)
         for row_scale in scales:
             out = scaled_rows(out, row_scale, own_rows(groups, call.rows, call.groups))
         return out.astype(call.out_dtype), ()
@@ -85,7 +85,7 @@ class XlaActivation(_Xla):
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
         lhs, rhs, groups, gate, row_scale = args
-        return activated(call, lambda matrix: _product(call, lhs, matrix, groups, params), rhs, groups, gate, row_scale)
+        return activated(call, lambda matrix: product(call, lhs, matrix, groups, params), rhs, groups, gate, row_scale)
 
 
 class XlaWgrad(_Xla):
@@ -112,7 +112,7 @@ def _has_tiles(call: GroupedMatmulCall) -> bool:
     return is_known(call.rows, call.groups)
 
 
-def _product(call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: XlaParams) -> jax.Array:
+def product(call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: XlaParams) -> jax.Array:
     """Return a product in the accumulator dtype."""
     if params.block_rows is None:
         spans = row_spans(groups, call.rows, call.groups)

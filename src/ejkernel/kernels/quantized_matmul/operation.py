@@ -32,6 +32,7 @@ from ejkernel.ops.utils.values.signature import is_array, is_known
 
 from .common import QuantizedMatmulCall
 from .quantized import LARGEST, Block, Quantized, canonical_dtype, check_quantized, quantize
+from .sharding import ScaleAxes
 
 _Invocation = Invocation["QuantizedMatmulConfig", jax.Array]
 OPERANDS = ("bfloat16", "float16", "float32")  # of an operand without scales
@@ -75,7 +76,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits."""
         transpose_w = canonical_flag("transpose_w", transpose_w)
-        x_block, w_block = _checked("x", x, x_scale, x_block), _checked("w", w, w_scale, w_block)
+        x_block, w_block = checked_operand("x", x, x_scale, x_block), checked_operand("w", w, w_scale, w_block)
         _check_shapes(x, w, x_block, transpose_w=transpose_w)
         if x_block is None and w_block is None:
             raise ArgumentError(
@@ -91,7 +92,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         }
         if preferred_element_type is not None:
             out = canonical_dtype("preferred_element_type", preferred_element_type, OUTPUTS)
-            said["preferred_element_type"] = None if out == _usual_result(x, w) else out
+            said["preferred_element_type"] = None if out == usual_result(x, w) else out
         options = {name: value for name, value in said.items() if value}
         args = (x, w, None if x_block is None else x_scale, None if w_block is None else w_scale)
         return args, options | {"implementation": self.requested(implementation)}
@@ -116,7 +117,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             columns=w.shape[0 if transpose_w else 1],
             x_dtype=str(x.dtype),
             w_dtype=str(w.dtype),
-            out_dtype=preferred_element_type or _usual_result(x, w),
+            out_dtype=preferred_element_type or usual_result(x, w),
             x_block=None if x_block is None else _flat_block(x_block),
             w_block=w_block if w_block is None or transpose_w else w_block[::-1],
             transpose_w=transpose_w,
@@ -133,7 +134,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
 
     def run(self, *args: Any, cfg: QuantizedMatmulConfig, **options: Any) -> Any:
         """Return the product; the leading axes of `x` become one axis."""
-        x, w, x_scale, w_scale = _constant(*args)
+        x, w, x_scale, w_scale = constant_operands(*args)
         scales = None if x_scale is None else _flat(x_scale)
         found = super().run(_flat(x), w, scales, w_scale, cfg=cfg, **options)
         return found.reshape(*x.shape[:-1], found.shape[-1])
@@ -157,73 +158,37 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 product of the dequantised operands."""
-        x, w, x_scale, w_scale = _constant(*args)
+        x, w, x_scale, w_scale = constant_operands(*args)
 
-        def wide(array: jax.Array, scale: jax.Array | None, block: Any) -> jax.Array:
-            return array.astype(jnp.float32) if scale is None else Quantized(array, scale, block).dequantize()
-
-        left, right = wide(x, x_scale, options.get("x_block")), wide(w, w_scale, options.get("w_block"))
+        left = widened(x, x_scale, options.get("x_block"))
+        right = widened(w, w_scale, options.get("w_block"))
         axes = ((x.ndim - 1,), (1 if options.get("transpose_w") else 0,))
         out = lax.dot_general(left, right, (axes, ((), ())), precision="highest")
-        return out.astype(options.get("preferred_element_type") or _usual_result(x, w))
+        return out.astype(options.get("preferred_element_type") or usual_result(x, w))
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
-        """Return a rule that splits rows, columns and the summed axis; scales follow their operands.
-
-        An axis is sharded by whole blocks, or so that each shard lies within one. A shorter last block keeps its axis
-        whole.
-        """
+        """Return a rule that splits rows, columns and the summed axis; scales follow their operands."""
         x, w, x_scale, w_scale = inv.args
-        transposed, whole = inv.kwargs.get("transpose_w", False), set[str]()
-        follows: dict[str, str] = {}
-        axes = ["columns", "inner"] if transposed else ["inner", "columns"]
-
-        def of_scale(name: str, array: Any, scale: Any, block: Block, names: list[str]) -> str:
-            return " ".join(map(own, [name] * len(names), array.shape, scale.shape, block, names))
-
-        def own(name: str, size: int, entries: int, block: int | None, axis: str) -> str:
-            if block is None or not is_known(size, entries):
-                return "_"
-            if block == 1:
-                return axis
-            if size % block:
-                whole.add(axis)
-                return "_"
-            follows[f"{name}_{axis}"] = axis
-            return f"{name}_{axis}"
-
-        rows = [f"rows{i}" for i in range(len(x.shape) - 1)]
+        axes = ["columns", "inner"] if inv.kwargs.get("transpose_w", False) else ["inner", "columns"]
+        rows, scales = [f"rows{i}" for i in range(len(x.shape) - 1)], ScaleAxes()
         texts = [" ".join([*rows, "inner"]), " ".join(axes)]
         if x_scale is not None:
-            texts.append(of_scale("x", x, x_scale, inv.kwargs["x_block"], [*rows, "inner"]))
+            texts.append(scales.of("x", x, x_scale, inv.kwargs["x_block"], [*rows, "inner"]))
         if w_scale is not None:
-            texts.append(of_scale("w", w, w_scale, inv.kwargs["w_block"], axes))
-        split = [axis for axis in (*rows, "columns", "inner") if axis not in whole]
-        follows = {name: leader for name, leader in follows.items() if leader in split}
+            texts.append(scales.of("w", w, w_scale, inv.kwargs["w_block"], axes))
         return ShardingRule(
-            f"{', '.join(texts)} -> {' '.join([*rows, 'columns'])}", split=split, follows=follows, cheapest=True
+            f"{', '.join(texts)} -> {' '.join([*rows, 'columns'])}",
+            split=scales.split([*rows, "columns", "inner"]),
+            follows=scales.follows,
+            cheapest=True,
         )
 
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random operands, quantised as the call's are."""
         (x, w, x_scale, w_scale), options = super().example_inputs(inv, rng)
-        x, x_scale = self._example(rng, x, x_scale, options.get("x_block"))
-        w, w_scale = self._example(rng, w, w_scale, options.get("w_block"))
+        x, x_scale = example_operand(rng, x, x_scale, options.get("x_block"))
+        w, w_scale = example_operand(rng, w, w_scale, options.get("w_block"))
         return (x, w, x_scale, w_scale), options
-
-    def _example(self, rng: np.random.Generator, array: Any, scale: Any, block: Block | None) -> tuple[Any, Any]:
-        if scale is None or block is None:
-            return array, scale
-        key = jax.random.key(int(rng.integers(2**31)), impl="rbg")
-        axes = [axis for axis, size in enumerate(block) if size != 1]
-        made = quantize(
-            jax.random.normal(key, array.shape, jnp.bfloat16),
-            dtype=array.dtype,
-            block=[block[axis] for axis in axes],
-            axis=axes,
-            scale_dtype=scale.dtype,
-        )
-        return made.values, made.scale
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the work of the product; each array is read or written once."""
@@ -244,17 +209,38 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
 quantized_matmul = QuantizedMatmul()
 
 
-def _usual_result(x: Any, w: Any) -> str:
+def example_operand(rng: np.random.Generator, array: Any, scale: Any, block: Block | None) -> tuple[Any, Any]:
+    """Return random numbers and their scales for an operand with scales; else the operand."""
+    if scale is None or block is None:
+        return array, scale
+    key = jax.random.key(int(rng.integers(2**31)), impl="rbg")
+    axes = [axis for axis, size in enumerate(block) if size != 1]
+    made = quantize(
+        jax.random.normal(key, array.shape, jnp.bfloat16),
+        dtype=array.dtype,
+        block=[block[axis] for axis in axes],
+        axis=axes,
+        scale_dtype=scale.dtype,
+    )
+    return made.values, made.scale
+
+
+def usual_result(x: Any, w: Any) -> str:
     """Return the default dtype of a result: that of the operand without scales, or bfloat16."""
     return next((str(array.dtype) for array in (x, w) if str(array.dtype) in OPERANDS), "bfloat16")
 
 
-def _constant(x: Any, w: Any, x_scale: Any = None, w_scale: Any = None) -> tuple[Any, ...]:
+def constant_operands(x: Any, w: Any, x_scale: Any = None, w_scale: Any = None) -> tuple[Any, ...]:
     """Return the arguments without derivatives of quantised operands."""
     stop = lax.stop_gradient
     x, x_scale = (x, None) if x_scale is None else (stop(x), stop(x_scale))
     w, w_scale = (w, None) if w_scale is None else (stop(w), stop(w_scale))
     return x, w, x_scale, w_scale
+
+
+def widened(array: jax.Array, scale: jax.Array | None, block: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Return an operand as a floating-point array."""
+    return array.astype(dtype) if scale is None else Quantized(array, scale, block).dequantize(dtype)
 
 
 def _flat(x: Any) -> Any:
@@ -267,19 +253,29 @@ def _flat_block(block: Block) -> Block:
     return block[-2:] if len(block) > 1 else (1, *block)
 
 
-def _checked(name: str, array: Any, scale: Any, block: Any) -> Block | None:
-    """Check an operand with its scales; return its blocks, one per axis, or `None` without scales."""
+def checked_operand(name: str, array: Any, scale: Any, block: Any, *, takes_scale: bool = True) -> Block | None:
+    """Check an operand with its scales; return its blocks, one per axis, or `None` without scales.
+
+    Args:
+        name: The argument's name, for messages.
+        array: The numbers.
+        scale: Their scales, or `None`.
+        block: Their blocks, or `None`.
+        takes_scale: Whether the public function has an argument for the scales.
+    """
+    scaled = f"with {name}_scale" if takes_scale else "inside Quantized"
     if not is_array(array) or str(array.dtype) not in (*OPERANDS, *LARGEST):
         raise ArgumentError(
-            f"{name} must be Quantized, or an array in {', '.join(OPERANDS)}; or in {', '.join(LARGEST)} with "
-            f"{name}_scale; got {type_text(array)}."
+            f"{name} must be Quantized, or an array in {', '.join(OPERANDS)}; or in {', '.join(LARGEST)} {scaled}; "
+            f"got {type_text(array)}."
         )
     if str(array.dtype) in OPERANDS:
         if scale is not None:
             raise ArgumentError(f"{name}_scale must be None, because {name} is {array.dtype}; multiply the result.")
         return None
     if scale is None or block is None:
-        raise ArgumentError(f"{name}_scale must be given, because {name} is {array.dtype}; got {type_text(scale)}.")
+        wanted = f"{name}_scale must be given" if takes_scale else f"{name} must be Quantized"
+        raise ArgumentError(f"{wanted}, because {name} is {array.dtype}; got {type_text(scale)}.")
     check_quantized(name, Quantized(array, scale, block))
     return (1,) * (len(array.shape) - len(block)) + tuple(block)
 

@@ -137,6 +137,19 @@ def quantize(
     return Quantized(*_quantized(name, scales, blocks, jnp.asarray(x), *key), blocks)
 
 
+def quantize_by(x: jax.Array, largest: jax.Array, dtype: str) -> Quantized:
+    """Return `x` in a float8 dtype, with one scale that maps the magnitude `largest` to the dtype's largest number.
+
+    Larger magnitudes become the largest number; infinity becomes NaN, so that an overflow stays visible.
+    """
+    wide = x.astype(accumulator(x.dtype))
+    top = jnp.asarray(LARGEST[dtype], wide.dtype)
+    scale = jnp.maximum(largest.astype(jnp.float32) / LARGEST[dtype], np.finfo(np.float32).tiny)
+    ratio = jnp.clip(wide / scale.astype(wide.dtype), -top, top)
+    values = jnp.where(jnp.isfinite(wide), ratio, jnp.nan).astype(dtype)
+    return Quantized(values, scale.reshape((1,) * x.ndim), (None,) * x.ndim)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _quantized(
     dtype: str, scale_dtype: str, block: Block, x: jax.Array, *key: jax.Array
@@ -255,6 +268,28 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
             f"{type_text(scale)}. With a shorter last block, pass Quantized(values, scale, block)."
         )
     return Quantized(values, scale, tuple(None if entries == 1 else size // entries for size, entries in pairs))
+
+
+def is_quantized(array: Any) -> bool:
+    """Return whether an argument is `Quantized` or a `qwix.QArray`."""
+    return isinstance(array, Quantized) or hasattr(array, "qvalue")
+
+
+def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, Any, Block | None]:
+    """Return an operand's numbers, scales and blocks; the last two are `None` for an array.
+
+    Args:
+        name: The argument's name, for messages.
+        array: `Quantized`, a `qwix.QArray` or an array.
+        scale: The argument for scales of an array, to refuse it for numbers that have their own.
+    """
+    if hasattr(array, "qvalue"):
+        array = Quantized.from_qwix(array)
+    if not isinstance(array, Quantized):
+        return array, None, None
+    if scale is not None:
+        raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
+    return *without_gradient(array.values, array.scale), array.block
 
 
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:

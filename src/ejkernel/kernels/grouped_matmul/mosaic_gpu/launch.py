@@ -43,7 +43,7 @@ def _multiplied(
         from .product import multiply  # Mosaic GPU is not available in every environment
 
         plan = product_plan(call, params, keep=keep)
-        sizes = _sizes(call, groups)
+        sizes = sizes_for(call, groups)
         scales = [_with_room(row_scale, plan) for row_scale in others[plan.products - 1 :]]
         with jax.enable_x64(False):  # the kernels count in int32
             lhs = _pad(lhs, (plan.rows, ALIGNED))
@@ -74,7 +74,7 @@ def weights_gradient(
     return found
 
 
-def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
+def sizes_for(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
     """Return the sizes of all groups; if only some have matrices here, followed by the number of the first of these.
 
     Empty groups are then added before and after, so that the first number and those after it are always valid.

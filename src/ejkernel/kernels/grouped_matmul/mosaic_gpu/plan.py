@@ -109,6 +109,16 @@ class GroupedPlan:
         return 1
 
     @property
+    def step_size(self) -> int:
+        """Elements of the summed axis per step of the mainloop: one swizzle wide."""
+        return STEP
+
+    @property
+    def copies(self) -> int:
+        """Copies into a pipeline stage: the rows of each consumer, and the matrix of each product."""
+        return WARPGROUPS + self.products
+
+    @property
     def part_rows(self) -> int:
         """Rows of a tile per consumer warpgroup."""
         return self.tile_rows // WARPGROUPS
@@ -135,7 +145,7 @@ class GroupedPlan:
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
-        operands = self.stages * STEP * (self.tile_rows + self.products * self.tile_columns) * 2
+        operands = self.stages * ROW_BYTES * (self.tile_rows + self.products * self.tile_columns)
         out = WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES
         return operands + out + OVERHEAD
 
@@ -181,7 +191,7 @@ class ProductPlan(GroupedPlan):
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return -(-self.inner // STEP)
+        return -(-self.inner // self.step_size)
 
     @property
     def last(self) -> int:
@@ -226,8 +236,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         gated=call.gated,
         scaled=call.scaled,
         keep=keep,
-        # With the empty groups that the launch adds before and after.
-        all_groups=None if call.all_groups is None else call.all_groups + 2 * call.groups,
+        all_groups=call.padded_groups,
     )
 
 

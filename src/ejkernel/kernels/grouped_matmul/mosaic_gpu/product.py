@@ -76,14 +76,18 @@ class ProductKernel:
     def memory_types(self) -> GroupedMemory:
         """Return the types of shared memory and barriers."""
         plan = self.plan
-        matrix = (plan.tile_columns, STEP) if plan.transpose_rhs else (STEP, plan.tile_columns)
         pieces = (WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns)
         # Copies of rows use the swizzled views: only these may start at any row.
         lhs = self.backend.aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype))
         plain = plgpu.SMEM(pieces, jnp.dtype(plan.out_dtype))
         out = self.backend.aliased(tiled(pieces, plan.out_dtype), swizzled(pieces, plan.out_dtype), plain)
-        rhs = tiled((plan.products * plan.stages, *matrix), plan.dtype)
-        return GroupedMemory(lhs, rhs, out, pipeline_types(plan))
+        return GroupedMemory(lhs, self._matrices_type(), out, pipeline_types(plan))
+
+    def _matrices_type(self) -> Any:
+        """Return the type of the pipeline stages of the matrices."""
+        plan = self.plan
+        matrix = (plan.tile_columns, STEP) if plan.transpose_rhs else (STEP, plan.tile_columns)
+        return tiled((plan.products * plan.stages, *matrix), plan.dtype)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
         """Run this warpgroup as producer or consumer."""
@@ -171,17 +175,21 @@ class ProductKernel:
         return lax.fori_loop(0, steps, lambda i, step: self._copy_step(tile, i, step), step)
 
     def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
-        plan, along = self.plan, pl.ds(index * STEP, STEP)
+        plan = self.plan
+        along = pl.ds(index * plan.step_size, plan.step_size)
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
             rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
             plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
-        columns = pl.ds(tile.column, plan.tile_columns)
-        at = (tile.group, columns, along) if plan.transpose_rhs else (tile.group, along, columns)
-        for matrices, buffer in zip(self.matrices, self._buffers(stage), strict=True):
-            plgpu.copy_gmem_to_smem(matrices.at[at], buffer, full)
+        self._copy_matrices(tile, along, stage)
         return step + 1
+
+    def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
+        columns = pl.ds(tile.column, self.plan.tile_columns)
+        at = (tile.group, columns, along) if self.plan.transpose_rhs else (tile.group, along, columns)
+        for matrices, buffer in zip(self.matrices, self._buffers(stage), strict=True):
+            plgpu.copy_gmem_to_smem(matrices.at[at], buffer, self.pipeline.full.at[stage])
 
     def _buffers(self, stage: Any) -> list[Any]:
         """Return the buffer of each product's matrix in a stage."""

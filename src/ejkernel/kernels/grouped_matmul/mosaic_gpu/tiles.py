@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._hopper import products
 from ejkernel.kernels._hopper.launch import launch
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels._hopper.tile_shapes import STEP, WARPGROUPS
+from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 
 from .plan import GroupedPlan
 
@@ -37,13 +37,12 @@ class GroupedMemory(NamedTuple):
 
 def lhs_shape(plan: GroupedPlan) -> tuple[int, int, int, int]:
     """Return the shape of the pipeline stages of the product's left operand."""
-    return plan.stages, WARPGROUPS, plan.part_rows, STEP
+    return plan.stages, WARPGROUPS, plan.part_rows, plan.step_size
 
 
 def pipeline_types(plan: GroupedPlan) -> Pipeline:
     """Return the types of the pipeline's barriers."""
-    # One copy for the rows of each consumer, one for the matrix of each product.
-    return Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + plan.products)
+    return Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=plan.copies)
 
 
 def tile_position(number: Any, row_tiles: Any, plan: GroupedPlan) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
 
 from .kernel import QuantizedKernel
@@ -51,9 +50,8 @@ class BlocksKernel(QuantizedKernel):
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
         plan, base = self.plan, super().memory_types()
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + plan.parts + 2)
         scales = [plgpu.SMEM((plan.stages, size), jnp.float32) for size in (plan.scale_rows, SCALES)]
-        return BlocksMemory(base.lhs, base.rhs, base.out, pipeline, *scales)
+        return BlocksMemory(base.lhs, base.rhs, base.out, base.pipeline, *scales)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
@@ -69,7 +67,8 @@ class BlocksKernel(QuantizedKernel):
         full = self.pipeline.full.at[stage]
         plgpu.copy_gmem_to_smem(self.x_scales.at[index, rows], memory.x_scale.at[stage], full, **whole)
         column = lax.div(tile.column, plan.tile_columns)
-        plgpu.copy_gmem_to_smem(self.w_scales.at[index, column], memory.w_scale.at[stage], full, **whole)
+        number = index if plan.groups == 1 else tile.group * plan.steps + index
+        plgpu.copy_gmem_to_smem(self.w_scales.at[number, column], memory.w_scale.at[stage], full, **whole)
         return following
 
     def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:

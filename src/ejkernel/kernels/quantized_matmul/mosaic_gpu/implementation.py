@@ -1,47 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation `mosaic_gpu`: supported calls, heuristics and search space."""
+"""The implementations `mosaic_gpu`: supported calls, heuristics and search space."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.implementation import Implementation, OperationCall
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
-from .plan import STEP, MosaicGpuParams, QuantizedPlan, quantized_plan
+from .plan import STEP, MosaicGpuParams, QuantizedPlan, grouped_plan, quantized_plan
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = ((1, STEP), (STEP, STEP))
-_ROW_TILE = 8  # rows of a tile of shared memory
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
+_MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
+_Call = TypeVar("_Call", bound=OperationCall)
 
 
-class MosaicGpu(Implementation[QuantizedMatmulCall]):
-    """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs."""
+class _Quantized(Implementation[_Call], Generic[_Call]):
+    """What products with and without groups have in common."""
 
     name = "mosaic_gpu"
     params = MosaicGpuParams
+    names = ("x", "w", "transpose_w")  # of both operands and of the option in messages
 
-    def unsupported(self, call: QuantizedMatmulCall) -> str | None:
+    def dense(self, call: _Call) -> QuantizedMatmulCall:
+        """Return the product of all rows with one matrix."""
+        raise NotImplementedError
+
+    def plan(self, call: _Call, params: MosaicGpuParams) -> QuantizedPlan:
+        """Return the plan of a launch."""
+        raise NotImplementedError
+
+    def unsupported(self, call: _Call) -> str | None:
         """Return why the kernel does not run the call, and an alternative; `None` if it does."""
-        if not is_known(call.rows, call.inner, call.columns):
+        dense = self.dense(call)
+        if not is_known(dense.rows, dense.inner, dense.columns):
             return "it needs static shapes, and this program is exported with symbolic ones; use 'xla'."
-        return hopper.unavailable(call, "both operands", "'xla'") or _operands_reason(call) or _shape_reason(call)
+        return (
+            hopper.unavailable(call, "both operands", "'xla'")
+            or _operands_reason(dense, *self.names)
+            or _shape_reason(dense, *self.names[:2])
+        )
 
-    def params_fault(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> str | None:
+    def params_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
-        plan = quantized_plan(call, params)
+        plan = self.plan(call, params)
         if plan.shared_bytes() > hopper.SHARED_MEMORY:
             return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
         # Each tile starts at the first slot: with a remainder, a slot would be overwritten while it is copied.
@@ -56,19 +72,20 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
             return f"stages must be at least {plan.promoted}, got {params.stages}."
         return None
 
-    def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
+    def heuristic(self, call: _Call) -> MosaicGpuParams:
         """Return good parameters: the widest tile that wastes few columns in the last one."""
+        dense = self.dense(call)
         # Two parts with blocks' scales spill registers.
-        widths = _WIDTHS if call.scales_outside else _WIDTHS[:-1]
-        waste = {size: -(-call.columns // size) * size for size in widths}
+        widths = _WIDTHS if dense.scales_outside else _WIDTHS[:-1]
+        waste = {size: -(-dense.columns // size) * size for size in widths}
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
-        pieces = quantized_plan(call, MosaicGpuParams(block_n=block_n)).pieces
+        pieces = self.plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
         # Blocks' scales take shared memory, too.
-        stages = _STAGES[block_n] - (block_n == 128 and not call.scales_outside)
+        stages = _STAGES[block_n] - (block_n == 128 and not dense.scales_outside)
         return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
-    def space(self, call: QuantizedMatmulCall) -> ConfigSpace[MosaicGpuParams]:
+    def space(self, call: _Call) -> ConfigSpace[MosaicGpuParams]:
         """Return the search space."""
 
         def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
@@ -77,16 +94,59 @@ class MosaicGpu(Implementation[QuantizedMatmulCall]):
 
         axes = {
             "block_m": (128, 256),
-            "block_n": tuple(size for size in _WIDTHS if size < call.columns + 64),
+            "block_n": tuple(size for size in _WIDTHS if size < self.dense(call).columns + 64),
             "stages": (3, 4, 5, 6, 8, 10),
             "panel": (2, 4, 8, 16, 32),
             "out_slots": (1, 2, 3, 4),
         }
         return ConfigSpace(axes, constraints=fits, build=MosaicGpuParams)
 
+
+class MosaicGpu(_Quantized[QuantizedMatmulCall]):
+    """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs."""
+
+    def dense(self, call: QuantizedMatmulCall) -> QuantizedMatmulCall:
+        """See `_Quantized`."""
+        return call
+
+    def plan(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
+        """See `_Quantized`."""
+        return quantized_plan(call, params)
+
     def forward(self, call: QuantizedMatmulCall, /, *args: Any, params: MosaicGpuParams) -> tuple[jax.Array, Any]:
         """Return the product, without residuals."""
         return launch.product(call, args, params), ()
+
+
+class MosaicGpuGrouped(_Quantized[QuantizedGroupedMatmulCall]):
+    """The same product of groups of rows, each with its own matrix."""
+
+    features = frozenset({"row_scale", "first_group"})
+    names = ("lhs", "rhs", "transpose_rhs")
+
+    def dense(self, call: QuantizedGroupedMatmulCall) -> QuantizedMatmulCall:
+        """See `_Quantized`."""
+        return call.as_dense
+
+    def plan(self, call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
+        """See `_Quantized`."""
+        return grouped_plan(call, params)
+
+    def unsupported(self, call: QuantizedGroupedMatmulCall) -> str | None:
+        """See `_Quantized`."""
+        if reason := super().unsupported(call):
+            return reason
+        if not 1 <= call.groups <= _MOST_GROUPS:
+            return f"it supports 1 to {_MOST_GROUPS} groups, got {call.groups}; use 'xla'."
+        if not call.as_dense.scales_outside and call.rhs_block is not None and call.rhs_block[0] != 1:
+            return f"its blocks of rhs belong to one group, got {call.rhs_block}; use 'xla'."
+        return None
+
+    def forward(
+        self, call: QuantizedGroupedMatmulCall, /, *args: Any, params: MosaicGpuParams
+    ) -> tuple[jax.Array, Any]:
+        """Return the product, without residuals."""
+        return launch.grouped_product(call, args, params), ()
 
 
 def _register_fault(plan: QuantizedPlan) -> str | None:
@@ -98,11 +158,11 @@ def _register_fault(plan: QuantizedPlan) -> str | None:
     return None
 
 
-def _operands_reason(call: QuantizedMatmulCall) -> str | None:
+def _operands_reason(call: QuantizedMatmulCall, x: str, w: str, transpose: str) -> str | None:
     if not call.is_narrow or (call.x_dtype == "int8") != (call.w_dtype == "int8"):
         return (
-            f"x is {call.x_dtype} and w is {call.w_dtype}; 'mosaic_gpu' multiplies two float8 or two int8 operands; "
-            "quantise both, or use 'xla'."
+            f"{x} is {call.x_dtype} and {w} is {call.w_dtype}; 'mosaic_gpu' multiplies two float8 or two int8 "
+            "operands; quantise both, or use 'xla'."
         )
     if not call.scales_outside and ((call.x_block, call.w_block) != _BLOCKS or call.is_integer):
         return (
@@ -110,20 +170,17 @@ def _operands_reason(call: QuantizedMatmulCall) -> str | None:
             "float8 blocks of 1x128 by 128x128; quantise whole rows, or use 'xla'."
         )
     if not call.transpose_w:
-        return "w is [k, n]; 'mosaic_gpu' reads 8-bit numbers along k: pass [n, k] with transpose_w=True, or use 'xla'."
+        return (
+            f"{w} is [k, n]; 'mosaic_gpu' reads 8-bit numbers along k: pass [n, k] with {transpose}=True, or use 'xla'."
+        )
     if call.out_dtype not in _OUT_DTYPES:
         return f"preferred_element_type is {call.out_dtype}; 'mosaic_gpu' supports {', '.join(_OUT_DTYPES)}; use 'xla'."
     return None
 
 
-def _shape_reason(call: QuantizedMatmulCall) -> str | None:
+def _shape_reason(call: QuantizedMatmulCall, x: str, w: str) -> str | None:
     if 0 in (call.rows, call.inner, call.columns):
-        return "x or w is empty; use 'xla'."
-    if call.inner % STEP or call.columns % _ROW_TILE:
-        return (
-            f"k must be a multiple of {STEP} and n of {_ROW_TILE} for 'mosaic_gpu', got k={call.inner} and "
-            f"n={call.columns}; pad both operands, or use 'xla'."
-        )
+        return f"{x} or {w} is empty; use 'xla'."
     if max(call.rows, call.inner, call.columns) > _LARGEST:
         return f"it supports at most {_LARGEST} rows and columns; use 'xla'."
     if call.is_integer and call.inner > _LONGEST:

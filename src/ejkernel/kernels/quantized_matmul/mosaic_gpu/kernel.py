@@ -18,10 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
-from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._hopper.launch import plgpu, tiled
 from ejkernel.kernels._hopper.products import multiply_stages
-from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import GroupedMemory
 
@@ -34,37 +32,22 @@ class QuantizedKernel(ProductKernel):
     plan: QuantizedPlan
     column_scale: Any = None
 
-    def memory_types(self) -> GroupedMemory:
-        """See `ProductKernel`."""
-        plan, types = self.plan, super().memory_types
-        lhs = (plan.stages, WARPGROUPS, plan.part_rows, STEP)
-        rhs = (plan.stages, plan.parts, plan.part_columns, STEP)
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + plan.parts)
-        return GroupedMemory(
-            self.backend.aliased(tiled(lhs, plan.dtype), swizzled(lhs, plan.dtype)),
-            tiled(rhs, plan.w_dtype),
-            types().out,
-            pipeline,
-        )
+    def _matrices_type(self) -> Any:
+        plan = self.plan
+        return tiled((plan.stages, plan.parts, plan.part_columns, STEP), plan.w_dtype)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
         """See `ProductKernel`."""
         *others, self.column_scale = arrays
         super().run(others, results, memory)
 
-    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
-        plan, along = self.plan, pl.ds(index * STEP, STEP)
-        stage = self.pipeline.producer_acquire(step)
-        full = self.pipeline.full.at[stage]
-        for w in range(WARPGROUPS):
-            rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
-            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
+    def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
+        plan, full = self.plan, self.pipeline.full.at[stage]
         for part in range(plan.parts):
             columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
             plgpu.copy_gmem_to_smem(
                 self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full
             )
-        return step + 1
 
     def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
         plan = self.plan
@@ -81,8 +64,22 @@ class QuantizedKernel(ProductKernel):
             for piece in self._pieces(sums, row_scale, tile):
                 self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
-        # Rows past the last group remain unwritten: the caller cuts them off.
+        if plan.clears:
+            pl.when(jnp.logical_not(in_group) & (count > 0))(lambda: self._clear(tile, row, warpgroup, count))
         return step + plan.steps
+
+    def _clear(self, tile: ProductTile, row: Any, warpgroup: Any, count: Any) -> None:
+        """Store zeros in rows outside all groups."""
+        plan, width = self.plan, self.plan.piece_columns
+        zeros = jnp.zeros((plan.part_rows, width), plan.out_dtype)
+
+        @pl.loop(0, plan.pieces)
+        def _piece(i: Any) -> None:
+            values = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            # One slot serves all pieces: taking turns would spill registers.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            piece = (0, values, self.out, pl.ds(tile.column + i * width, width))
+            self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any, part: int) -> None:
         plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], self.memory.rhs.at[stage, part].transpose((1, 0)))
@@ -143,7 +140,8 @@ class QuantizedKernel(ProductKernel):
             values = accumulators[part][:, at : at + width]
             columns = pl.ds(tile.column + i * width, width)
             if self.column_scale is not None:
-                factors = self.column_scale.at[columns]
+                own = columns if plan.groups == 1 else pl.ds(tile.group * plan.factors + columns.start, width)
+                factors = self.column_scale.at[own]
                 factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                 values = values * lax.broadcast_in_dim(factors, values.shape, [1])
                 values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])

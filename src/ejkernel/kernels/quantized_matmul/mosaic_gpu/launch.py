@@ -1,21 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: it arranges scales as the kernels read them, and launches these."""
+"""The entry points: they arrange operands and scales as the kernels read them, and launch these."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.tile_shapes import ROWS, padded
+from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.kernels._varying import one_by_one
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.quantized import spread
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
+from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
-from .plan import SCALES, STEP, MosaicGpuParams, QuantizedPlan, quantized_plan
+from .plan import ROW_TILE, SCALES, STEP, MosaicGpuParams, QuantizedPlan, grouped_plan, quantized_plan
+
+
+class _Operands(NamedTuple):
+    """Operands of groups: `x [m, k]`, `w [groups, n, k]`, int32 sizes, scales, and the blocks of these."""
+
+    x: jax.Array
+    w: jax.Array
+    sizes: jax.Array
+    x_scale: jax.Array
+    w_scale: jax.Array
+    x_block: Block
+    w_block: Block
 
 
 def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None) -> jax.Array:
@@ -27,35 +42,81 @@ def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, 
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
+    blocks: Any = call.x_block, (1, *(call.w_block or ()))
 
     def compute(x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
-        # Mosaic GPU is not available in every environment.
-        from .blocks import BlocksKernel
-        from .kernel import QuantizedKernel
-
-        plan = quantized_plan(call, params)
-        with jax.enable_x64(False):  # the kernel counts in int32
-            if call.rows < ROWS:
-                x = jnp.pad(x, ((0, ROWS - call.rows), (0, 0)))
-            operands = x, w[None], jnp.full((1,), call.rows, jnp.int32)
-            if plan.blocks:
-                kernel: Any = BlocksKernel(plan, backend_for(interpret))
-                scales = _of_rows(x_scale, plan), _of_tiles(w_scale, plan)
-            else:
-                kernel = QuantizedKernel(plan, backend_for(interpret))
-                rows = _factors(x_scale, call.rows, call.x_block, plan.rows + plan.tile_rows)
-                scales = rows, _factors(w_scale, call.columns, call.w_block, plan.columns + plan.tile_columns)
-            [out] = run_kernel(kernel, (*operands, *scales), (plan.rows, plan.columns), name="quantized_matmul")
-        return out[: call.rows, : call.columns]
+        sizes = jnp.full((1,), call.rows, jnp.int32)
+        operands = _Operands(x, w[None], sizes, x_scale, w_scale[None], *blocks)
+        return _multiplied(quantized_plan(call, params), operands, interpret)[: call.rows, : call.columns]
 
     found: jax.Array = one_by_one(compute, *arrays)
     return found
 
 
-def _factors(scale: jax.Array, size: int, block: Any, room: int) -> jax.Array:
-    """Return a float32 factor for each row or column, with room behind them for tiles that read past the end."""
-    each = spread(scale.astype(jnp.float32), (size, 1), block)[:, 0]
-    return jnp.pad(jnp.broadcast_to(each, (size,)), (0, room - size))
+def grouped_product(
+    call: QuantizedGroupedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
+) -> jax.Array:
+    """Return the product of each group's rows with its matrix.
+
+    Args:
+        call: The call.
+        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, and factors of rows if the call has them.
+        params, interpret: As for `product`.
+    """
+    blocks: Any = call.lhs_block, call.rhs_block
+
+    def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *factors: jax.Array) -> jax.Array:
+        sizes, scale, x_block = sizes_for(call, groups), lhs_scale, blocks[0]
+        for each in factors:  # the kernel multiplies them with the result's rows in any case
+            scale = _of_each_row(lhs_scale, lhs.shape, x_block) * each.astype(jnp.float32)[:, None]
+            x_block = (1, x_block[1])
+        operands = _Operands(lhs, rhs, sizes, scale, rhs_scale, x_block, blocks[1])
+        return _multiplied(grouped_plan(call, params), operands, interpret)[: call.rows, : call.columns]
+
+    found: jax.Array = one_by_one(compute, *(array for array in arrays if array is not None))
+    return found
+
+
+def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Array:
+    """Return the kernel's result, with padded rows and columns."""
+    # Mosaic GPU is not available in every environment.
+    from .blocks import BlocksKernel
+    from .kernel import QuantizedKernel
+
+    with jax.enable_x64(False):  # the kernel counts in int32
+        rows, (groups, columns, _) = given.x.shape[0], given.w.shape
+        x = _padded(given.x, (plan.rows, plan.inner))
+        w = _padded(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
+        if plan.blocks:
+            kernel: Any = BlocksKernel(plan, backend_for(interpret))
+            scales = _of_rows(given.x_scale, plan), _of_tiles(given.w_scale, plan)
+        else:
+            kernel = QuantizedKernel(plan, backend_for(interpret))
+            of_rows = _factors(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
+            of_columns = _factors(given.w_scale, (groups, columns), given.w_block, plan.factors)
+            scales = of_rows, of_columns
+        arrays = x, w, given.sizes, *scales
+        [out] = run_kernel(kernel, arrays, (plan.rows, plan.columns), name="quantized_matmul")
+    return out
+
+
+def _padded(array: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Return an array with zeros behind it."""
+    added = [(0, wanted - size) for wanted, size in zip(shape, array.shape, strict=True)]
+    return jnp.pad(array, added) if any(more for _, more in added) else array
+
+
+def _factors(scale: jax.Array, shape: tuple[int, ...], block: Block, room: int) -> jax.Array:
+    """Return float32 factors of rows or of each group's columns, with room behind them for tiles that end later."""
+    each = spread(scale.astype(jnp.float32), (*shape, 1), block)[..., 0]
+    added = [(0, 0)] * (len(shape) - 1) + [(0, room - shape[-1])]
+    return jnp.pad(jnp.broadcast_to(each, shape), added).reshape(-1)
+
+
+def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
+    """Return float32 scales with an entry for each row."""
+    each = spread(scale.astype(jnp.float32), (shape[0], 1), (block[0], None))
+    return jnp.broadcast_to(each, (shape[0], scale.shape[1]))
 
 
 def _of_rows(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
@@ -65,7 +126,8 @@ def _of_rows(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
 
 
 def _of_tiles(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
-    """Return the scales of 128x128 blocks as `[steps, tiles, 32]`: those of a tile's columns, from the first on."""
+    """Return the scales of 128x128 blocks as `[groups * steps, tiles, 32]`: those of a tile's columns, in order."""
     first = jnp.arange(plan.column_tiles) * plan.tile_columns // STEP
-    at = jnp.minimum(first[:, None] + jnp.arange(SCALES), scale.shape[0] - 1)
-    return scale.astype(jnp.float32).T[:, at]
+    at = jnp.minimum(first[:, None] + jnp.arange(SCALES), scale.shape[1] - 1)
+    of_steps = jnp.swapaxes(scale.astype(jnp.float32), 1, 2).reshape(-1, scale.shape[1])
+    return of_steps[:, at]

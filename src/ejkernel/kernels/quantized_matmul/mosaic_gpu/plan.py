@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+ROW_TILE = 8  # rows of a tile of shared memory
 SCALES = 32  # float32 numbers of the least copy
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
@@ -56,16 +58,23 @@ class QuantizedPlan(ProductPlan):
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
         promoted: Steps whose products are summed in the tensor core; 0: all of them.
         blocks: Whether scales are those of 1x128 and 128x128 blocks; else of rows and columns.
+        clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
     """
 
     w_dtype: str
     promoted: int
     blocks: bool = False
+    clears: bool = False
 
     @property
-    def steps(self) -> int:
-        """See `ProductPlan`."""
-        return self.inner // STEP
+    def step_size(self) -> int:
+        """See `GroupedPlan`."""
+        return STEP
+
+    @property
+    def copies(self) -> int:
+        """See `GroupedPlan`; a matrix comes in parts, and scales of blocks with their operands."""
+        return WARPGROUPS + self.parts + 2 * self.blocks
 
     @property
     def is_integer(self) -> bool:
@@ -83,15 +92,18 @@ class QuantizedPlan(ProductPlan):
         return self.tile_columns // self.parts
 
     @property
+    def factors(self) -> int:
+        """Factors of columns that are stored per group, with room behind them for tiles that read past the end."""
+        return self.columns + self.tile_columns
+
+    @property
     def scale_rows(self) -> int:
         """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
         return self.tile_rows + SCALES
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        operands = self.stages * STEP * (self.tile_rows + self.tile_columns)
-        operands += self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
-        return operands + WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES + OVERHEAD
+        return super().shared_bytes() + self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
 
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
@@ -105,7 +117,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
     return QuantizedPlan(
         rows=max(call.rows, ROWS),
         groups=1,
-        inner=call.inner,
+        inner=padded(call.inner, STEP),
         columns=padded(call.columns, ALIGNED),
         dtype=call.x_dtype,
         w_dtype=call.w_dtype,
@@ -119,4 +131,11 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
+    )
+
+
+def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
+    """Return the plan of a launch for groups of rows."""
+    return dataclasses.replace(
+        quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
     )

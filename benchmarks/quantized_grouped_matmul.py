@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.quantized_grouped_matmul`: grouped products of 8-bit operands beside our bfloat16 product.
+
+Group sizes are drawn from a multinomial distribution. Each process compiles the contenders of one shape, then runs them
+interleaved, as `benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product of the
+dequantised operands: on normal numbers, and on their magnitudes, where coarse sums show. "bfloat16 / name" is the time
+of our bfloat16 product relative to that of a contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized_matmul import add_times
+from ejkernel.modules import Quantized, QuantizedGroupedMatmulConfig, grouped_matmul, quantize
+
+BASE = "bfloat16"
+Function = Callable[..., Any]
+
+
+class Shape(NamedTuple):
+    """Rows, columns and summed axis of a product, and its groups."""
+
+    m: int
+    n: int
+    k: int
+    groups: int
+
+
+SHAPES = {
+    "8 groups": Shape(8192, 14336, 4096, 8),
+    "64 groups": Shape(16384, 2048, 2048, 64),
+    "128 groups": Shape(131072, 1536, 4096, 128),
+    "small and ragged": Shape(4999, 1100, 1928, 256),
+    "tiny": Shape(200, 72, 300, 5),
+}
+
+
+def ours(*, fast: bool = False, **params: Any) -> Function:
+    """Return our kernel's product, by its heuristic or by given parameters."""
+    cfg: Any = None
+    if params:
+        from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+
+        cfg = QuantizedGroupedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(**params))
+    options: dict[str, Any] = {"accumulation": "fast"} if fast else {}
+    return functools.partial(grouped_matmul, transpose_rhs=True, implementation="mosaic_gpu", cfg=cfg, **options)
+
+
+CONTENDERS: dict[str, Function] = {
+    BASE: functools.partial(grouped_matmul, implementation="mosaic_gpu"),
+    "rows": ours(),
+    "rows, fast": ours(fast=True),
+    "int8": ours(),
+    "blocks": ours(),
+    "rows, block_n 192": ours(block_n=192, out_slots=3),
+    "rows, block_n 128": ours(block_n=128, stages=6),
+    "rows, panel 8": ours(panel=8),
+    "rows, panel 32": ours(panel=32),
+    "blocks, 5 stages": ours(block_n=192, stages=5, out_slots=1),
+    "blocks, block_n 128": ours(block_n=128, stages=5),
+}
+FEW = tuple(CONTENDERS)[:5]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
+    """Return rows and matrices: bfloat16, or quantised with scales of rows and columns, or of blocks."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    shapes = (shape.m, shape.k), (shape.groups, shape.n, shape.k)
+    made = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True)]
+    lhs, rhs = (jnp.abs(array) for array in made) if positive else made
+    if kind == BASE:
+        return lhs, rhs.swapaxes(1, 2)
+    if kind == "blocks":
+        return quantize(lhs, block=128), quantize(rhs, block=128, axis=(1, 2))
+    return quantize(lhs, dtype=kind), quantize(rhs, dtype=kind)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a contender's operands."""
+    kinds = {BASE: BASE, "int8": "int8"}
+    return kinds.get(name) or ("blocks" if "blocks" in name else "float8_e4m3fn")
+
+
+@jax.jit
+def expected(lhs: Any, rhs: Any, sizes: jax.Array) -> jax.Array:
+    """Return the float32 product."""
+    left, right = (a.dequantize() if isinstance(a, Quantized) else a.astype(jnp.float32) for a in (lhs, rhs))
+    transposed = isinstance(rhs, Quantized)
+    return grouped_matmul(left, right, sizes, transpose_rhs=transposed, precision="highest", implementation="xla")
+
+
+def sizes_of(shape: Shape) -> jax.Array:
+    """Return sizes of groups for all rows except the last three, which belong to no group."""
+    rng = np.random.default_rng(7)
+    return jnp.asarray(rng.multinomial(shape.m - 3, np.full(shape.groups, 1 / shape.groups)), jnp.int32)
+
+
+def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each contender, or the reason for having none; print what is known so far."""
+    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
+    given = {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[kind_of(name)], sizes).compile()  # noqa: E731
+        jobs = {name: pool.submit(compile_one, name) for name in names}
+        for name, job in jobs.items():
+            try:
+                program, arrays = job.result(), (*given[kind_of(name)], sizes)
+                jax.block_until_ready(program(*arrays))
+                found[name] = {"errors": [error(program, shape, name, positive) for positive in (False, True)]}
+            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *arrays)
+            print(json.dumps(found), flush=True)
+    add_times(shape, found, runs)
+    return found
+
+
+def error(program: Function, shape: Shape, name: str, positive: bool) -> float:
+    """Return a contender's error; not a number if rows outside all groups are not zero."""
+    arrays = (*operands(shape, kind_of(name), positive), sizes_of(shape))
+    out = program(*arrays)
+    return float("nan") if bool(jnp.any(out[-3:])) else float(f"{relative_error(out, expected(*arrays)):.2e}")
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return the bfloat16 product's time relative to those of the others."""
+    found = {}
+    for kind in ("us", "kernel_us"):
+        for name, row in rows.items():
+            pair = rows.get(BASE, {}).get(kind), row.get(kind)
+            if name != BASE and pair[0] and pair[1]:
+                found[f"bfloat16 / {name}, {kind}"] = round(pair[0] / pair[1], 3)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a Markdown table, a line per shape and contender."""
+    fields = ("us", "tflops", "kernel_us", "kernel_tflops")
+    lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
+    for key, rows in found.items():
+        if key == "environment":
+            continue
+        for name, row in rows["contenders"].items():
+            cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
+            lines.append(f"| {key}, {name} | {' | '.join(cells)} | {row.get('errors', row.get('reason', ''))} |")
+        lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Return the result of measuring in a separate process, or the reason for having none."""
+    command = [sys.executable, "-m", "benchmarks.quantized_grouped_matmul", "--one", shape, "--contenders", *names]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+        lines = done.stdout.splitlines()
+        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
+    except subprocess.TimeoutExpired as expired:
+        lines = (expired.stdout or b"").decode().splitlines()
+        reason = f"it took more than {seconds:.0f} s"
+    rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+    return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_grouped_matmul", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_grouped_matmul_<device>.json and .md")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", default=list(FEW), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=40.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        found[shape] = run_apart(shape, args.contenders, args.seconds)
+        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
+        if args.out is not None:  # written after each process, in case a later one fails
+            report.write(args.out, f"quantized_grouped_matmul_{report.platform_name()}", found, table(found))
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

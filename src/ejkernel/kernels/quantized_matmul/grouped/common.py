@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of a quantised product of groups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.quantized import Block
+from ejkernel.ops.implementation import OperationCall
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGroupedMatmulCall(GroupedMatmulCall):
+    """A call without its arrays; `dtype` is that of the left operand.
+
+    Attributes:
+        rhs_dtype: Name of the dtype of the right operand.
+        lhs_block: Rows and columns of a block of the left operand, or `None` if it has no scales.
+        rhs_block: The same of the right operand: the block's size along groups, `n` and `k`, in this order.
+        fast: Whether sums may stay in the tensor core's accumulator.
+    """
+
+    rhs_dtype: str
+    lhs_block: Block | None
+    rhs_block: Block | None
+    fast: bool = False
+
+    @property
+    def as_dense(self) -> QuantizedMatmulCall:
+        """The product of all rows with the matrix of one group."""
+        return QuantizedMatmulCall(
+            rows=self.rows,
+            inner=self.inner,
+            columns=self.columns,
+            x_dtype=self.dtype,
+            w_dtype=self.rhs_dtype,
+            out_dtype=self.out_dtype,
+            x_block=self.lhs_block,
+            w_block=None if self.rhs_block is None else self.rhs_block[1:],
+            transpose_w=self.transpose_rhs,
+            fast=self.fast,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(OperationCall)},
+        )

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantized_dense`, `quantized_grouped_dense`: layers with 8-bit products for training, and `DelayedScaling`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels._options import type_text
+from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize, quantize_by
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.signature import is_array
+
+from .grouped_matmul import grouped_matmul, grouped_matmul_wgrad
+from .quantized_matmul import quantized_matmul
+
+_FLOATS = ("float8_e4m3fn", "float8_e5m2")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("x", "w", "gradient"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class DelayedScaling:
+    """The largest magnitudes that one `quantized_dense` layer saw in its last steps, the latest first.
+
+    A step scales each array by the largest magnitude of the steps before, so it need not read the array first. A pytree
+    of three float32 vectors of the same length.
+
+    Attributes:
+        x: Of the rows.
+        w: Of the matrix.
+        gradient: Of the result's gradient.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    gradient: jax.Array
+
+    @classmethod
+    def start(cls, length: int = 16) -> DelayedScaling:
+        """Return an empty history of `length` steps; the first step scales by its own magnitudes."""
+        if type(length) is not int or length < 1:
+            raise ArgumentError(f"length must be a positive int, got {length!r}; try 16.")
+        return cls(*(jnp.zeros(length, jnp.float32) for _ in range(3)))
+
+
+def quantized_dense(
+    x: Float[Array, "*rows k"],
+    w: Float[Array, "k n"],
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    gradient_dtype: DTypeLike = "float8_e5m2",
+    scaling: DelayedScaling | None = None,
+    accumulation: Literal["exact", "fast"] = "exact",
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "*rows n"]:
+    """Return `x @ w`, with 8-bit products forward and backward, for training with floating-point parameters.
+
+    **Current scaling**, the default: each of the three products quantises its operands with a scale for each row or
+    column across the axis that it sums over, from the current numbers. The gradient therefore keeps `x` and `w` as they
+    are, not their 8-bit copies.
+
+    **Delayed scaling**: with `scaling`, each array has one scale, from its largest magnitudes in the last steps. The
+    gradient keeps the 8-bit copies. The gradient with respect to `scaling` is not a derivative: it is the history for
+    the next step, with this step's magnitudes. Give every call its own history:
+
+        loss = lambda w, scaling: jnp.square(quantized_dense(x, w, scaling=scaling) - y).mean()
+        gradient, scaling = jax.grad(loss, (0, 1))(w, scaling)
+
+    Numbers beyond the range are clipped; infinity becomes NaN. Under `jit` over a mesh the magnitudes are those of
+    whole arrays. Inside `jax.shard_map`, and where gradients of several calls are added, histories would be added too:
+    use current scaling there.
+
+    On Hopper GPUs `mosaic_gpu` runs each product of 8-bit numbers.
+
+    Args:
+        x: Rows, in bfloat16, float16 or float32.
+        w: The matrix.
+        dtype: Dtype in which `x` and `w` are multiplied: `float8_e4m3fn`, `float8_e5m2` or `int8`.
+        gradient_dtype: Dtype of the result's gradient in products: `float8_e5m2` has more range, `float8_e4m3fn` more
+            digits.
+        scaling: The history of delayed scaling, for float8 dtypes; `None`: current scaling.
+        accumulation: As in `quantized_matmul`.
+        implementation: As in `quantized_matmul`, for all three products.
+
+    Returns:
+        The product in the dtype of `x`.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: `implementation` cannot run one of the products.
+    """
+    if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
+        raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
+    recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if scaling is None:
+        return _dense(recipe, x, w)
+    if not isinstance(scaling, DelayedScaling):
+        raise ArgumentError(f"scaling must be DelayedScaling or None, got {scaling!r}; use DelayedScaling.start().")
+    if not {recipe.dtype, recipe.gradient_dtype} <= set(_FLOATS):
+        names = f"{recipe.dtype} and {recipe.gradient_dtype}"
+        raise ArgumentError(f"dtype and gradient_dtype must be {' or '.join(_FLOATS)} with scaling; got {names}.")
+    return _delayed(recipe, x, w, scaling)
+
+
+def quantized_grouped_dense(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "groups k n"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    gradient_dtype: DTypeLike = "float8_e5m2",
+    accumulation: Literal["exact", "fast"] = "exact",
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "m n"]:
+    """Return `grouped_matmul(lhs, rhs, group_sizes)` for training: 8-bit products forward and for the rows' gradient.
+
+    Both products quantise their operands with a scale for each row or column, from the current numbers. The gradient of
+    `rhs` is `grouped_matmul_wgrad` of the operands as they are.
+
+    Args:
+        lhs: Rows, group after group.
+        rhs: A matrix for each group, of the same dtype.
+        group_sizes: As for `grouped_matmul`.
+        dtype, gradient_dtype, accumulation: As for `quantized_dense`.
+        implementation: As for `grouped_matmul`, for the two 8-bit products.
+
+    Returns:
+        The product in the dtype of `lhs`.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: `implementation` cannot run one of the products.
+    """
+    if not is_array(lhs) or len(lhs.shape) != 2 or not is_array(rhs) or len(rhs.shape) != 3 or lhs.dtype != rhs.dtype:
+        raise ArgumentError(
+            f"lhs must be [m, k] and rhs [groups, k, n] of the same dtype; got {type_text(lhs)} and {type_text(rhs)}."
+        )
+    recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
+    return _grouped(recipe, jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """The options of a layer.
+
+    Attributes:
+        dtype: That of operands.
+        gradient_dtype: That of the result's gradient.
+        options: Those of the products.
+    """
+
+    dtype: str
+    gradient_dtype: str
+    options: tuple[tuple[str, Any], ...]
+
+    def product(self, x: Quantized, w: Quantized, dtype: Any) -> jax.Array:
+        """Return the product of `[m, k]` and `[n, k]`."""
+        return quantized_matmul(x, w, transpose_w=True, preferred_element_type=dtype, **dict(self.options))
+
+    def groups(self, lhs: Quantized, rhs: Quantized, sizes: jax.Array, dtype: Any) -> jax.Array:
+        """Return the product of groups, with matrices `[groups, n, k]`."""
+        return grouped_matmul(lhs, rhs, sizes, transpose_rhs=True, preferred_element_type=dtype, **dict(self.options))
+
+
+def _recipe(dtype: Any, gradient_dtype: Any, accumulation: Any, implementation: Any) -> _Recipe:
+    named = implementation is None or isinstance(implementation, str)
+    options = {"accumulation": accumulation, "implementation": implementation if named else tuple(implementation)}
+    return _Recipe(
+        dtype=canonical_dtype("dtype", dtype, tuple(LARGEST)),
+        gradient_dtype=canonical_dtype("gradient_dtype", gradient_dtype, tuple(LARGEST)),
+        options=tuple(options.items()),
+    )
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+# Current scaling.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+    return recipe.product(quantize(x, dtype=recipe.dtype), quantize(w.T, dtype=recipe.dtype), x.dtype)
+
+
+def _dense_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    return _dense(recipe, x, w), (x, w)
+
+
+def _dense_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
+    dx = recipe.product(quantize(dout, dtype=recipe.gradient_dtype), quantize(w, dtype=recipe.dtype), x.dtype)
+    columns = quantize(_rows(x).T, dtype=recipe.dtype)
+    gradients = quantize(_rows(dout).T, dtype=recipe.gradient_dtype)
+    return dx, recipe.product(columns, gradients, w.dtype)
+
+
+_dense.defvjp(_dense_forward, _dense_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    matrices = quantize(rhs.swapaxes(1, 2), dtype=recipe.dtype)
+    return recipe.groups(quantize(lhs, dtype=recipe.dtype), matrices, sizes, lhs.dtype)
+
+
+def _grouped_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return _grouped(recipe, lhs, rhs, sizes), (lhs, rhs, sizes)
+
+
+def _grouped_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, sizes = residuals
+    rows, matrices = quantize(dout, dtype=recipe.gradient_dtype), quantize(rhs, dtype=recipe.dtype)
+    return recipe.groups(rows, matrices, sizes, lhs.dtype), grouped_matmul_wgrad(lhs, dout, sizes), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+# Delayed scaling.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delayed(recipe: _Recipe, x: jax.Array, w: jax.Array, scaling: DelayedScaling) -> jax.Array:
+    return _delayed_forward(recipe, x, w, scaling)[0]
+
+
+def _delayed_forward(
+    recipe: _Recipe, x: jax.Array, w: jax.Array, scaling: DelayedScaling
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    x8, w8 = _by_history(x, scaling.x, recipe.dtype), _by_history(w, scaling.w, recipe.dtype)
+    following = DelayedScaling(_added(scaling.x, x), _added(scaling.w, w), scaling.gradient)
+    like = jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype)  # the dtypes of the gradients
+    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, like)
+
+
+def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
+    x8, w8, following, (x, w) = residuals
+    gradient = _by_history(dout, following.gradient, recipe.gradient_dtype)
+    dx = recipe.product(gradient, w8, x.dtype)
+    dw = recipe.product(_turned(x8), _turned(gradient), w.dtype)
+    return dx, dw, dataclasses.replace(following, gradient=_added(following.gradient, dout))
+
+
+_delayed.defvjp(_delayed_forward, _delayed_backward)
+
+
+def _turned(array: Quantized) -> Quantized:
+    """Return the transpose of a matrix, or of rows with their leading axes as one, with one scale."""
+    return Quantized(_rows(array.values).T, array.scale.reshape(1, 1), (None, None))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def _by_history(x: jax.Array, history: jax.Array, dtype: str) -> Quantized:
+    """Return `x` scaled by the largest magnitude of its history; by its own if the history is empty."""
+    known = jnp.max(history)
+    largest = jax.lax.cond(known > 0, lambda: known, lambda: _largest(x))
+    return quantize_by(x, largest, dtype)
+
+
+def _added(history: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the history with the magnitude of `x` first; one that is not finite counts as none."""
+    largest = _largest(x)
+    latest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return jnp.concatenate([latest[None], history[:-1]])

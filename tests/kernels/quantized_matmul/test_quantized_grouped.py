@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our grouped products of 8-bit operands for Hopper: simulated on a CPU, and refused where not run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import compat
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
+from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpuGrouped
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+from ejkernel.kernels.quantized_matmul.quantized import Quantized, quantize
+
+pytestmark = pytest.mark.slow
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+SIZES = (0, 70, 3, 131)
+
+
+@pytest.fixture
+def mosaic(monkeypatch):
+    """The module of the kernels, where it can be imported; a launch has two thread blocks."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+    return mosaic_gpu
+
+
+def operands(shape, sizes, dtypes, *, blocks=False):
+    """Return quantised operands; numbers outside all groups are NaN."""
+    (m, n, k), rng = shape, np.random.default_rng(0)
+    lhs = jnp.asarray(np.abs(rng.standard_normal((m, k))), jnp.float32).at[sum(sizes) :].set(jnp.nan)
+    rhs = jnp.asarray(rng.standard_normal((len(sizes), n, k)) + 1, jnp.float32)
+    rhs = rhs * 2.0 ** (jnp.arange(n) // 64 % 5)[:, None]
+    if not blocks:
+        return quantize(lhs, dtype=dtypes[0]), quantize(rhs, dtype=dtypes[1])
+    return quantize(lhs, dtype=dtypes[0], block=128), quantize(rhs, dtype=dtypes[1], block=128, axis=(1, 2))
+
+
+def described(lhs: Quantized, rhs: Quantized, sizes, row_scale=None, **options):
+    args, options = quantized_grouped_matmul.prepare(
+        *(lhs.values, rhs.values, jnp.asarray(sizes, jnp.int32), lhs.scale, rhs.scale, row_scale),
+        lhs_block=lhs.block,
+        rhs_block=rhs.block,
+        transpose_rhs=True,
+        preferred_element_type="float32",
+        **options,
+    )
+    options.pop("implementation")
+    return args, options
+
+
+def error(mosaic, args, options, params, *, races=False):
+    """Return the largest error of the kernel, relative to the largest number of the result."""
+    call = quantized_grouped_matmul.describe(*args, **options)
+    assert MosaicGpuGrouped().params_fault(call, params) is None
+    interpret = mosaic.InterpretGPUParams(detect_races=races)
+    found = jax.jit(lambda *args: launch.grouped_product(call, args, params, interpret=interpret))(*args)
+    assert not (races and compat.simulated_races())
+    expected = quantized_grouped_matmul.reference(*args, **options)
+    assert found.shape == expected.shape
+    return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+
+
+SIMULATED = {
+    "promoted in two parts": ((210, 72, 384), (E4M3, E4M3), {"block_n": 256, "stages": 3}, {}),
+    "ragged n and k": ((204, 77, 150), (E5M2, E4M3), {"block_n": 64, "stages": 2, "out_slots": 1}, {}),
+    "int8, fewer rows than a tile": ((24, 64, 128), ("int8", "int8"), {"block_n": 128, "stages": 2}, {}),
+    "blocks": ((210, 200, 256), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {"blocks": True}),
+    "blocks, ragged n and k": ((205, 77, 150), (E4M3, E4M3), {"block_n": 64, "stages": 2}, {"blocks": True}),
+}
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_groups_match_the_float32_product(mosaic, name):
+    shape, dtypes, params, more = SIMULATED[name]
+    sizes = (0, 3, 1, 9) if shape[0] < 64 else SIZES
+    args, options = described(*operands(shape, sizes, dtypes, **more), sizes)
+    assert error(mosaic, args, options, MosaicGpuParams(**params)) < 1e-5
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blocks):
+    lhs, rhs = operands((210, 72, 128), SIZES, (E4M3, E4M3), blocks=blocks)
+    rhs = jax.tree.map(lambda array: array[1:4], rhs)
+    factors = jnp.linspace(-1, 1, 210).at[-1].set(jnp.nan)
+    args, options = described(lhs, rhs, SIZES, factors, first_group=1)
+    assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2, out_slots=1)) < 1e-5
+
+
+def test_simulated_groups_have_no_races(mosaic):
+    # Whole tiles: rows that two tiles share are written twice, with the same bits.
+    args, options = described(*operands((256, 72, 256), (128, 0, 64), (E4M3, E4M3)), (128, 0, 64))
+    assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2), races=True) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "bfloat16", "lhs_block": None}, "lhs is bfloat16 and rhs is float8_e4m3fn"),
+        ({"transpose_rhs": False}, "pass [n, k] with transpose_rhs=True"),
+        ({"groups": 5000}, "1 to 4096 groups"),
+        ({"lhs_block": (1, 128), "rhs_block": (None, 128, 128)}, "belong to one group"),
+    ],
+)
+def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(mosaic, change, message):
+    args, options = described(*operands((210, 72, 128), SIZES, (E4M3, E4M3)), SIZES)
+    call = quantized_grouped_matmul.describe(*args, **options)
+    call = dataclasses.replace(call, platform="gpu", device_fingerprint="gpu:nvidia_h200")
+    assert MosaicGpuGrouped().unsupported(call) is None
+    reason = MosaicGpuGrouped().unsupported(dataclasses.replace(call, **change))
+    assert message in reason
+    assert "'xla'" in reason

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with 8-bit products: gradients, delayed scaling, groups, and rejected arguments."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import DelayedScaling, grouped_matmul, quantize, quantized_dense, quantized_grouped_dense
+from ejkernel.ops import ArgumentError
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def relative(actual, expected):
+    return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(("dtype", "gradient_dtype", "tolerance"), [(E4M3, E5M2, 0.08), ("int8", "int8", 0.015)])
+def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_dtype, tolerance):
+    x, w, target = normal(3, 8, 64), normal(64, 32, seed=1), normal(3, 8, 32, seed=2)
+    layer = lambda x, w: quantized_dense(x, w, dtype=dtype, gradient_dtype=gradient_dtype)  # noqa: E731
+
+    def gradients(layer, x, w):
+        return jax.grad(lambda x, w: jnp.square(layer(x, w) - target).mean(), (0, 1))(x, w)
+
+    for actual, expected in zip(gradients(layer, x, w), gradients(jnp.matmul, x, w), strict=True):
+        assert actual.dtype == expected.dtype
+        assert relative(actual, expected) < tolerance
+    expected = quantize(x, dtype=dtype).dequantize() @ quantize(w, dtype=dtype, axis=0).dequantize()
+    assert relative(layer(x, w), expected) < 1e-5
+
+
+def test_a_trained_layer_learns():
+    x, wanted, w = normal(64, 32), normal(32, 16, seed=1), jnp.zeros((32, 16))
+    step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: jnp.square(quantized_dense(x, w) - x @ wanted).sum() / 64)(w))
+    for _ in range(150):
+        w = step(w)
+    assert jnp.linalg.norm(w - wanted) < 0.05 * jnp.linalg.norm(wanted)
+
+
+# --- delayed scaling ---
+
+
+def steps(x, w, target, count, **options):
+    """Return the losses, gradients and histories of steps on rows that grow."""
+
+    @jax.jit
+    def step(x, w, scaling):
+        loss = lambda x, w, scaling: jnp.square(quantized_dense(x, w, scaling=scaling, **options) - target).mean()  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1, 2))(x, w, scaling)
+
+    scaling, found = DelayedScaling.start(3), []
+    for number in range(count):
+        loss, (dx, dw, scaling) = step(x * 2.0**number, w, scaling)
+        found.append((loss, dx, dw, scaling))
+    return found
+
+
+@pytest.mark.parametrize("gradient_dtype", [E5M2, E4M3])
+def test_the_gradient_of_a_history_is_the_next_history(gradient_dtype):
+    x, w, target = normal(3, 8, 64), normal(64, 32, seed=1), normal(3, 8, 32, seed=2)
+    found = steps(x, w, target, 5, gradient_dtype=gradient_dtype)
+    largest = float(jnp.abs(x).max())
+    last = found[-1][3]
+    np.testing.assert_allclose(last.x, largest * np.array([16, 8, 4]), rtol=1e-6)
+    np.testing.assert_allclose(last.w, jnp.abs(w).max(), rtol=1e-6)
+    assert (last.gradient > 0).all()
+    first = jax.grad(lambda x, w: jnp.square(x @ w - target).mean(), (0, 1))(x, w)
+    # The first step scales by its own magnitudes.
+    assert all(relative(a, b) < 0.1 for a, b in zip(found[0][1:3], first, strict=True))
+
+
+def test_numbers_beyond_the_history_are_clipped_and_infinity_stays_visible():
+    x, w = jnp.ones((4, 16)), jnp.ones((16, 8))
+    known = DelayedScaling(*(jnp.full(2, 1.0) for _ in range(3)))
+    np.testing.assert_array_equal(quantized_dense(x * 3, w, scaling=known), quantized_dense(x, w, scaling=known))
+    layer = lambda x, scaling: quantized_dense(x, w, scaling=scaling).sum()  # noqa: E731
+    spoilt = x.at[1, 2].set(jnp.inf)
+    out, following = jax.value_and_grad(layer, 1)(spoilt, known)
+    assert jnp.isnan(out)
+    np.testing.assert_array_equal(following.x, [0.0, 1.0])  # later steps scale by finite numbers
+
+
+def test_histories_of_layers_are_scanned_like_their_parameters():
+    x, w = normal(8, 16), normal(3, 16, 16, seed=1)
+    start = jax.tree.map(lambda a: jnp.stack([a] * 3), DelayedScaling.start(2))
+
+    def loss(w, scaling):
+        return jax.lax.scan(lambda h, p: (jnp.tanh(quantized_dense(h, p[0], scaling=p[1])), None), x, (w, scaling))[
+            0
+        ].sum()
+
+    following = jax.grad(loss, 1)(w, start)
+    np.testing.assert_allclose(following.w[:, 0], jnp.abs(w).max((1, 2)), rtol=1e-6)
+    assert (following.x[:, 0] > 0).all()
+    assert (following.gradient[:, 0] > 0).all()
+
+
+# --- groups ---
+
+
+def test_a_trained_layer_of_groups_follows_the_gradients_of_the_plain_one():
+    lhs, rhs, sizes = normal(24, 64), normal(3, 64, 32, seed=1), jnp.array([11, 0, 9])
+    target = normal(24, 32, seed=2)
+
+    def gradients(layer):
+        return jax.grad(lambda lhs, rhs: jnp.square(layer(lhs, rhs, sizes) - target).mean(), (0, 1))(lhs, rhs)
+
+    for actual, expected in zip(gradients(quantized_grouped_dense), gradients(grouped_matmul), strict=True):
+        assert relative(actual, expected) < 0.08
+    found = quantized_grouped_dense(lhs, rhs, sizes)
+    expected = grouped_matmul(quantize(lhs).dequantize(), quantize(rhs, axis=1).dequantize(), sizes)
+    assert relative(found, expected) < 1e-5
+    with pytest.raises(ArgumentError, match="of the same dtype"):
+        quantized_grouped_dense(lhs, rhs.astype("bfloat16"), sizes)
+
+
+# --- rejected arguments ---
+
+
+def test_rejected_arguments_of_a_trained_layer_are_named():
+    for change, message in (
+        ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be one of"),
+        ({"w": normal(2, 16, 4)}, "w a matrix"),
+        ({"w": normal(8, 4)}, r"w a matrix \[k, n\]; got .*\[8, 4\]"),
+        ({"implementation": "cudnn"}, "implementation must be one of"),
+        ({"scaling": 16}, "scaling must be DelayedScaling or None, got 16"),
+        ({"scaling": DelayedScaling.start(), "dtype": "int8"}, "must be float8_e4m3fn or float8_e5m2 with scaling"),
+    ):
+        call = {"x": normal(4, 16), "w": normal(16, 4)} | change
+        with pytest.raises(ArgumentError, match=message):
+            quantized_dense(call.pop("x"), call.pop("w"), **call)
