@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = {key: [pool.submit(entry.compiled) for entry in each] for key, each in entries.items()}
         concurrent.futures.wait([job for each in jobs.values() for job in each])
     for (name, direction), each in entries.items():
-        ready = {entry.contender: _result(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
+        ready = {entry.contender: result_of(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
         case = measured(each, ready, args.rounds)
         found.setdefault(direction, {})[name] = case
         print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
@@ -309,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _result(job: concurrent.futures.Future[Program | str]) -> Program | str:
+def result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
+    """Return the program of a compilation, or why there is none."""
     try:
         return job.result()
     except concurrent.futures.BrokenExecutor as error:

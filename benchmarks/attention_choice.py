@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.attention_choice`: the implementations of attention beside each other, for the heuristic's choice.
+
+Forward and backward are measured separately, as the heuristic chooses for each of them. The contenders of a case are
+timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. `--out FILE` stores
+one line of JSON for each case and direction. `python -m benchmarks.attention_choice --judge FILE` says how often the
+heuristic chooses the fastest implementation, and how much time it loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention import Entry, executor_of, result_of
+from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
+from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.operation import flash_attention as operation
+from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
+from ejkernel.ops.autotuner.trials.candidates import Program
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.error_text import error_text
+
+CONTENDERS = ("mosaic_gpu", "cudnn", "cudnn_packed", "xla", "xla whole")
+DIRECTIONS = ("fwd", "bwd")
+_MOST_SCORES = 1 << 26  # of all heads together, for which XLA is measured
+_NEVER = 256  # head dimensions up to which XLA's blocks were never fastest on this device
+
+
+def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the operation's arguments for a case."""
+    more = dict(arrays)
+    main = [more.pop(name, None) for name in ("query", "key", "value", "bias", "attention_mask")]
+    segments, lengths = more.pop("segment_ids", None), more.pop("key_lengths", None)
+    return operation.prepare(
+        *main,
+        None if segments is None else (segments, segments),
+        (None, lengths),
+        more.pop("sinks", None),
+        causal=case.causal,
+        sliding_window=None if case.window is None else (case.window - 1, None),
+        logits_soft_cap=case.cap,
+    )
+
+
+def contenders_of(case: Case) -> list[str]:
+    """Return the contenders worth measuring; those that do not support the case give the reason themselves."""
+    scores, dim = case.batch * case.heads[0] * case.seq**2, max(case.dims)
+    small = scores <= _MOST_SCORES
+    packed = bool(case.segments)
+    return [
+        name
+        for name, asked in zip(
+            CONTENDERS, (dim <= _NEVER, dim <= _NEVER and not packed, packed, dim > _NEVER, small), strict=True
+        )
+        if asked
+    ]
+
+
+def config_of(case: Case, contender: str, direction: str, params: Any = None) -> FlashAttentionConfig:
+    """Return the configuration of a contender."""
+    name, *whole = contender.split()
+    of_direction = FwdParams if direction == "fwd" else BwdParams
+    if whole:
+        params = of_direction(q_blocksize=case.seq, kv_blocksize=case.seq)
+    return FlashAttentionConfig(implementation=name, **{direction: params})
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction(Entry):
+    """One contender's forward, with residuals, or its backward alone."""
+
+    params: Any = None
+
+    def lowered(self) -> Any:
+        """Return the program, lowered for flat arrays."""
+        case = case_named(self.case)
+        leaves, tree = jax.tree.flatten(types_of(case, self.direction))
+        with executor_of(None):
+            program = program_of(case, config_of(case, self.contender, self.direction, self.params), self.direction)
+            return jax.jit(lambda *flat: program(*jax.tree.unflatten(tree, flat))).lower(*leaves)
+
+
+def types_of(case: Case, direction: str) -> tuple[Any, ...]:
+    """Return the types of a program's arguments: the inputs, and for the backward its cotangent and residuals."""
+    dout, arrays = case.arguments(backward=True)
+    if direction == "fwd":
+        return (arrays,)
+    rows = (case.batch, case.heads[0], case.seq)
+    return arrays, dout, (dout, jax.ShapeDtypeStruct(rows, jnp.float32))
+
+
+def program_of(case: Case, config: FlashAttentionConfig, direction: str) -> Callable[..., Any]:
+    """Return a direction of a case as a function of `types_of`."""
+
+    def forward(arrays: dict[str, Any]) -> Any:
+        args, options = call_of(case, arrays)
+        return operation.fwd_with_residuals(*args, cfg=config, **options)
+
+    def backward(arrays: dict[str, Any], dout: jax.Array, residuals: Any) -> Any:
+        args, options = call_of(case, arrays)
+        found = operation.vjp(residuals[1], residuals[0], (dout,), *args, cfg=config, **options)
+        return [x for x in found if x is not None]
+
+    return forward if direction == "fwd" else backward
+
+
+def measured(
+    entries: Sequence[Direction], programs: dict[Direction, Program | str], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each direction of a case."""
+    case = case_named(entries[0].case)
+    dout, first = case.inputs(0, backward=True)
+    count = min(3, sets_for_cold(sum(x.nbytes for x in jax.tree.leaves((dout, first)))))
+    sets = [(dout, first), *(case.inputs(seed, backward=True) for seed in range(1, count))]
+    residuals: list[Any] = []
+    for direction in DIRECTIONS:
+        reasons, runners = {}, {}
+        for entry in [entry for entry in entries if entry.direction == direction]:
+            found = programs[entry]
+            try:
+                if isinstance(found, str):
+                    raise RuntimeError(found)
+                function = entry.loaded(found)
+                if direction == "fwd" and not residuals:
+                    residuals = [_residuals(function(*jax.tree.leaves(arrays))) for _, arrays in sets]
+                given = [(x,) if direction == "fwd" else (x, d, r) for (d, x), r in zip(sets, residuals, strict=True)]
+                runner = Runner(function, [jax.tree.leaves(x) for x in given])
+                jax.block_until_ready(runner())
+                runners[_title(entry)] = runner
+            except Exception as error:  # noqa: BLE001 - any error of a contender is its result
+                reasons[_title(entry)] = error_text(error)[:200]
+        times = interleaved(list(runners.values()), rounds=rounds)
+        medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
+        yield {"case": entries[0].case, "direction": direction, "us": medians, "reasons": reasons} | _fields(case)
+
+
+def _residuals(found: Any) -> Any:
+    out, lse = found if len(found) == 2 else (found[0], found[-1])
+    return out, lse
+
+
+def _title(entry: Direction) -> str:
+    return entry.contender if entry.params is None else f"{entry.contender} {entry.params}"
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    fields = dataclasses.asdict(case)
+    default = dataclasses.asdict(Case(batch=0, seq=0, heads=(0, 0), dims=(0, 0)))
+    return {"call": {name: value for name, value in fields.items() if value != default[name]}}
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """Return the case of a stored row."""
+    call = {name: tuple(value) if isinstance(value, list) else value for name, value in row["call"].items()}
+    return Case(**call)
+
+
+def run(cases: Sequence[str], rounds: int, processes: int | None, out: Path | None, entries: Any = None) -> None:
+    """Compile all contenders in parallel, then measure them case by case."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
+    every = entries or [
+        Direction(case, direction, name, None)
+        for case in cases
+        for direction in DIRECTIONS
+        for name in contenders_of(case_named(case))
+    ]
+    start = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        # the longest first
+        ordered = sorted(every, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
+        jobs = {entry: pool.submit(entry.compiled) for entry in ordered}
+        concurrent.futures.wait(jobs.values())
+    programs = {entry: result_of(job) for entry, job in jobs.items()}
+    print(f"compiled {len(every)} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    for case in dict.fromkeys(entry.case for entry in every):
+        for row in measured([entry for entry in every if entry.case == case], programs, rounds):
+            line = json.dumps(row)
+            print(line, flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(line + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or judge."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
+    parser.add_argument("--cases", nargs="*", default=[], choices=list(CASES), metavar="CASE", help="fixed cases")
+    parser.add_argument("--draw", type=int, default=24, metavar="SEED", help="of drawn cases (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=0, help="how many cases to draw (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each contender (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows there")
+    args = parser.parse_args(argv)
+    run([*args.cases, *drawn_names(args.draw, args.count)], args.rounds, args.processes, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
