@@ -120,7 +120,7 @@ class KeysKernel(KeyBlockKernel):
 
     def _send_dbias(self, block: KeyBlock, tile: ScoreTile, dscores: jax.Array) -> None:
         """Start storing a tile of the bias's gradient, or adding it to that of other examples and heads."""
-        buffer, target = block.memory.dbias.at[lax.axis_index(WARPGROUP)], block.sums.dbias
+        warpgroup, target = lax.axis_index(WARPGROUP), block.sums.dbias
         # The previous copy must have read the buffer; its write may be pending.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
@@ -129,10 +129,12 @@ class KeysKernel(KeyBlockKernel):
         if self.problem.bias_whole:
             # Transposed here: transposes of the bias and its gradient by XLA were estimated at 420 of 1,110
             # microseconds.
-            buffer.transpose((1, 0))[...] = dbias
+            tiles, rows = (x.at[warpgroup] for x in self.backend.views(block.memory.dbias, 2))
+            tiles.transpose((1, 0))[...] = dbias
             plgpu.commit_smem()
-            self.backend.store_to_memory(buffer, target.at[(*at, queries, keys)])
+            plgpu.copy_smem_to_gmem(rows, target.at[(*at, queries, keys)])
         else:
+            buffer = block.memory.dbias.at[warpgroup]
             buffer[...] = dbias
             plgpu.commit_smem()
             self.backend.add_to_memory(buffer, target.at[(*at, keys, queries)])

@@ -298,7 +298,9 @@ class ForwardConsumer:
         extra = cast(Pipeline, self.barriers.extra)
         extra.consumer_wait(stage)
         if plan.bias:
-            bias = plgpu.load(buffers.bias.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
+            pieces = self.memory.bias(stage, self.warpgroup)
+            parts = [plgpu.load(piece.tiles, layout=_LAYOUT, optimized=False) for piece in pieces]
+            bias = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
             scores = scores + bias.astype(jnp.float32)
         if plan.key_bias or (plan.key_mask and masked):
             scores = scores + self._by_key(buffers.key_bias, stage)

@@ -164,6 +164,12 @@ class ForwardMemory(NamedTuple):
         tile = self.buffers.query[1].at[slot, 0:ROWS]
         return [Piece(tile, tile, columns[0])]
 
+    def bias(self, stage: Any, warpgroup: Any) -> list[Piece]:
+        """Return the pieces of a warpgroup's rows of a stage of the bias."""
+        tiles, rows = self.backend.views(self.buffers.bias, 2)
+        at = (stage, warpgroup)
+        return [Piece(tiles[i].at[at], rows[i].at[at], piece) for i, piece in enumerate(self.plan.bias_columns)]
+
     def _pieces(self, buffer: Any, at: Any, columns: Sequence[Columns]) -> list[Piece]:
         if not self.plan.pieced:
             return [Piece(buffer.at[at], buffer.at[at], columns[0])]

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper import widest_swizzle
 from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
 from .params import BackwardParams, ForwardParams
-from .plan import TILE_ROWS, BackwardProblem, ForwardPlan, backward_problem, forward_plan
+from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -111,7 +110,7 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
         extras["key_segments"] = _pad_axis(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         bias16 = bias.astype(bias.dtype if bias.dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
-        extras["bias"] = _in_tiles(bias16, block)
+        extras["bias"] = _pad_axis(bias16, 3, 16 // bias16.dtype.itemsize)
     words = dropout_words(operands)
     if words is not None:
         extras["dropout"] = _pad_axis(words, 2, plan.tile_rows)
@@ -121,12 +120,6 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
             terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
         extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block)
     return extras
-
-
-def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
-    """Return `x` with rows and keys padded to whole tiles of shared memory."""
-    swizzle = widest_swizzle(kv_block * x.dtype.itemsize)
-    return _pad_axis(_pad_axis(x, 2, TILE_ROWS), 3, swizzle // x.dtype.itemsize)
 
 
 # Backward.
@@ -274,7 +267,7 @@ def _empty_bias(problem: BackwardProblem, operands: Operands, sizes: tuple[int, 
     rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
     skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
-    return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
+    return make((*problem.bias, problem.queries, -(-problem.keys // 8) * 8), problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
@@ -304,11 +297,18 @@ def _backward_inputs(
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
         None if lengths is None else lengths.astype(jnp.int32),
-        None if bias is None else _pad_axis(_pad_axis(bias, 2, padded[0]), 3, padded[1]),
+        None if bias is None else _padded_bias(bias, padded),
         None,
         None if dropout is None else _pad_axis(dropout, 2, padded[0]),
     ]
     return BackwardInputs._make(fields)
+
+
+def _padded_bias(bias: jax.Array, padded: tuple[int, int]) -> jax.Array:
+    """Return a bias that the kernel can copy: a row of 16 bits starts at a multiple of 16 bytes."""
+    if bias.dtype.itemsize == 2:
+        return _pad_axis(bias, 3, 8)
+    return _pad_axis(_pad_axis(bias, 2, padded[0]), 3, padded[1])
 
 
 def _row_inputs(

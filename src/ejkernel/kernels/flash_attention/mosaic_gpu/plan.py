@@ -142,6 +142,11 @@ class ForwardPlan(AttentionSizes):
         return split_columns(self.value_dim) if self.pieced else (Columns(0, self.value_dim),)
 
     @property
+    def bias_columns(self) -> tuple[Columns, ...]:
+        """The pieces of a block of the bias, at most 128 bytes wide."""
+        return split_columns(self.params.kv_block, 128 // self.bias) if self.bias else ()
+
+    @property
     def head_swizzle(self) -> int:
         """Swizzle of queries and keys in one piece, in bytes."""
         return widest_swizzle(self.head_dim * 2)
@@ -416,7 +421,9 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
     if problem.bias is not None:
-        buffers["bias"] = Buffer((2, rows, params.keys), problem.bias_dtype.itemsize, 64)
+        # 64 keys of 16 bits are one swizzle wide, and copied at any row.
+        wide = problem.bias_dtype.itemsize > 2
+        buffers["bias"] = Buffer((2, rows, params.keys), 4, 64) if wide else Buffer((2, slabs, rows, 64))
         # A stored gradient has queries before keys, as the bias; sums in memory are transposed by XLA.
         shape = (slabs, rows, 64) if problem.bias_whole else (slabs, 64, rows)
         buffers["dbias"] = Buffer(shape, problem.bias_gradient_dtype.itemsize)
@@ -425,7 +432,7 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
     # If memory is short the bias loses its second stage, and all other buffers keep the stages in the parameters.
     if problem.bias is not None and shared_bytes(buffers) > SHARED_MEMORY:
-        buffers["bias"] = buffers["bias"]._replace(shape=(1, rows, params.keys))
+        buffers["bias"] = buffers["bias"]._replace(shape=(1, *buffers["bias"].shape[1:]))
     return buffers
 
 
