@@ -22,7 +22,7 @@ def variants():
             f.append((c,F(**v)))
     return f
 if __name__=="__main__":
-    cases=[*names(24,140,56),"window 128 D64 sinks","window 256 D64","triangle","D512 one key head","causal D80","causal D96","full D64 577","causal D128 3001","7.17 full","7.3 full","7.33 full","7.25 causal","7.38 causal"]
+    cases=[*names(24,140,56),"window 128 D64 sinks","window 256 D64","triangle","D512 one key head","causal D80","causal D96","full D64 577","causal D128 3001","7.17 full","7.3 full","7.33 full","7.25 causal","7.38 causal","7.0 full","7.12 full","7.20 full","7.26 full","7.15 full","bias"]
     if len(sys.argv)<2:
         from collections import Counter
         print(len(cases)); print(*cases,sep="\n"); sys.exit()
