@@ -29,6 +29,7 @@ class ForwardInputs(NamedTuple):
         key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
         bias: `[batch or 1, heads or 1, queries, keys]`.
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
+        sinks: `[heads]`, float32.
         dropout: `[batch, heads, padded to whole tiles]`, the random word of each row.
     """
 
@@ -42,6 +43,7 @@ class ForwardInputs(NamedTuple):
     key_bias: Any = None
     bias: Any = None
     mask: Any = None
+    sinks: Any = None
     dropout: Any = None
 
 

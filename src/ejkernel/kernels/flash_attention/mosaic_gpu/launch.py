@@ -13,7 +13,15 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
+from ejkernel.kernels.flash_attention.common import (
+    EMPTY_ROW_LSE,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    describe,
+    with_sinks,
+)
 
 from .params import BackwardParams, ForwardParams
 from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan
@@ -52,8 +60,12 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
         # In whole tiles: a copy with one axis is not clipped at the end of the array.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
-    out, lse = launch(plan, ForwardInputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+    # A bias of rows shifts the log-sum-exp after the kernel, and only then can sinks be added.
+    late = operands.sinks if any(x is not None for x in row_terms) else None
+    extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
+    out, lse = launch(plan, ForwardInputs(query, key, value, **extras), types, interpret)
+    out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+    return (out, lse) if late is None else with_sinks(out, lse, late)
 
 
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
@@ -97,6 +109,8 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     block = plan.params.kv_block
     bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
+    if operands.sinks is not None:
+        extras["sinks"] = operands.sinks.astype(jnp.float32)
     if lengths is not None:
         extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
     if plan.mask:
