@@ -194,7 +194,7 @@ def measured(entries: Sequence[Entry], programs: dict[str, Program | str], round
             except Exception as error:  # noqa: BLE001 - as above
                 reasons[name] = error_text(error)[:300]
     names = list(runners)
-    apart = _apart(runners)
+    apart = apart_from_first(runners)
 
     def failed(index: int, error: BaseException) -> None:
         reasons[names[index]] = error_text(error)[:300]
@@ -206,7 +206,7 @@ def measured(entries: Sequence[Entry], programs: dict[str, Program | str], round
     return {"us": medians, "ratios": ratios, "apart": apart, "reasons": reasons}
 
 
-def _apart(runners: dict[str, Runner]) -> dict[str, float]:
+def apart_from_first(runners: dict[str, Runner]) -> dict[str, float]:
     """Return how far each contender's results are from those of the first, at most, by the norms of both."""
     first: list[jax.Array] | None = None
     apart = {}

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention import Entry, executor_of, result_of
+from benchmarks.attention import Entry, apart_from_first, executor_of, result_of
 from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
@@ -33,6 +33,7 @@ from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets
 from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 CONTENDERS = ("mosaic_gpu", "cudnn", "cudnn_packed", "xla", "xla whole")
 DIRECTIONS = ("fwd", "bwd")
@@ -90,8 +91,29 @@ class Direction(Entry):
         case = case_named(self.case)
         leaves, tree = jax.tree.flatten(types_of(case, self.direction))
         with executor_of(None):
+            reason = reason_of(case, self.contender.split()[0], self.direction)
+            if reason is not None:
+                raise NotImplementedError(reason)
             program = program_of(case, config_of(case, self.contender, self.direction, self.params), self.direction)
             return jax.jit(lambda *flat: program(*jax.tree.unflatten(tree, flat))).lower(*leaves)
+
+
+def abstract(case: Case, direction: str) -> Any:
+    """Return the abstract call of a direction on this device."""
+    found: list[Any] = []
+
+    def note(arrays: dict[str, Any]) -> None:
+        args, options = call_of(case, arrays)
+        found.append(operation.describe(*args, **{name: x for name, x in options.items() if name != "implementation"}))
+
+    jax.eval_shape(note, case.types())
+    place = {"platform": "gpu", "device_fingerprint": device_fingerprint()}
+    return dataclasses.replace(found[0], backward=direction == "bwd", **place)
+
+
+def reason_of(case: Case, name: str, direction: str) -> str | None:
+    """Return why an implementation does not run a direction of a case; without it, another would run in its place."""
+    return operation.implementations.unsupported(name, abstract(case, direction))
 
 
 def types_of(case: Case, direction: str) -> tuple[Any, ...]:
@@ -145,7 +167,9 @@ def measured(
                 reasons[_title(entry)] = error_text(error)[:200]
         times = interleaved(list(runners.values()), rounds=rounds)
         medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
-        yield {"case": entries[0].case, "direction": direction, "us": medians, "reasons": reasons} | _fields(case)
+        apart = {name: float(f"{x:.1e}") for name, x in apart_from_first(runners).items()}
+        row = {"case": entries[0].case, "direction": direction, "us": medians, "apart": apart, "reasons": reasons}
+        yield row | _fields(case)
 
 
 def _residuals(found: Any) -> Any:

@@ -1,31 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-import sys, os
+import dataclasses
+import sys
 from pathlib import Path
+
 from benchmarks.attention_choice import *
-from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams as F, BackwardParams as B
-def names(seed, count, most):
-    out=[]
-    for n in drawn_names(seed,count):
-        c=case_named(n)
-        if c.dtype!="bfloat16" or c.cap or c.segments or c.bias or c.dims[0]!=c.dims[1]: continue
-        out.append(n)
-    return out[:most]
-def variants():
-    f=[]
-    odd=["24.%d"%i for i in ()]
-    case="7.17 "
-    base=dict(kv_block=64, share_buffer=True, ping_pong=False)
-    for v in (base, base|dict(kv_block=80), base|dict(kv_block=80,ping_pong=True), base|dict(ping_pong=True), base|dict(heads_first=True), base|dict(persistent=True), base|dict(persistent=True,heads_first=True), base|dict(kv_block=80,persistent=True,heads_first=True)):
-        f.append(("7.17 x",F(**v)))
-    for c in ("window 128 D64 sinks","window 256 D64"):
-        for v in (dict(persistent=True,query_buffers=2,share_buffer=True), dict(pack_heads=True), dict(pack_heads=True,kv_block=64,stages=3), dict(pack_heads=True,kv_block=64,stages=3,persistent=True,query_buffers=2,share_buffer=True), dict(kv_block=64,stages=3), dict(kv_block=64,stages=3,persistent=True,query_buffers=2,share_buffer=True), dict(persistent=True,query_buffers=2,share_buffer=True,warpgroups=3), dict(kv_block=64, stages=3,persistent=True,query_buffers=2,share_buffer=True,ping_pong=False), dict(kv_block=64,stages=3,pack_heads=True,persistent=True,query_buffers=2,share_buffer=True,ping_pong=False), dict(kv_block=96,persistent=True,query_buffers=2,share_buffer=True),dict(kv_block=64,stages=3,warpgroups=1,ping_pong=False)):
-            f.append((c,F(**v)))
-    return f
-if __name__=="__main__":
-    cases=[*names(24,140,56),"window 128 D64 sinks","window 256 D64","triangle","D512 one key head","causal D80","causal D96","full D64 577","causal D128 3001","7.17 full","7.3 full","7.33 full","7.25 causal","7.38 causal","7.0 full","7.12 full","7.20 full","7.26 full","7.15 full","bias"]
-    if len(sys.argv)<2:
-        from collections import Counter
-        print(len(cases)); print(*cases,sep="\n"); sys.exit()
-    every=[Direction(c,d,n,None) for c in cases for d in DIRECTIONS for n in contenders_of(case_named(c))]
-    extra=[Direction(case_name if not case_name.startswith("7.17") else "7.17 full","fwd","mosaic_gpu",None,p) for case_name,p in variants()]
-    run([],9,None,Path(sys.argv[1]),every+extra)
+from ejkernel.kernels.flash_attention.mosaic_gpu import plan
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams as B
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams as F
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims(Direction):
+    native: tuple = (32, 64, 96, 128, 192, 256)
+
+    def lowered(self):
+        plan._NATIVE_DIMS = self.native
+        return super().lowered()
+
+
+P = dict(persistent=True, query_buffers=2, share_buffer=True)
+CAUSAL64 = [
+    F(**P), F(**P, heads_first=True), F(), F(**P, warpgroups=3), F(warpgroups=3), F(**P, warpgroups=3, heads_first=True), F(**P, kv_block=160), F(**P, kv_block=96, warpgroups=3),
+    F(**P, kv_block=96), F(**P, stages=3), F(**P, kv_block=64, stages=3),
+]
+PACK = [F(**P, pack_heads=True), F(**P, pack_heads=True, kv_block=64, stages=3), F(pack_heads=True)]
+WIDE = [F(kv_block=64, share_buffer=True), F(kv_block=64, share_buffer=True, pack_heads=True), F(kv_block=32, stages=4, share_buffer=True), F(kv_block=96, share_buffer=True), F(kv_block=64, stages=3, share_buffer=True), F(kv_block=64, share_buffer=True, persistent=True, ping_pong=True)]
+WINDOW = [F(**P), F(**P, pack_heads=True), F(**P, pack_heads=True, kv_block=64, stages=3), F(**P, kv_block=64, stages=3), F(**P, pack_heads=True, kv_block=64, stages=3, ping_pong=False)]
+FORWARD = {
+    "24.76 x": CAUSAL64 + PACK, "24.113 x": CAUSAL64 + PACK, "7.25 x": CAUSAL64, "7.7 x": CAUSAL64 + PACK, "24.42 x": CAUSAL64, "24.67 x": WINDOW, "24.71 x": WINDOW, "24.34 x": WINDOW,
+    "7.39 x": WIDE[:4], "window 1k in 16k": WINDOW, "24.39 x": WIDE, "24.98 x": WIDE, "24.70 x": WIDE, "24.87 x": WIDE,
+    "24.105 x": WIDE + [F(share_buffer=True), F(share_buffer=True, ping_pong=False)],
+    "24.54 x": WIDE + [F(share_buffer=True), F(share_buffer=True, ping_pong=False), F(**P)],
+}
+Q128, SPLIT = dict(q_block=128), dict(form="split", division="products", kv_block=64, kv_stages=1, q_warpgroups=2)
+BACKWARD = {
+    "24.20 x": [B(head_parts=n) for n in (2, 4, 8)],
+    "7.33 x": [B(**Q128, head_parts=n) for n in (1, 2, 4)],
+    "24.48 x": [B(**SPLIT, head_parts=n) for n in (1, 2, 4)],
+    "24.61 x": [B(head_parts=n) for n in (2, 4)],
+    "24.101 x": [B(dout_stages=1), B(q_stages=3, dout_stages=1), B(division="products"), B(form="split", kv_block=64, kv_stages=2, q_warpgroups=2)],
+    "24.81 x": [B(dout_stages=1), B(division="products"), B(form="split", kv_block=64, kv_stages=2, q_warpgroups=2)],
+    "24.42 x": [B(), B(warpgroups=1)],
+}
+OLD = (32, 64, 128, 192, 256)
+
+
+def entries():
+    found = []
+    for case in dict.fromkeys([*FORWARD, *BACKWARD]):
+        for direction, variants in (("fwd", FORWARD), ("bwd", BACKWARD)):
+            if case in variants or direction == "fwd":
+                found += [Dims(case, direction, name, None) for name in ("mosaic_gpu", "cudnn") if case in variants or name == "mosaic_gpu"]
+            found += [Dims(case, direction, "mosaic_gpu", None, params) for params in variants.get(case, ())]
+    for case in ("causal D80", "causal D96", "24.95 x", "24.45 x", "24.75 x"):
+        found += [Dims(case, "fwd", "mosaic_gpu", None)]
+        found += [Dims(case, "bwd", name, None) for name in ("mosaic_gpu", "cudnn")]
+        found += [Dims(case, "bwd", "mosaic_gpu", None, B(), OLD)]
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        print(len(entries()))
+    else:
+        run([], 9, None, Path(sys.argv[1]), entries())

@@ -6,6 +6,7 @@ Source: the five products, with recomputed probabilities, are those of FlashAtte
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -141,17 +142,28 @@ class KeysKernel(KeyBlockKernel):
 
     def _add_dquery(self, block: KeyBlock, step: QueryStep) -> None:
         """Compute this consumer's part of the step's dQ, some rows or some columns, and add it to global memory."""
-        warpgroup, slot, part = lax.axis_index(WARPGROUP), lax.rem(step.number, 2), self.columns[0]
-        by_rows = self.params.q_block == 64 * self.params.warpgroups
-        rows, first = (pl.ds(64 * warpgroup, 64), 0) if by_rows else (slice(None), part * warpgroup)
+        warpgroup, part = lax.axis_index(WARPGROUP), self.columns[0]
+        if self.params.q_block == 64 * self.params.warpgroups:
+            self._add_part(block, step, (64 * warpgroup, 0), part)
+        elif len(set(self.columns)) == 1:
+            self._add_part(block, step, (0, part * warpgroup), part)
+        else:
+            for w, width in enumerate(self.columns):
+                first = sum(self.columns[:w])
+                pl.when(warpgroup == w)(functools.partial(self._add_part, block, step, (0, first), width))
+
+    def _add_part(self, block: KeyBlock, step: QueryStep, at: tuple[Any, Any], width: int) -> None:
+        """Add 64 rows of `width` columns of the step's dQ, from row and column `at`, to global memory."""
+        slot, whole = lax.rem(step.number, 2), self.params.q_block == 64
+        rows = slice(None) if whole else pl.ds(at[0], 64)
 
         def products(sums: Any) -> None:
             for w in range(self.params.warpgroups):
                 left = block.memory.dscores.at[slot, w, :, rows].transpose((1, 0))
-                self.matrices.multiply(sums[0], left, self.key_columns(block, w, first, part))
+                self.matrices.multiply(sums[0], left, self.key_columns(block, w, at[1], width))
 
-        (total,) = self.backend.accumulate(products, zeros((64, part)))
-        self.send_dquery(block, total, step, warpgroup, (64 * warpgroup, 0) if by_rows else (0, part * warpgroup))
+        (total,) = self.backend.accumulate(products, zeros((64, width)))
+        self.send_dquery(block, total, step, lax.axis_index(WARPGROUP), at)
 
 
 class ProductsKernel(KeyBlockKernel):

@@ -188,7 +188,7 @@ def _gradients(
     factor = None if in_range or not has_small_range(problem.dtype) else _range_factor(operands, dout)
     if factor is not None:
         dout = dout / factor
-    inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
+    inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
     found, dbias = _run_backward(inputs, operands, problem, params, interpret)
     if dbias is not None and not problem.bias_whole:
         dbias = dbias.swapaxes(2, 3)
@@ -294,35 +294,38 @@ def _backward_inputs(
     residuals: Residuals,
     dout: jax.Array,
     problem: BackwardProblem,
-    padded: tuple[int, int],
+    params: BackwardParams,
 ) -> Any:
     """Return the `BackwardInputs` of both kernels, except for ranges and mask."""
     from .masks import BackwardInputs
 
+    padded = _padded_lengths(params)
     arrays = (operands.query, operands.key, operands.value, dout)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
-    bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
-    if bias is not None:
-        # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
-        bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
+    lengths, dropout = operands.key_lengths, operands.dropout_key
     fields = [
         *arrays,
         *_row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
         None if lengths is None else lengths.astype(jnp.int32),
-        None if bias is None else _padded_bias(bias, padded),
+        _copied_bias(operands.bias, problem, params),
         None,
         None if dropout is None else _pad_axis(dropout, 2, padded[0]),
     ]
     return BackwardInputs._make(fields)
 
 
-def _padded_bias(bias: jax.Array, padded: tuple[int, int]) -> jax.Array:
-    """Return a bias that the kernel can copy: a row of 16 bits starts at a multiple of 16 bytes."""
-    if bias.dtype.itemsize == 2:
+def _copied_bias(bias: jax.Array | None, problem: BackwardProblem, params: BackwardParams) -> jax.Array | None:
+    """Return a bias as the kernels copy it: in whole tiles, or in 16 bits, with rows of whole 16 bytes."""
+    if bias is None:
+        return None
+    # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
+    bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
+    if problem.bias_dtype.itemsize == 2 and params.form == "fused":
         return _pad_axis(bias, 3, 8)
-    return _pad_axis(_pad_axis(bias, 2, padded[0]), 3, padded[1])
+    queries, keys = _padded_lengths(params)
+    return _pad_axis(_pad_axis(bias, 2, queries), 3, keys)
 
 
 def _row_inputs(

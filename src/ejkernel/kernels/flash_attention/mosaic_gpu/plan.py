@@ -25,7 +25,7 @@ _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats afte
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 TILE_ROWS = 8  # of the tiles of shared memory
 _WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
-_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
+_NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
 
 
 def unavailable(call: AttentionCall) -> str | None:
@@ -399,6 +399,8 @@ def dquery_columns(problem: BackwardProblem, params: BackwardParams) -> tuple[in
         first = -(-dim // 128) * 64 if dim > 64 else dim // 2
         return (first, dim - first)
     # With 64 queries per warpgroup each takes 64 rows; otherwise they divide the columns of the same rows.
+    if dim == 96 and warpgroups == 2 and params.q_block == 64:
+        return (64, 32)  # two halves would need the narrowest swizzle
     return (dim if params.q_block == 64 * warpgroups else dim // warpgroups,) * warpgroups
 
 
