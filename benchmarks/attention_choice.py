@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.attention_choice`: the implementations of attention beside each other, for the heuristic's choice.
+"""`python -m benchmarks.attention_choice`: implementations of attention beside each other, for the heuristic's choice.
 
 Forward and backward are measured separately, as the heuristic chooses for each of them. The contenders of a case are
-timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. `--out FILE` stores
-one line of JSON for each case and direction. `python -m benchmarks.attention_choice --judge FILE` says how often the
-heuristic chooses the fastest implementation, and how much time it loses.
+timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. Without `--cases` they
+are the grid: drawn cases that both our kernels and cuDNN run, more of them with narrow heads. `--out FILE` stores the
+medians as the data from which the heuristic chooses.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, executor_of, result_of
-from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
+from benchmarks.attention_cases import Case, case_named, drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -35,10 +35,25 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
-CONTENDERS = ("mosaic_gpu", "cudnn", "cudnn_packed", "xla", "xla whole")
+FILE = Path(__file__).resolve().parents[1] / "src/ejkernel/data/measured/flash_attention_h200.json"
 DIRECTIONS = ("fwd", "bwd")
-_MOST_SCORES = 1 << 26  # of all heads together, for which XLA is measured
-_NEVER = 256  # head dimensions up to which XLA's blocks were never fastest on this device
+_WIDEST = 256  # head dimension of our kernels and cuDNN
+
+
+def grid_names() -> list[str]:
+    """Return the names of the cases of the grid."""
+    wide, narrow = drawn_names(24, 140), drawn_names(31, 200)
+    found = [name for name in wide if is_open(case_named(name))]
+    return found + [name for name in narrow if is_open(case_named(name)) and case_named(name).dims[0] <= 96]
+
+
+def is_open(case: Case) -> bool:
+    """Return whether cuDNN runs a case too, and is not far slower."""
+    return (
+        case.dtype == "bfloat16"
+        and case.dims[0] == case.dims[1]
+        and not (case.cap or case.segments or case.bias or case.shared or case.sinks)
+    )
 
 
 def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -57,18 +72,9 @@ def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[s
     )
 
 
-def contenders_of(case: Case) -> list[str]:
-    """Return the contenders worth measuring; those that do not support the case give the reason themselves."""
-    scores, dim = case.batch * case.heads[0] * case.seq**2, max(case.dims)
-    small = scores <= _MOST_SCORES
-    packed = bool(case.segments)
-    return [
-        name
-        for name, asked in zip(
-            CONTENDERS, (dim <= _NEVER, dim <= _NEVER and not packed, packed, dim > _NEVER, small), strict=True
-        )
-        if asked
-    ]
+def contenders_of(case: Case) -> tuple[str, ...]:
+    """Return the contenders of a case: implementations, and for wide heads blocks of XLA as large as the scores."""
+    return ("xla", "xla whole") if max(case.dims) > _WIDEST else ("mosaic_gpu", "cudnn")
 
 
 def config_of(case: Case, contender: str, direction: str, params: Any = None) -> FlashAttentionConfig:
@@ -182,54 +188,63 @@ def _title(entry: Direction) -> str:
 
 
 def _fields(case: Case) -> dict[str, Any]:
-    fields = dataclasses.asdict(case)
-    default = dataclasses.asdict(Case(batch=0, seq=0, heads=(0, 0), dims=(0, 0)))
-    return {"call": {name: value for name, value in fields.items() if value != default[name]}}
+    """Return the call in words of the data file."""
+    (heads, groups), more = case.heads, {"lengths": True} if case.lengths else {}
+    if case.causal:
+        more["right"] = 0
+    if case.window is not None:
+        more["left"] = case.window - 1
+    return {"sizes": [case.batch, case.seq, case.seq, heads, groups, case.dims[0]], **more}
 
 
-def case_of(row: dict[str, Any]) -> Case:
-    """Return the case of a stored row."""
-    call = {name: tuple(value) if isinstance(value, list) else value for name, value in row["call"].items()}
-    return Case(**call)
-
-
-def run(cases: Sequence[str], rounds: int, processes: int | None, out: Path | None, entries: Any = None) -> None:
+def measure(entries: Sequence[Direction], rounds: int, processes: int | None) -> Iterator[dict[str, Any]]:
     """Compile all contenders in parallel, then measure them case by case."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
-    every = entries or [
+    start = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        slow_first = sorted(entries, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
+        jobs = {entry: pool.submit(entry.compiled) for entry in slow_first}
+        concurrent.futures.wait(jobs.values())
+    programs = {entry: result_of(job) for entry, job in jobs.items()}
+    print(f"compiled {len(entries)} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    for case in dict.fromkeys(entry.case for entry in entries):
+        for row in measured([entry for entry in entries if entry.case == case], programs, rounds):
+            print(json.dumps(row), flush=True)
+            yield row
+
+
+def entries_of(cases: Sequence[str]) -> list[Direction]:
+    """Return all contenders of these cases, in both directions."""
+    return [
         Direction(case, direction, name, None)
         for case in cases
         for direction in DIRECTIONS
         for name in contenders_of(case_named(case))
     ]
-    start = time.perf_counter()
-    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        # the longest first
-        ordered = sorted(every, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
-        jobs = {entry: pool.submit(entry.compiled) for entry in ordered}
-        concurrent.futures.wait(jobs.values())
-    programs = {entry: result_of(job) for entry, job in jobs.items()}
-    print(f"compiled {len(every)} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    for case in dict.fromkeys(entry.case for entry in every):
-        for row in measured([entry for entry in every if entry.case == case], programs, rounds):
-            line = json.dumps(row)
-            print(line, flush=True)
-            if out is not None:
-                with out.open("a") as file:
-                    file.write(line + "\n")
+
+
+def store(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write the data file, a line for each row."""
+    kept = ("direction", "sizes", "left", "right", "lengths", "us")
+    lines = ",\n".join(json.dumps({name: row[name] for name in kept if name in row}) for row in rows)
+    file.write_text(
+        f'{{"environment": {json.dumps(report.environment())},\n"calls": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, or judge."""
+    """Measure, and store the data."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
-    parser.add_argument("--cases", nargs="*", default=[], choices=list(CASES), metavar="CASE", help="fixed cases")
-    parser.add_argument("--draw", type=int, default=24, metavar="SEED", help="of drawn cases (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=0, help="how many cases to draw (default: %(default)s)")
+    parser.add_argument("--cases", nargs="*", metavar="CASE", help="instead of the grid")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows there")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"write the data there, e.g. {FILE.name}")
     args = parser.parse_args(argv)
-    run([*args.cases, *drawn_names(args.draw, args.count)], args.rounds, args.processes, args.out)
+    rows = []
+    for row in measure(entries_of(args.cases or grid_names()), args.rounds, args.processes):
+        rows.append(row)
+        if args.out is not None:  # after each row, since a later one may end the process
+            store(rows, args.out)
     return 0
 
 

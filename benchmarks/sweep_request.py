@@ -63,4 +63,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         print(len(entries()))
     else:
-        run([], 9, None, Path(sys.argv[1]), entries())
+        for row in measure(entries(), 9, None):
+            with Path(sys.argv[1]).open("a") as file:
+                file.write(json.dumps(row) + "\n")

@@ -82,7 +82,9 @@ class Xla(AttentionImplementation):
         )
         rows = call.query[0] * call.query[2]
         smallest = min(q_blocks) * min(kv_blocks)
-        pairs = itertools.product(q_blocks, kv_blocks)
+        pairs = [*itertools.product(q_blocks, kv_blocks)]
+        if call.platform == "gpu":
+            pairs = [*dict.fromkeys((*pairs, (call.query[1], call.key[1])))]
         return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
 
     def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> Residuals:

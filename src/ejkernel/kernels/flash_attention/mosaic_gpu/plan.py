@@ -24,7 +24,7 @@ REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 TILE_ROWS = 8  # of the tiles of shared memory
-_WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
+WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
 _NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
 
 
@@ -238,7 +238,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
-        pieced=_is_pieced(call, _WHOLE_DIMS),
+        pieced=_is_pieced(call, WHOLE_DIMS),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
