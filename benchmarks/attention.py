@@ -194,7 +194,7 @@ def measured(entries: Sequence[Entry], programs: dict[str, Program | str], round
             except Exception as error:  # noqa: BLE001 - as above
                 reasons[name] = error_text(error)[:300]
     names = list(runners)
-    apart = _apart(runners)
+    apart = apart_from_first(runners)
 
     def failed(index: int, error: BaseException) -> None:
         reasons[names[index]] = error_text(error)[:300]
@@ -206,7 +206,7 @@ def measured(entries: Sequence[Entry], programs: dict[str, Program | str], round
     return {"us": medians, "ratios": ratios, "apart": apart, "reasons": reasons}
 
 
-def _apart(runners: dict[str, Runner]) -> dict[str, float]:
+def apart_from_first(runners: dict[str, Runner]) -> dict[str, float]:
     """Return how far each contender's results are from those of the first, at most, by the norms of both."""
     first: list[jax.Array] | None = None
     apart = {}
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = {key: [pool.submit(entry.compiled) for entry in each] for key, each in entries.items()}
         concurrent.futures.wait([job for each in jobs.values() for job in each])
     for (name, direction), each in entries.items():
-        ready = {entry.contender: _result(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
+        ready = {entry.contender: result_of(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
         case = measured(each, ready, args.rounds)
         found.setdefault(direction, {})[name] = case
         print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
@@ -309,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _result(job: concurrent.futures.Future[Program | str]) -> Program | str:
+def result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
+    """Return the program of a compilation, or why there is none."""
     try:
         return job.result()
     except concurrent.futures.BrokenExecutor as error:

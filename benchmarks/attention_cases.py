@@ -28,6 +28,8 @@ class Case:
         mask: Whether a random boolean mask hides keys.
         lengths: Whether only some keys of each example count.
         dtype: Of query, key, value and bias.
+        sinks: Whether each head has a sink; the alternatives run without.
+        shared: Whether all examples share the bias, and each has a mask of its keys, as in triangle attention.
     """
 
     batch: int
@@ -42,6 +44,8 @@ class Case:
     mask: bool = False
     lengths: bool = False
     dtype: str = "bfloat16"
+    sinks: bool = False
+    shared: bool = False
 
     @property
     def kind(self) -> str:
@@ -60,7 +64,7 @@ class Case:
 
     @property
     def _extras(self) -> bool:
-        return self.bias or self.mask or self.lengths
+        return self.bias or self.mask or self.lengths or self.shared
 
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the types of the inputs."""
@@ -71,6 +75,11 @@ class Case:
             "value": (*size, self.heads[1], self.dims[1]),
         }
         types = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
+        if self.shared:
+            types["bias"] = jax.ShapeDtypeStruct((1, *scores[1:]), self.dtype)
+            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, 1, self.seq), jnp.bool_)
+        if self.sinks:
+            types["sinks"] = jax.ShapeDtypeStruct(self.heads[:1], jnp.float32)
         if self.bias:
             types["bias"] = jax.ShapeDtypeStruct(scores, self.dtype)
         if self.mask:
@@ -98,7 +107,9 @@ class Case:
             if name == "key_lengths":
                 return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
             array = random_array(like, rng)
-            return array | jnp.eye(self.seq, dtype=bool) if name == "attention_mask" else array
+            if name == "attention_mask":
+                return array | jnp.eye(like.shape[2], self.seq, dtype=bool)
+            return array
 
         arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
         return arrays
@@ -150,6 +161,10 @@ CASES = {
     "float32 D64 2k": _case(2048, (8, 8), 64, 2, dtype="float32"),
     "float32 D128 4k": _case(4096, (16, 4), 128, 2, dtype="float32"),
     "float32 D64 577": _case(577, (12, 12), 64, 16, causal=False, dtype="float32"),
+    "D512 one key head": _case(2048, (8, 1), 512, 2),
+    "window 128 D64 sinks": _case(4096, (64, 8), 64, 1, window=128, sinks=True),
+    "window 256 D64": _case(8192, (32, 8), 64, 1, window=256),
+    "triangle": _case(256, (4, 4), 32, 256, causal=False, shared=True),
 }
 
 

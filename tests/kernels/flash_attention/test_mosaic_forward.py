@@ -174,6 +174,32 @@ def test_no_array_is_padded_in_memory(head_dim, queries):
     assert "pad" not in " ".join(equation.params.get("name", equation.primitive.name) for equation in program.eqns)
 
 
+@pytest.mark.usefixtures("mosaic")
+def test_a_bias_is_not_padded_in_memory():
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
+
+    case = Small(queries=584, keys=584, bias=(1, 1, 584, 584))
+    run = functools.partial(forward, rules=case.rules, params=heuristic(described(case)))
+    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    sizes = {variable.aval.shape[2:] for equation in program.eqns for variable in equation.outvars}
+    assert not [size for size in sizes if len(size) == 2 and min(size) > 584]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Small(heads=2, rules=CAUSAL, keys=40),  # the first rows see no key
+        Small(heads=2, bias=(1, 2, 70, 70)),
+        Small(heads=2, bias=(1, 1, 70, 1)),
+    ],
+    ids=["causal", "bias", "bias of rows"],
+)
+@pytest.mark.usefixtures("soon_compiled")
+def test_sinks_are_part_of_the_softmax(mosaic, case):
+    operands = case.operands("bfloat16")._replace(sinks=jnp.asarray([1.5, -jnp.inf]))
+    assert_close(*simulated(mosaic, case, ONE, operands=operands))
+
+
 @pytest.mark.usefixtures("soon_compiled")
 def test_rows_without_keys_are_zero(mosaic):
     """The first queries stand before all keys."""

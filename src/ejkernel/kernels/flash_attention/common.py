@@ -138,9 +138,10 @@ class AttentionImplementation(Implementation[AttentionCall]):
     """
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
+    adds_sinks = False  # whether `attend` does
 
     def attend(self, operands: Operands, rules: Rules, params: Any) -> Residuals:
-        """Return the output and the log-sum-exp, without sinks."""
+        """Return the output and the log-sum-exp; the operands have sinks only if `adds_sinks`."""
         raise NotImplementedError
 
     def differentiate(
@@ -162,9 +163,10 @@ class AttentionImplementation(Implementation[AttentionCall]):
     def forward(self, call: AttentionCall, /, *args: Any, params: Any) -> tuple[Any, jax.Array]:
         """See `Implementation`."""
         operands = operands_of(args)
-        out, lse = self.attend(operands._replace(sinks=None), call.rules, params)
-        if operands.sinks is not None:
-            out, lse = with_sinks(out, lse, operands.sinks)
+        sinks = None if self.adds_sinks else operands.sinks
+        out, lse = self.attend(operands if sinks is None else operands._replace(sinks=None), call.rules, params)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return ((out, returned_lse(lse)) if call.return_lse else out), lse
 
     def backward(

@@ -82,7 +82,9 @@ class Xla(AttentionImplementation):
         )
         rows = call.query[0] * call.query[2]
         smallest = min(q_blocks) * min(kv_blocks)
-        pairs = itertools.product(q_blocks, kv_blocks)
+        pairs = [*itertools.product(q_blocks, kv_blocks)]
+        if call.platform == "gpu":
+            pairs = [*dict.fromkeys((*pairs, (call.query[1], call.key[1])))]
         return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
 
     def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> Residuals:
@@ -110,7 +112,7 @@ class Xla(AttentionImplementation):
             new = _where_they_meet(attend, tuple(take(x, pair[0]) for x in carry), pair, blocks, grid)
             return tuple(put(x, y, pair[0]) for x, y in zip(carry, new, strict=True)), None
 
-        (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
+        acc, top, total = _over_pairs(step, carry, grid)
         empty = total == 0
         total = jnp.where(empty, 1, total)
         # Dividing inside the loop, where weights are rounded, could overflow in float16 if the divisor is small.
@@ -156,7 +158,7 @@ class Xla(AttentionImplementation):
             new = _where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks, grid)
             return _put_sums(carry, new, grid, pair), None
 
-        (dquery, dkey, dvalue, dbias), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
+        dquery, dkey, dvalue, dbias = _over_pairs(step, carry, grid)
         return (
             grid.join_queries(dquery).astype(operands.query.dtype),
             grid.join_keys(dkey).astype(operands.key.dtype),
@@ -168,6 +170,13 @@ class Xla(AttentionImplementation):
 def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
     of_direction = BwdParams if call.backward else FwdParams
     return of_direction(q_blocksize=q_block, kv_blocksize=kv_block)
+
+
+def _over_pairs(step: Callable[[Any, jax.Array], tuple[Any, None]], carry: Any, grid: Grid) -> Any:
+    """Return the carry after a step for each pair; a single pair needs no loop."""
+    if len(grid.pairs) == 1:
+        return step(carry, jnp.asarray(grid.pairs[0]))[0]
+    return lax.scan(step, carry, jnp.asarray(grid.pairs))[0]
 
 
 def _where_they_meet(

@@ -6,6 +6,7 @@ Source: the five products, with recomputed probabilities, are those of FlashAtte
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -120,7 +121,7 @@ class KeysKernel(KeyBlockKernel):
 
     def _send_dbias(self, block: KeyBlock, tile: ScoreTile, dscores: jax.Array) -> None:
         """Start storing a tile of the bias's gradient, or adding it to that of other examples and heads."""
-        buffer, target = block.memory.dbias.at[lax.axis_index(WARPGROUP)], block.sums.dbias
+        warpgroup, target = lax.axis_index(WARPGROUP), block.sums.dbias
         # The previous copy must have read the buffer; its write may be pending.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
@@ -129,27 +130,40 @@ class KeysKernel(KeyBlockKernel):
         if self.problem.bias_whole:
             # Transposed here: transposes of the bias and its gradient by XLA were estimated at 420 of 1,110
             # microseconds.
-            buffer.transpose((1, 0))[...] = dbias
+            tiles, rows = (x.at[warpgroup] for x in self.backend.views(block.memory.dbias, 2))
+            tiles.transpose((1, 0))[...] = dbias
             plgpu.commit_smem()
-            self.backend.store_to_memory(buffer, target.at[(*at, queries, keys)])
+            plgpu.copy_smem_to_gmem(rows, target.at[(*at, queries, keys)])
         else:
+            buffer = block.memory.dbias.at[warpgroup]
             buffer[...] = dbias
             plgpu.commit_smem()
             self.backend.add_to_memory(buffer, target.at[(*at, keys, queries)])
 
     def _add_dquery(self, block: KeyBlock, step: QueryStep) -> None:
         """Compute this consumer's part of the step's dQ, some rows or some columns, and add it to global memory."""
-        warpgroup, slot, part = lax.axis_index(WARPGROUP), lax.rem(step.number, 2), self.columns[0]
-        by_rows = self.params.q_block == 64 * self.params.warpgroups
-        rows, first = (pl.ds(64 * warpgroup, 64), 0) if by_rows else (slice(None), part * warpgroup)
+        warpgroup, part = lax.axis_index(WARPGROUP), self.columns[0]
+        if self.params.q_block == 64 * self.params.warpgroups:
+            self._add_part(block, step, (64 * warpgroup, 0), part)
+        elif len(set(self.columns)) == 1:
+            self._add_part(block, step, (0, part * warpgroup), part)
+        else:
+            for w, width in enumerate(self.columns):
+                first = sum(self.columns[:w])
+                pl.when(warpgroup == w)(functools.partial(self._add_part, block, step, (0, first), width))
+
+    def _add_part(self, block: KeyBlock, step: QueryStep, at: tuple[Any, Any], width: int) -> None:
+        """Add 64 rows of `width` columns of the step's dQ, from row and column `at`, to global memory."""
+        slot, whole = lax.rem(step.number, 2), self.params.q_block == 64
+        rows = slice(None) if whole else pl.ds(at[0], 64)
 
         def products(sums: Any) -> None:
             for w in range(self.params.warpgroups):
                 left = block.memory.dscores.at[slot, w, :, rows].transpose((1, 0))
-                self.matrices.multiply(sums[0], left, self.key_columns(block, w, first, part))
+                self.matrices.multiply(sums[0], left, self.key_columns(block, w, at[1], width))
 
-        (total,) = self.backend.accumulate(products, zeros((64, part)))
-        self.send_dquery(block, total, step, warpgroup, (64 * warpgroup, 0) if by_rows else (0, part * warpgroup))
+        (total,) = self.backend.accumulate(products, zeros((64, width)))
+        self.send_dquery(block, total, step, lax.axis_index(WARPGROUP), at)
 
 
 class ProductsKernel(KeyBlockKernel):

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
@@ -138,6 +138,9 @@ class KeyBlockKernel:
         self.heads_per_part = problem.heads // self.parts
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
+        # A bias in float32 is copied in whole tiles.
+        self.bias_is_wide = problem.bias_dtype is not None and problem.bias_dtype.itemsize > 2
+        self.bias_pieces = [(0, params.keys)] if self.bias_is_wide else [(i, 64) for i in range(params.keys // 64)]
         self.key_pieces, self.value_pieces = (self.matrices.count(buffers[name]) for name in ("key", "value"))
 
     def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
@@ -171,18 +174,24 @@ class KeyBlockKernel:
     def _memory_types(self) -> KeyBlockMemory:
         params = self.params
         buffers: dict[str, Any] = {}
-        for name, buffer in key_block_buffers(self.problem, params).items():
+        sizes = key_block_buffers(self.problem, params)
+        for name, buffer in sizes.items():
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
             # The bias may be of the other 16-bit dtype than the query.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
-            if name in ("shift", "delta"):
+            if (name == "bias" and buffer.itemsize == 2) or (name == "dbias" and self.problem.bias_whole):
+                buffers[name] = self.backend.aliased(
+                    *(of_type(buffer.shape, dtype, buffer.swizzle) for of_type in (tiled, swizzled))
+                )
+            elif name in ("shift", "delta"):
                 buffers[name] = plgpu.SMEM(buffer.shape, dtype)
             elif name in ("key", "value", "query", "dout"):
                 buffers[name] = self.matrices.type(buffer, dtype)
             else:
                 buffers[name] = tiled(buffer.shape, dtype, buffer.swizzle)
         consumers, passes = params.warpgroups, params.division == "products"
-        biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
+        biases = 0 if self.problem.bias is None else sizes["bias"].shape[0]
+        bias_copies = len(self.bias_pieces)
         # A tile, and the initial accumulators of its rows.
         query = Pipeline.types(params.q_stages, consumers=consumers, copies=self.key_pieces + 1)
         dout = Pipeline.types(params.dout_stages, consumers=consumers, copies=self.value_pieces + 1)
@@ -196,7 +205,7 @@ class KeyBlockKernel:
             "weights_empty": plgpu.Barrier(num_barriers=2) if passes else None,
             # With division='products' only one consumer computes the scores' gradient.
             "dscores_full": plgpu.Barrier(num_arrivals=1 if passes else consumers) if self.fused else None,
-            "bias_full": plgpu.Barrier(num_barriers=biases) if biases else None,
+            "bias_full": plgpu.Barrier(num_arrivals=bias_copies, num_barriers=biases) if biases else None,
             "bias_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=biases) if biases else None,
             "done": plgpu.Barrier(num_arrivals=consumers),
         }
@@ -270,10 +279,13 @@ class KeyBlockKernel:
 
     def _copy_bias(self, block: KeyBlock, step: QueryStep, pipeline: Pipeline) -> None:
         bias, stage = block.arrays.bias, pipeline.producer_acquire(step.number)
-        first = step.tile * self.params.q_block
-        pairs = (pl.ds(first, self.params.q_block), pl.ds(block.key, self.params.keys))
-        at = (*broadcast_index(bias, block.example, step.head), *pairs)
-        plgpu.copy_gmem_to_smem(bias.at[at], block.memory.bias.at[stage], pipeline.full.at[stage])
+        rows = pl.ds(step.tile * self.params.q_block, self.params.q_block)
+        buffer = block.memory.bias if self.bias_is_wide else self.backend.views(block.memory.bias, 2)[1]
+        for slab, width in self.bias_pieces:
+            keys = pl.ds(block.key + slab * width, width)
+            at = (*broadcast_index(bias, block.example, step.head), rows, keys)
+            target = buffer.at[stage] if self.bias_is_wide else buffer.at[stage, slab]
+            plgpu.copy_gmem_to_smem(bias.at[at], target, pipeline.full.at[stage])
 
     # For the consumers.
 
@@ -326,8 +338,11 @@ class KeyBlockKernel:
         if memory.bias_pipeline is not None:
             stage = memory.bias_pipeline.stage(step.number)
             memory.bias_pipeline.consumer_wait(stage)
-            part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)].transpose((1, 0))
-            bias = plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
+            if self.bias_is_wide:
+                part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)]
+            else:
+                part = self.backend.views(memory.bias, 2)[0].at[stage, warpgroup]
+            bias = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False).astype(jnp.float32)
             plgpu.commit_smem()  # orders the read before the next copy into the stage
             memory.bias_pipeline.consumer_release(stage)
         return ScoreTerms(shift, bias, mask)

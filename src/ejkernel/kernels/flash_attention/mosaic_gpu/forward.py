@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.columns import Columns
-from ejkernel.kernels._hopper.device import Registers, quotient, remainder, widest_swizzle
+from ejkernel.kernels._hopper.device import Registers, quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.launch import launch as launch_kernel
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
@@ -82,14 +82,14 @@ class ForwardKernel:
     def buffer_types(self, inputs: ForwardInputs) -> ForwardBuffers:
         """Return the types of the shared memory."""
         params, bias = self.params, inputs.bias
-        block = (params.stages, params.kv_block)
+        block, rows = (params.stages, params.kv_block), (params.stages, params.warpgroups, ROWS)
         query, key, value, out = self._piece_types() if self.plan.pieced else self._tile_types()
         return ForwardBuffers(
             query=query,
             key=key,
             value=value,
             out=out,
-            bias=None if bias is None else self._bias_type(bias.dtype),
+            bias=None if bias is None else self._pieces(rows, self.plan.bias_columns, bias.dtype),
             mask=None if inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
             key_bias=None if inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
             key_segments=None if inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
@@ -109,24 +109,23 @@ class ForwardKernel:
 
     def _piece_types(self) -> tuple[Any, Any, Any, Any]:
         """Return the types of query, key, value and output in pieces of columns."""
-        plan, params = self.plan, self.params
+        plan, params, pieces = self.plan, self.params, self._pieces
         slots, block = params.warpgroups * params.query_buffers, (params.stages, params.kv_block)
-
-        def pieces(shape: tuple[int, ...], columns: tuple[Columns, ...]) -> Any:
-            tiles = tuple(tiled((*shape, piece.width), plan.dtype, piece.swizzle) for piece in columns)
-            return self.backend.aliased(
-                tiles, tuple(swizzled((*shape, piece.width), plan.dtype, piece.swizzle) for piece in columns)
-            )
-
         # A shared buffer needs no type of its own: the pieces of the output are the first ones of the queries.
         out = None if params.share_buffer else pieces((params.warpgroups, ROWS), plan.out_columns)
         query = pieces((slots, ROWS), plan.head_columns)
         return query, pieces(block, plan.head_columns), pieces(block, plan.value_columns), out
 
+    def _pieces(self, shape: tuple[int, ...], columns: tuple[Columns, ...], dtype: Any = None) -> Any:
+        """Return the type of a buffer in pieces of columns, by default of operands."""
+        dtype = jnp.dtype(dtype or self.plan.dtype)
+        sizes = [((*shape, piece.width), dtype, piece.width * dtype.itemsize) for piece in columns]
+        return self.backend.aliased(*(tuple(type_of(*size) for size in sizes) for type_of in (tiled, swizzled)))
+
     def barrier_types(self, inputs: ForwardInputs) -> ForwardBarriers:
         """Return the types of the barriers."""
         stages, consumers = self.params.stages, self.params.warpgroups
-        extras = consumers * ((inputs.bias is not None) + (inputs.mask is not None))
+        extras = consumers * (len(self.plan.bias_columns) + (inputs.mask is not None))
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
         # A consumer waits for its own rows alone; the producer waits until all consumers have finished with a tile.
         query_pieces, value_pieces = len(self.plan.head_columns), len(self.plan.value_columns)
@@ -241,13 +240,15 @@ class ForwardKernel:
         for source, target in self.memory.by_key():
             at = (*broadcast_index(source, tile.batch, tile.head), keys)
             plgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
-        bias, mask, words = self.inputs.bias, self.inputs.mask, self._mask_shape[2]
+        bias, mask, words, first = self.inputs.bias, self.inputs.mask, self._mask_shape[2], block * self.params.kv_block
         for w in range(self.params.warpgroups):
             row, head = self._row_and_head(tile, w)
             rows = pl.ds(row, ROWS)
             if bias is not None:
-                block_at = (*broadcast_index(bias, tile.batch, head), rows, keys)
-                plgpu.copy_gmem_to_smem(bias.at[block_at], self.buffers.bias.at[stage, w], full)
+                for piece in self.memory.bias(stage, w):
+                    some = pl.ds(first + piece.columns.start, piece.columns.width)
+                    block_at = (*broadcast_index(bias, tile.batch, head), rows, some)
+                    plgpu.copy_gmem_to_smem(bias.at[block_at], piece.rows, full)
             if mask is not None:
                 block_at = (*broadcast_index(mask, tile.batch, head), pl.ds(block * words, words), rows)
                 plgpu.copy_gmem_to_smem(mask.at[block_at], self.buffers.mask.at[stage, w], full)
@@ -281,8 +282,3 @@ class ForwardKernel:
     def _mask_shape(self) -> tuple[int, ...]:
         """The shape of the stages of a mask, in words of 32 keys."""
         return self.params.stages, self.params.warpgroups, self.params.kv_block // 32, ROWS
-
-    def _bias_type(self, dtype: Any) -> Any:
-        """Return the type of the stages of a bias."""
-        shape = (self.params.stages, self.params.warpgroups, ROWS, self.params.kv_block)
-        return tiled(shape, dtype, widest_swizzle(self.params.kv_block * dtype.itemsize))

@@ -188,14 +188,8 @@ class ForwardConsumer:
     def _epilogue(self, state: _SoftmaxState) -> None:
         """Store output and log-sum-exp."""
         params, memory = self.params, self.memory
-        empty = state.row_sum == 0.0
-        # The dropout's factor is applied here, once per row rather than once per weight.
-        share = jnp.where(empty, 0.0, 1 / (1 - self.plan.rules.dropout_rate) / state.row_sum)
+        share, lse = self._normalized(state) if self.inputs.sinks is None else self._with_sink(state)
         out = state.acc * along_rows(share, state.acc.shape)
-        if self.plan.adds:
-            lse = state.row_max + jnp.log2(state.row_sum) * (1 / LOG2_E)
-        else:
-            lse = (state.row_max + jnp.log2(state.row_sum)) * (1 / LOG2_E)
         if params.persistent and not self.plan.frees_late:  # copies of the previous tile may still read the buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pieces, out = memory.out(self.warpgroup, self.part.slot), out.astype(self.plan.dtype)
@@ -206,10 +200,33 @@ class ForwardConsumer:
         batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
         memory.copy_out(pieces, memory.outputs.out, (batch, rows, head))
         # Directly from registers; through shared memory a causal forward took 1 % longer.
-        memory.outputs.lse.at[batch, head, rows][...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
+        memory.outputs.lse.at[batch, head, rows][...] = lse
         if params.share_buffer and not self.plan.frees_late:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._release_queries(self.part.number)
+
+    def _normalized(self, state: _SoftmaxState) -> tuple[Any, Any]:
+        """Return the factor of the sum of values of each row, and the log-sum-exp."""
+        empty = state.row_sum == 0.0
+        # The dropout's factor is applied here, once per row rather than once per weight.
+        share = jnp.where(empty, 0.0, 1 / (1 - self.plan.rules.dropout_rate) / state.row_sum)
+        if self.plan.adds:
+            lse = state.row_max + jnp.log2(state.row_sum) * (1 / LOG2_E)
+        else:
+            lse = (state.row_max + jnp.log2(state.row_sum)) * (1 / LOG2_E)
+        return share, jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+    def _with_sink(self, state: _SoftmaxState) -> tuple[Any, Any]:
+        """Return the same for rows with one more logit, whose value is zero."""
+        # The maximum makes a sink of minus infinity finite, so that the differences below are no NaN.
+        sink = jnp.maximum(self.inputs.sinks[self.part.head] * LOG2_E, _LOWEST)
+        own = state.row_max * LOG2_E if self.plan.adds else state.row_max
+        top = jnp.maximum(own, sink)
+        decay = jnp.exp2(own - top)
+        total = state.row_sum * decay + jnp.exp2(sink - top)
+        share = decay / (total * (1 - self.plan.rules.dropout_rate))
+        empty = (state.row_sum == 0.0) & (sink <= _LOWEST)
+        return share, jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
 
     # Release of query buffers; a buffer that also stages the output is empty once that has been copied.
 
@@ -303,7 +320,9 @@ class ForwardConsumer:
         extra = cast(Pipeline, self.barriers.extra)
         extra.consumer_wait(stage)
         if plan.bias:
-            bias = plgpu.load(buffers.bias.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
+            pieces = self.memory.bias(stage, self.warpgroup)
+            parts = [plgpu.load(piece.tiles, layout=_LAYOUT, optimized=False) for piece in pieces]
+            bias = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
             scores = scores + bias.astype(jnp.float32)
         if plan.key_bias or (plan.key_mask and masked):
             scores = scores + self._by_key(buffers.key_bias, stage)

@@ -29,6 +29,7 @@ class ForwardInputs(NamedTuple):
         key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
         bias: `[batch or 1, heads or 1, queries, keys]`.
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
+        sinks: `[heads]`, float32.
         dropout: `[batch, heads, padded to whole tiles]`, the random word of each row.
     """
 
@@ -42,6 +43,7 @@ class ForwardInputs(NamedTuple):
     key_bias: Any = None
     bias: Any = None
     mask: Any = None
+    sinks: Any = None
     dropout: Any = None
 
 
@@ -163,6 +165,12 @@ class ForwardMemory(NamedTuple):
             )
         tile = self.buffers.query[1].at[slot, 0:ROWS]
         return [Piece(tile, tile, columns[0])]
+
+    def bias(self, stage: Any, warpgroup: Any) -> list[Piece]:
+        """Return the pieces of a warpgroup's rows of a stage of the bias."""
+        tiles, rows = self.backend.views(self.buffers.bias, 2)
+        at = (stage, warpgroup)
+        return [Piece(tiles[i].at[at], rows[i].at[at], piece) for i, piece in enumerate(self.plan.bias_columns)]
 
     def _pieces(self, buffer: Any, at: Any, columns: Sequence[Columns]) -> list[Piece]:
         if not self.plan.pieced:

@@ -34,6 +34,7 @@ class MosaicGpu(AttentionImplementation):
     name = "mosaic_gpu"
     params = ForwardParams
     bwd_params = BackwardParams
+    adds_sinks = True
     features = frozenset(("query_lengths", "key_lengths", "deterministic", "soft_cap_after_bias", "dropout_rate"))
 
     def unsupported(self, call: AttentionCall) -> str | None:

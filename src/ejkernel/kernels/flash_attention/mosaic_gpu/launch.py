@@ -11,14 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper import widest_swizzle
 from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
+from ejkernel.kernels.flash_attention.common import (
+    EMPTY_ROW_LSE,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    describe,
+    with_sinks,
+)
 
 from .params import BackwardParams, ForwardParams
-from .plan import TILE_ROWS, BackwardProblem, ForwardPlan, backward_problem, forward_plan
+from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -54,8 +61,12 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
         # In whole tiles: a copy with one axis is not clipped at the end of the array.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
-    out, lse = launch(plan, ForwardInputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+    # A bias of rows shifts the log-sum-exp after the kernel, and only then can sinks be added.
+    late = operands.sinks if any(x is not None for x in row_terms) else None
+    extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
+    out, lse = launch(plan, ForwardInputs(query, key, value, **extras), types, interpret)
+    out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+    return (out, lse) if late is None else with_sinks(out, lse, late)
 
 
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
@@ -99,6 +110,8 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     block = plan.params.kv_block
     bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
+    if operands.sinks is not None:
+        extras["sinks"] = operands.sinks.astype(jnp.float32)
     if lengths is not None:
         extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
     if plan.mask:
@@ -112,7 +125,7 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
         extras["key_segments"] = _pad_axis(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         bias16 = bias.astype(bias.dtype if bias.dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
-        extras["bias"] = _in_tiles(bias16, block)
+        extras["bias"] = _pad_axis(bias16, 3, 16 // bias16.dtype.itemsize)
     words = dropout_words(operands)
     if words is not None:
         extras["dropout"] = _pad_axis(words, 2, plan.tile_rows)
@@ -122,12 +135,6 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
             terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
         extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block)
     return extras
-
-
-def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
-    """Return `x` with rows and keys padded to whole tiles of shared memory."""
-    swizzle = widest_swizzle(kv_block * x.dtype.itemsize)
-    return _pad_axis(_pad_axis(x, 2, TILE_ROWS), 3, swizzle // x.dtype.itemsize)
 
 
 # Backward.
@@ -182,7 +189,7 @@ def _gradients(
     factor = None if raised is not None or not has_small_range(problem.dtype) else _range_factor(operands, dout)
     if factor is not None:
         dout = dout / factor
-    inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
+    inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
     found, dbias = _run_backward(inputs, operands, problem, params, interpret)
     if dbias is not None and not problem.bias_whole:
         dbias = dbias.swapaxes(2, 3)
@@ -275,7 +282,7 @@ def _empty_bias(problem: BackwardProblem, operands: Operands, sizes: tuple[int, 
     rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
     skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
-    return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
+    return make((*problem.bias, problem.queries, -(-problem.keys // 8) * 8), problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
@@ -288,28 +295,38 @@ def _backward_inputs(
     residuals: Residuals,
     dout: jax.Array,
     problem: BackwardProblem,
-    padded: tuple[int, int],
+    params: BackwardParams,
 ) -> Any:
     """Return the `BackwardInputs` of both kernels, except for ranges and mask."""
     from .masks import BackwardInputs
 
+    padded = _padded_lengths(params)
     arrays = (operands.query, operands.key, operands.value, dout)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
-    bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
-    if bias is not None:
-        # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
-        bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
+    lengths, dropout = operands.key_lengths, operands.dropout_key
     fields = [
         *arrays,
         *_row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
         None if lengths is None else lengths.astype(jnp.int32),
-        None if bias is None else _pad_axis(_pad_axis(bias, 2, padded[0]), 3, padded[1]),
+        _copied_bias(operands.bias, problem, params),
         None,
         None if dropout is None else _pad_axis(dropout, 2, padded[0]),
     ]
     return BackwardInputs._make(fields)
+
+
+def _copied_bias(bias: jax.Array | None, problem: BackwardProblem, params: BackwardParams) -> jax.Array | None:
+    """Return a bias as the kernels copy it: in whole tiles, or in 16 bits, with rows of whole 16 bytes."""
+    if bias is None:
+        return None
+    # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
+    bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
+    if problem.bias_dtype.itemsize == 2 and params.form == "fused":
+        return _pad_axis(bias, 3, 8)
+    queries, keys = _padded_lengths(params)
+    return _pad_axis(_pad_axis(bias, 2, queries), 3, keys)
 
 
 def _row_inputs(

@@ -24,8 +24,8 @@ REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 TILE_ROWS = 8  # of the tiles of shared memory
-_WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
-_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
+WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
+_NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
 
 
 def unavailable(call: AttentionCall) -> str | None:
@@ -142,6 +142,11 @@ class ForwardPlan(AttentionSizes):
         return split_columns(self.value_dim) if self.pieced else (Columns(0, self.value_dim),)
 
     @property
+    def bias_columns(self) -> tuple[Columns, ...]:
+        """The pieces of a block of the bias, at most 128 bytes wide."""
+        return split_columns(self.params.kv_block, 128 // self.bias) if self.bias else ()
+
+    @property
     def head_swizzle(self) -> int:
         """Swizzle of queries and keys in one piece, in bytes."""
         return widest_swizzle(self.head_dim * 2)
@@ -233,7 +238,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
-        pieced=_is_pieced(call, _WHOLE_DIMS),
+        pieced=_is_pieced(call, WHOLE_DIMS),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -397,6 +402,8 @@ def dquery_columns(problem: BackwardProblem, params: BackwardParams) -> tuple[in
         first = -(-dim // 128) * 64 if dim > 64 else dim // 2
         return (first, dim - first)
     # With 64 queries per warpgroup each takes 64 rows; otherwise they divide the columns of the same rows.
+    if dim == 96 and warpgroups == 2 and params.q_block == 64:
+        return (64, 32)  # two halves would need the narrowest swizzle
     return (dim if params.q_block == 64 * warpgroups else dim // warpgroups,) * warpgroups
 
 
@@ -419,7 +426,9 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
     if problem.bias is not None:
-        buffers["bias"] = Buffer((2, rows, params.keys), problem.bias_dtype.itemsize, 64)
+        # 64 keys of 16 bits are one swizzle wide, and copied at any row.
+        wide = problem.bias_dtype.itemsize > 2
+        buffers["bias"] = Buffer((2, rows, params.keys), 4, 64) if wide else Buffer((2, slabs, rows, 64))
         # A stored gradient has queries before keys, as the bias; sums in memory are transposed by XLA.
         shape = (slabs, rows, 64) if problem.bias_whole else (slabs, 64, rows)
         buffers["dbias"] = Buffer(shape, problem.bias_gradient_dtype.itemsize)
@@ -428,7 +437,7 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
     # If memory is short the bias loses its second stage, and all other buffers keep the stages in the parameters.
     if problem.bias is not None and shared_bytes(buffers) > SHARED_MEMORY:
-        buffers["bias"] = buffers["bias"]._replace(shape=(1, rows, params.keys))
+        buffers["bias"] = buffers["bias"]._replace(shape=(1, *buffers["bias"].shape[1:]))
     return buffers
 
 

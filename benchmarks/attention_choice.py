@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.attention_choice`: implementations of attention beside each other, for the heuristic's choice.
+
+Forward and backward are measured separately, as the heuristic chooses for each of them. The contenders of a case are
+timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. Without `--cases` they
+are the grid: drawn cases that both our kernels and cuDNN run, more of them with narrow heads. `--out FILE` stores the
+medians as the data from which the heuristic chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import report
+from benchmarks.attention import Entry, apart_from_first, executor_of, result_of
+from benchmarks.attention_cases import Case, case_named, drawn_names
+from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
+from ejkernel.kernels.flash_attention.operation import flash_attention as operation
+from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
+from ejkernel.ops.autotuner.trials.candidates import Program
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+FILE = Path(__file__).resolve().parents[1] / "src/ejkernel/data/measured/flash_attention_h200.json"
+DIRECTIONS = ("fwd", "bwd")
+_WIDEST = 256  # head dimension of our kernels and cuDNN
+
+
+def grid_names() -> list[str]:
+    """Return the names of the cases of the grid."""
+    wide, narrow = drawn_names(24, 140), drawn_names(31, 200)
+    found = [name for name in wide if is_open(case_named(name))]
+    return found + [name for name in narrow if is_open(case_named(name)) and case_named(name).dims[0] <= 96]
+
+
+def is_open(case: Case) -> bool:
+    """Return whether cuDNN runs a case too, and is not far slower."""
+    return (
+        case.dtype == "bfloat16"
+        and case.dims[0] == case.dims[1]
+        and not (case.cap or case.segments or case.bias or case.shared or case.sinks)
+    )
+
+
+def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the operation's arguments for a case."""
+    more = dict(arrays)
+    main = [more.pop(name, None) for name in ("query", "key", "value", "bias", "attention_mask")]
+    segments, lengths = more.pop("segment_ids", None), more.pop("key_lengths", None)
+    return operation.prepare(
+        *main,
+        None if segments is None else (segments, segments),
+        (None, lengths),
+        more.pop("sinks", None),
+        causal=case.causal,
+        sliding_window=None if case.window is None else (case.window - 1, None),
+        logits_soft_cap=case.cap,
+    )
+
+
+def contenders_of(case: Case) -> tuple[str, ...]:
+    """Return the contenders of a case: implementations, and for wide heads blocks of XLA as large as the scores."""
+    return ("xla", "xla whole") if max(case.dims) > _WIDEST else ("mosaic_gpu", "cudnn")
+
+
+def config_of(case: Case, contender: str, direction: str, params: Any = None) -> FlashAttentionConfig:
+    """Return the configuration of a contender."""
+    name, *whole = contender.split()
+    of_direction = FwdParams if direction == "fwd" else BwdParams
+    if whole:
+        params = of_direction(q_blocksize=case.seq, kv_blocksize=case.seq)
+    return FlashAttentionConfig(implementation=name, **{direction: params})
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction(Entry):
+    """One contender's forward, with residuals, or its backward alone."""
+
+    params: Any = None
+
+    def lowered(self) -> Any:
+        """Return the program, lowered for flat arrays."""
+        case = case_named(self.case)
+        leaves, tree = jax.tree.flatten(types_of(case, self.direction))
+        with executor_of(None):
+            reason = reason_of(case, self.contender.split()[0], self.direction)
+            if reason is not None:
+                raise NotImplementedError(reason)
+            program = program_of(case, config_of(case, self.contender, self.direction, self.params), self.direction)
+            return jax.jit(lambda *flat: program(*jax.tree.unflatten(tree, flat))).lower(*leaves)
+
+
+def abstract(case: Case, direction: str) -> Any:
+    """Return the abstract call of a direction on this device."""
+    found: list[Any] = []
+
+    def note(arrays: dict[str, Any]) -> None:
+        args, options = call_of(case, arrays)
+        found.append(operation.describe(*args, **{name: x for name, x in options.items() if name != "implementation"}))
+
+    jax.eval_shape(note, case.types())
+    place = {"platform": "gpu", "device_fingerprint": device_fingerprint()}
+    return dataclasses.replace(found[0], backward=direction == "bwd", **place)
+
+
+def reason_of(case: Case, name: str, direction: str) -> str | None:
+    """Return why an implementation does not run a direction of a case; without it, another would run in its place."""
+    return operation.implementations.unsupported(name, abstract(case, direction))
+
+
+def types_of(case: Case, direction: str) -> tuple[Any, ...]:
+    """Return the types of a program's arguments: the inputs, and for the backward its cotangent and residuals."""
+    dout, arrays = case.arguments(backward=True)
+    if direction == "fwd":
+        return (arrays,)
+    rows = (case.batch, case.heads[0], case.seq)
+    return arrays, dout, (dout, jax.ShapeDtypeStruct(rows, jnp.float32))
+
+
+def program_of(case: Case, config: FlashAttentionConfig, direction: str) -> Callable[..., Any]:
+    """Return a direction of a case as a function of `types_of`."""
+
+    def forward(arrays: dict[str, Any]) -> Any:
+        args, options = call_of(case, arrays)
+        return operation.fwd_with_residuals(*args, cfg=config, **options)
+
+    def backward(arrays: dict[str, Any], dout: jax.Array, residuals: Any) -> Any:
+        args, options = call_of(case, arrays)
+        found = operation.vjp(residuals[1], residuals[0], (dout,), *args, cfg=config, **options)
+        return [x for x in found if x is not None]
+
+    return forward if direction == "fwd" else backward
+
+
+def measured(
+    entries: Sequence[Direction], programs: dict[Direction, Program | str], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each direction of a case."""
+    case = case_named(entries[0].case)
+    dout, first = case.inputs(0, backward=True)
+    count = min(3, sets_for_cold(sum(x.nbytes for x in jax.tree.leaves((dout, first)))))
+    sets = [(dout, first), *(case.inputs(seed, backward=True) for seed in range(1, count))]
+    residuals: list[Any] = []
+    for direction in DIRECTIONS:
+        reasons, runners = {}, {}
+        for entry in [entry for entry in entries if entry.direction == direction]:
+            found = programs[entry]
+            try:
+                if isinstance(found, str):
+                    raise RuntimeError(found)
+                function = entry.loaded(found)
+                if direction == "fwd" and not residuals:
+                    residuals = [_residuals(function(*jax.tree.leaves(arrays))) for _, arrays in sets]
+                given = [(x,) if direction == "fwd" else (x, d, r) for (d, x), r in zip(sets, residuals, strict=True)]
+                runner = Runner(function, [jax.tree.leaves(x) for x in given])
+                jax.block_until_ready(runner())
+                runners[_title(entry)] = runner
+            except Exception as error:  # noqa: BLE001 - any error of a contender is its result
+                reasons[_title(entry)] = error_text(error)[:200]
+        times = interleaved(list(runners.values()), rounds=rounds)
+        medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
+        apart = {name: float(f"{x:.1e}") for name, x in apart_from_first(runners).items()}
+        row = {"case": entries[0].case, "direction": direction, "us": medians, "apart": apart, "reasons": reasons}
+        yield row | _fields(case)
+
+
+def _residuals(found: Any) -> Any:
+    out, lse = found if len(found) == 2 else (found[0], found[-1])
+    return out, lse
+
+
+def _title(entry: Direction) -> str:
+    return entry.contender if entry.params is None else f"{entry.contender} {entry.params}"
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    """Return the call in words of the data file."""
+    (heads, groups), more = case.heads, {"lengths": True} if case.lengths else {}
+    if case.causal:
+        more["right"] = 0
+    if case.window is not None:
+        more["left"] = case.window - 1
+    return {"sizes": [case.batch, case.seq, case.seq, heads, groups, case.dims[0]], **more}
+
+
+def measure(entries: Sequence[Direction], rounds: int, processes: int | None) -> Iterator[dict[str, Any]]:
+    """Compile all contenders in parallel, then measure them case by case."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
+    start = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        slow_first = sorted(entries, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
+        jobs = {entry: pool.submit(entry.compiled) for entry in slow_first}
+        concurrent.futures.wait(jobs.values())
+    programs = {entry: result_of(job) for entry, job in jobs.items()}
+    print(f"compiled {len(entries)} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    for case in dict.fromkeys(entry.case for entry in entries):
+        for row in measured([entry for entry in entries if entry.case == case], programs, rounds):
+            print(json.dumps(row), flush=True)
+            yield row
+
+
+def entries_of(cases: Sequence[str]) -> list[Direction]:
+    """Return all contenders of these cases, in both directions."""
+    return [
+        Direction(case, direction, name, None)
+        for case in cases
+        for direction in DIRECTIONS
+        for name in contenders_of(case_named(case))
+    ]
+
+
+def store(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write the data file, a line for each row."""
+    kept = ("direction", "sizes", "left", "right", "lengths", "us")
+    lines = ",\n".join(json.dumps({name: row[name] for name in kept if name in row}) for row in rows)
+    file.write_text(
+        f'{{"environment": {json.dumps(report.environment())},\n"calls": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and store the data."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
+    parser.add_argument("--cases", nargs="*", metavar="CASE", help="instead of the grid")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each contender (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"write the data there, e.g. {FILE.name}")
+    args = parser.parse_args(argv)
+    rows = []
+    for row in measure(entries_of(args.cases or grid_names()), args.rounds, args.processes):
+        rows.append(row)
+        if args.out is not None:  # after each row, since a later one may end the process
+            store(rows, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether our kernels or cuDNN's are faster: a weighted mean over similar calls of a measured grid.
+
+`python -m benchmarks.attention_choice` measures the grid, and a test leaves out one call after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+
+from .plan import TILE_ROWS, WHOLE_DIMS
+
+_FILE = "flash_attention_h200.json"
+_WIDTH = 0.5  # of the weights, in units of `_position`
+_USUAL = 0.04  # the gain of our kernels where no similar call was measured
+_USUAL_WEIGHT = 0.1  # of the usual gain, where an equal call has 1
+
+
+class Measured(NamedTuple):
+    """A measured call, and the logarithm of cuDNN's time over ours."""
+
+    call: AttentionCall
+    gain: float
+
+
+def expected_gain(call: AttentionCall, without: AttentionCall | None = None) -> float:
+    """Return the expected logarithm of cuDNN's time over ours.
+
+    Args:
+        call: A call that both support.
+        without: A measured call that does not count.
+    """
+    calls, positions, gains = _grid(call.backward)
+    distances = np.square(positions - np.asarray(_position(call))).sum(axis=1)
+    weights = np.exp(distances / (-2 * _WIDTH**2))
+    if without is not None:
+        weights = np.where([one == without for one in calls], 0, weights)
+    return float((weights @ gains + _USUAL_WEIGHT * _USUAL) / (weights.sum() + _USUAL_WEIGHT))
+
+
+def measured() -> Iterator[Measured]:
+    """Yield the calls of the grid that both support."""
+    data = json.loads((resources.files("ejkernel") / "data" / "measured" / _FILE).read_text(encoding="utf-8"))
+    for row in data["calls"]:
+        if {"mosaic_gpu", "cudnn"} <= set(row["us"]):
+            yield Measured(_call_of(row), math.log(row["us"]["cudnn"] / row["us"]["mosaic_gpu"]))
+
+
+@functools.cache
+def _grid(backward: bool) -> tuple[list[AttentionCall], np.ndarray, np.ndarray]:
+    calls, gains = zip(*(one for one in measured() if one.call.backward == backward), strict=True)
+    return list(calls), np.asarray([_position(call) for call in calls]), np.asarray(gains)
+
+
+def _position(call: AttentionCall) -> tuple[float, ...]:
+    """Return a point; calls at a distance of 1 have little in common."""
+    batch, queries, heads, dim = call.query
+    left, hides = call.rules.left, call.attention_mask is not None
+    pieced = dim not in WHOLE_DIMS or queries % TILE_ROWS > 0
+    return (
+        2 * math.log2(dim),
+        math.log2(queries),
+        0.5 * math.log2(batch * heads * queries),
+        float(call.rules.right is not None),
+        1.5 * (left is not None and left < call.key[1] // 2),
+        float(hides or call.key_lengths or call.query_lengths),
+        float(pieced),
+        0.3 * math.log2(heads / call.key[2]),
+    )
+
+
+def _call_of(row: dict[str, Any]) -> AttentionCall:
+    batch, queries, keys, heads, groups, dim = row["sizes"]
+    key = (batch, keys, groups, dim)
+    return AttentionCall(
+        query=(batch, queries, heads, dim),
+        key=key,
+        value=key,
+        dtype="bfloat16",
+        rules=Rules(scale=1.0, left=row.get("left"), right=row.get("right")),
+        key_lengths=row.get("lengths", False),
+        backward=row["direction"] == "bwd",
+        platform="gpu",
+    )
