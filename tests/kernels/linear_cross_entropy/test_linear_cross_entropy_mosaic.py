@@ -54,16 +54,16 @@ def simulated(monkeypatch):
     return run
 
 
-def arrays(*, transpose_weight=False, bias=False):
+def arrays(*, columns=COLUMNS, transpose_weight=False, bias=False):
     """Return rows, weight, labels with ignored ones, factors of the losses, and the bias, if any."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((ROWS, INNER)), jnp.bfloat16)
-    shape = (COLUMNS, INNER) if transpose_weight else (INNER, COLUMNS)
+    shape = (columns, INNER) if transpose_weight else (INNER, columns)
     weight = jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16)
-    labels = rng.integers(0, COLUMNS - REMOVED, ROWS)
+    labels = rng.integers(0, columns - REMOVED, ROWS)
     labels[::7] = -100
     factors = np.where(labels < 0, 0, rng.random(ROWS))
-    added = rng.standard_normal(COLUMNS)
+    added = rng.standard_normal(columns)
     added[-REMOVED:] = -np.inf
     found = x, weight, jnp.asarray(labels, jnp.int32), jnp.asarray(factors, jnp.float32)
     return (*found, jnp.asarray(added, jnp.bfloat16)) if bias else found
@@ -134,6 +134,16 @@ def test_a_soft_cap_with_three_products_has_no_races(simulated):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing():
+    x, weight, *per_row = arrays(columns=5 * plan.PIECE)
+    x, *per_row = (y[:60] for y in (x, *per_row))
+    args = abs(x), -abs(weight), *per_row  # logits far below those of zeros
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), statistics=("max",))
+    assert_all_near(reference(*args), run(*args), 3)
 
 
 @pytest.mark.slow
@@ -286,19 +296,29 @@ def test_less_memory_means_chunks_of_rows_and_then_of_the_vocabulary(limit, expe
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "columns", "chunk"),
-    [(8192, 4096, 128256, None), (16384, 2048, 151936, 4096), (8192, 2304, 256000, 2048), (4096, 7168, 129280, None)],
+    ("tokens", "inner", "columns", "expected"),
+    [
+        (8192, 4096, 128256, (None, None)),
+        (16384, 2048, 151936, (8192, "bfloat16")),
+        (8192, 2304, 256000, (4096, "bfloat16")),
+        (16384, 2304, 256000, (2432, None)),
+        (4096, 7168, 129280, (None, None)),
+    ],
 )
-def test_many_logits_are_cut_into_few_equal_chunks_by_default(tokens, inner, columns, chunk):
+def test_many_logits_are_cut_into_few_equal_chunks_by_default(tokens, inner, columns, expected):
     call = dataclasses.replace(CALL, tokens=tokens, inner=inner, columns=columns, memory_limit=None)
     found = support.heuristic(call)
-    assert (chunk, None) == (found.chunk, found.accumulation_dtype)
+    assert expected == (found.chunk, found.accumulation_dtype)
+
+
+def test_a_sum_in_float32_has_shorter_chunks():
+    call = dataclasses.replace(CALL, tokens=16384, accumulation_dtype="float32")
+    assert support.heuristic(call) == MosaicGpuParams(chunk=4096)
 
 
 def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():
     call = dataclasses.replace(CALL, tokens=16384)
-    found = support.heuristic(call)
-    assert found.chunk == 4096
+    found = MosaicGpuParams(chunk=4096)
     narrow = dataclasses.replace(call, accumulation_dtype="bfloat16")
     assert (
         support.estimated_bytes(call, found) - support.estimated_bytes(narrow, found) == 4 * call.inner * call.columns

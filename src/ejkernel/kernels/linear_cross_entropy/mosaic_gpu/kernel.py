@@ -228,10 +228,17 @@ class HeadKernel:
         squashed = self._squashed(raw)
         if plan.bias and plan.soft_cap is not None:
             return jnp.where(raw == -jnp.inf, -jnp.inf, squashed), squashed
-        if plan.may_exceed:
+        if plan.may_exceed and not (plan.exceeds_by_pieces and plan.mode == EXPONENTIALS):
             inside = _column_numbers() < plan.last - tile.first - index * PIECE
             return jnp.where(inside, squashed, -jnp.inf), squashed
         return squashed, squashed
+
+    def _without_last(self, values: Any, removed: float, tile: _Tile, index: int) -> Any:
+        """Return numbers per row of a piece, or `removed` if the piece begins beyond the last column."""
+        plan = self.plan
+        if not (plan.may_exceed and plan.exceeds_by_pieces):
+            return values
+        return jnp.where(tile.first + index * PIECE < plan.last, values, jnp.full_like(values, removed))
 
     @property
     def _may_be_removed(self) -> bool:
@@ -296,9 +303,9 @@ class HeadKernel:
         highest: Any = None
         for i in range(plan.pieces):
             piece, squashed = self._logits(product, tile, i)
-            e = jnp.exp2(piece * (unit * LOG2E) - _wide(relative_to))
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(self._without_last(relative_to, jnp.inf, tile, i)))
             if "max" in self.parts:
-                top = piece.max(axis=1)
+                top = self._without_last(piece.max(axis=1), -jnp.inf, tile, i)
                 highest = top if highest is None else jnp.maximum(highest, top)
             self._store_piece(e if plan.soft_cap is None else e * self._slope(squashed), tile, i)
             part = e.sum(axis=1) if is_crowded else e

@@ -84,6 +84,11 @@ class HeadPlan:
         return bool(whole) and not self.bias
 
     @property
+    def exceeds_by_pieces(self) -> bool:
+        """Whether a piece is removed completely or not at all."""
+        return self.last % PIECE == 0
+
+    @property
     def per_tile(self) -> tuple[str, ...]:
         """Names of the results with one number per row and column of tiles."""
         if self.mode == STATISTICS:

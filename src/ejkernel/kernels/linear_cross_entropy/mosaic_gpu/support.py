@@ -123,11 +123,14 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
 
 def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     """Return the fewest chunks of rows whose logits are not many."""
-    row = 2 * padded_columns(call.columns)
-    if call.tokens * row <= _LOGITS_BYTES:
+    logits = 2 * call.tokens * padded_columns(call.columns)
+    if logits <= _LOGITS_BYTES:
         return MosaicGpuParams()
+    halves = MosaicGpuParams(chunk=padded(-(-call.tokens // 2), TILE_ROWS), accumulation_dtype="bfloat16")
+    if logits <= 2 * _LOGITS_BYTES and _sum_dtype(call, halves) == "bfloat16":
+        return halves
     # The sum over chunks takes memory as well.
-    count = -(-call.tokens * row * 2 // _LOGITS_BYTES)
+    count = -(-logits * 2 // _LOGITS_BYTES)
     return MosaicGpuParams(chunk=padded(-(-call.tokens // count), TILE_ROWS))
 
 
