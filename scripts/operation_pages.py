@@ -407,11 +407,25 @@ def _signature(place: re.Match[str]) -> str:
         return f"::: ejkernel.modules.{module}.{name}"
     function = defined[-1]  # after its overloads
     header = "\n".join(source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]).removesuffix(":")
-    where = f"Its [docstring](../../{file.relative_to(PAGES.parents[1]).as_posix()}) describes the arguments."
+    where = f"Its [docstring](../../{file.relative_to(PAGES.parents[1]).as_posix()}) describes results and errors."
+    listed = "\n".join(f"- {line}" for line in _arguments(public))
     return (
-        f"{SIGNATURE}\n\n```python\n{header}\n```\n\n{where}\n\n{END_OF_SIGNATURE}\n\n"
+        f"{SIGNATURE}\n\n```python\n{header}\n```\n\n{listed}\n\n{where}\n\n{END_OF_SIGNATURE}\n\n"
         f"::: ejkernel.modules.{module}.{name}"
     )
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the descriptions of the arguments from a docstring, one line each."""
+    section = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    found: list[str] = []
+    for line in section.splitlines():
+        if line[4:5] == " ":  # continues the line before
+            found[-1] += f" {line.strip()}"
+        elif line.strip():
+            names, _, text = line.strip().partition(": ")
+            found.append(", ".join(f"`{name}`" for name in names.split(", ")) + f": {text}")
+    return found
 
 
 def functions_of(text: str) -> list[str]:

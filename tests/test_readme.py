@@ -93,6 +93,12 @@ def test_the_options_of_cache_prune_in_the_guide_are_there():
     assert named <= {option for parameter in cache_commands.cache.commands["prune"].params for option in parameter.opts}
 
 
+def test_every_table_has_a_header():
+    for file, text in TEXTS.items():
+        for block in re.findall(r"(?:^\|.*\n?)+", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M):
+            assert re.search(r"^\|[-:| ]+\|$", block, re.M), f"{file.name}: a row outside its table: {block}"
+
+
 def test_the_readme_is_short():
     assert len(TEXTS[ROOT / "README.md"].splitlines()) <= 180
 

@@ -48,6 +48,13 @@ def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen)
     assert all(line.rstrip().endswith("left") for line in lines)
 
 
+def test_a_narrow_terminal_has_room_for_the_time_left():
+    text = io.StringIO()
+    with bars(Console(file=text, force_terminal=True, width=80, color_system=None), 2, "tuning", budget=30.0) as shown:
+        shown.step(CALLS[0], 3, 40)
+    assert "1/2 rms_norm: compiling, 3/40, about 58 s left" in text.getvalue()
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [

@@ -390,6 +390,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         ("./absent.py:step", "there is no file absent.py; the working directory is "),
         ("./notes.txt:step", "notes.txt is not a Python file"),
         ("./folder", "folder is a folder; pass MODULE:FUNCTION, e.g. folder/FILE.py:FUNCTION"),
+        ("program.step", "got 'program.step'; did you mean 'program:step'?"),
         (
             "./folder:step",
             "folder without __init__.py, so it is not a module; pass one of its files, e.g. folder/a",

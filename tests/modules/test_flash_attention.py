@@ -201,6 +201,7 @@ QUERY, KEY, VALUE = make_qkv()
         ({"bias": jnp.ones((3, 24))}, r"bias must be broadcastable to .* = \(2, 4, 24, 24\), got shape \(3, 24\)"),
         ({"bias": jnp.ones((24, 24), bool)}, "bias must be a floating-point array, got dtype bool"),
         ({"attention_mask": jnp.ones((2, 24))}, "attention_mask must be a boolean array, got dtype float32"),
+        ({"attention_mask": jnp.ones((3, 5), bool)}, r"got shape \(3, 5\). Pass \[queries, keys\] as mask"),
         ({"attention_mask": jnp.ones((24, 24), bool)}, r"mask\[None, None\]"),
         ({"segment_ids": jnp.zeros((2, 24))}, r"segment_ids must be an integer array .* got float32\[2, 24\]"),
         ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 24\)"),

@@ -48,7 +48,7 @@ def run_compile(
     aim = Target.named(device)
     source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
     found = find_on(source, aim)
-    console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
+    console.print(report.found(found.name, found.calls, aim.fingerprint))
     if not found.calls:
         raise TuningError(found.empty)
     started = time.monotonic()
@@ -69,7 +69,6 @@ def run_compile(
     console.print(
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them on the machine with the device: {measure}",
-        soft_wrap=True,
     )
 
 

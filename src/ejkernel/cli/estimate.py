@@ -51,7 +51,7 @@ def run_estimate(options: EstimateOptions) -> int:
     if reason is not None or store.path is None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     found = find_on(Source.of(options.target, options.imports, shapes=options.shapes), aim)
-    console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
+    console.print(report.found(found.name, found.calls, aim.fingerprint))
     if not found.calls:
         raise TuningError(found.empty)
     started = time.monotonic()
@@ -72,7 +72,6 @@ def run_estimate(options: EstimateOptions) -> int:
         f"{some} of {counted(len(rows), 'candidate')} estimated in {time.monotonic() - started:.1f} s, none measured; "
         f"stored in {store.path}. `ejkernel tune {again}` on the device, with this folder as its cache, "
         f"measures the fastest first, and none of {PRUNED_FROM} times the best estimate or more",
-        soft_wrap=True,
     )
     return 0 if some else 1
 

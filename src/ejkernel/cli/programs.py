@@ -118,6 +118,9 @@ def _what_to_type(target: str) -> str:
         return f"{path} is a folder; pass MODULE:FUNCTION, e.g. {path / 'FILE.py'}:FUNCTION."
     if path.suffix == ".py" and path.is_file():
         return f"{path} is a Python file; add the function, e.g. {path}:{_first_function(path)}."
+    module, _, function = target.rpartition(".")
+    if module and function.isidentifier() and Path(*module.split(".")).with_suffix(".py").is_file():
+        return f"the target must be MODULE:FUNCTION, got {target!r}; did you mean '{module}:{function}'?"
     source = Path(*target.split(".")).with_suffix(".py") if target.isidentifier() else path
     example = f"; e.g. {target}:{_first_function(source)}" if source.suffix == ".py" and source.is_file() else ""
     return f"the target must be MODULE:FUNCTION or a file that exists, got {target!r}{example}."

@@ -125,6 +125,7 @@ class SearchBar:
         notes = (
             f"call {number} of {self._count}, {inv.op_id}: {long}{best}{left}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}{left}",
+            f"{number}/{self._count} {inv.op_id}: {short}{best}{left.partition(' (')[0]}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}",
             f"{number}/{self._count}: {short}{best}",
         )

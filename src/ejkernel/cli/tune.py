@@ -74,7 +74,9 @@ class TuneOptions:
 def messages(file: IO[str] | None = None) -> Console:
     """Return the console for messages: stderr, with colours on a terminal unless `NO_COLOR` is set."""
     # No markup and emoji: file names and messages of kernels may look like either.
-    return Console(file=file, stderr=file is None, emoji=False, markup=False)
+    console = Console(file=file, stderr=file is None, emoji=False, markup=False)
+    console.soft_wrap = not console.is_terminal  # a terminal would break lines within words
+    return console
 
 
 def run_tune(options: TuneOptions) -> int:
@@ -107,7 +109,7 @@ def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayE
         return contextlib.nullcontext()
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
 
-    messages().print(f"connecting to Ray at {options.ray}", soft_wrap=True)  # a failure takes a minute or more
+    messages().print(f"connecting to Ray at {options.ray}")  # a failure takes a minute or more
     return RayExecutor(options.ray)
 
 
@@ -115,7 +117,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
     console, status = messages(), 0
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
-    console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
+    console.print(report.found(found.name, found.calls, found.device))
     store.refresh_if_due()  # use configurations tuned by others
     if options.dry_run:
         _list(
@@ -179,7 +181,7 @@ def _tune_found(
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
-        console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries), soft_wrap=True)
+        console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries))
         _print_unfinished(sum(not _known(chain, call.inv) for calls in todo for call in calls), console)
     _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches)
     found.settle(lambda inv: _known(chain, inv))
@@ -201,7 +203,7 @@ def _print_unfinished(count: int, console: Console) -> None:
         f"{counted(count, 'call is', 'calls are')} not finished: run the command again to continue. Until then "
         f"{'it has' if count == 1 else 'they have'} no saved configuration, and EJKERNEL_ON_MISS=error raises."
     )
-    console.print(text, soft_wrap=True, highlight=False)
+    console.print(text, highlight=False)
 
 
 def _in_brief(result: AutotuningResult, count: int, seconds: float, store: PersistentCache, has_entries: bool) -> str:
@@ -268,7 +270,7 @@ def _processes(options: TuneOptions, device: str) -> int:
 
 def _print_counts(found: Found, console: Console) -> None:
     if found.counts:
-        console.print(found.counts, soft_wrap=True, highlight=False)
+        console.print(found.counts, highlight=False)
 
 
 def _print_doubts(
@@ -291,14 +293,14 @@ def _print_doubts(
         changed, name = _changed(chain, inv), f"{inv.op_id_v} {arguments(inv.description)}"
         state, seconds = states.get(inv.key) or _state_and_seconds(chain, inv)
         if changed:
-            console.print(printable(f"{name}: {changed}; --force tunes it again."), soft_wrap=True, highlight=False)
+            console.print(printable(f"{name}: {changed}; --force tunes it again."), highlight=False)
         elif state == SearchState.UNDECIDED:
             undecided.append(name)
             longest = max(longest, seconds)
     if undecided:
         more = 10 * math.ceil(2 * max(longest, 10.0) / 10)
         text = f"{len(undecided)} undecided ({', '.join(undecided)}); `--force --budget {more}` gives twice the time."
-        console.print(printable(text), soft_wrap=True, highlight=False)
+        console.print(printable(text), highlight=False)
 
 
 def _state_and_seconds(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> tuple[str, float]:
@@ -396,7 +398,7 @@ def _tune(
     def note(event: Event) -> None:
         shown.hear(event)
         if isinstance(event, WorkerRestarted):
-            console.print(f"{event.key.op}: {event.reason}; a new worker continues", soft_wrap=True, highlight=False)
+            console.print(f"{event.key.op}: {event.reason}; a new worker continues", highlight=False)
         elif isinstance(event, SearchFinished):
             done.append(event.data)
 

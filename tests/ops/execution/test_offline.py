@@ -275,6 +275,18 @@ def test_a_function_without_calls_is_a_warning():
         assert ops.autotune(jnp.sin, jnp.ones(3)).entries == ()
 
 
+def test_mistakes_in_a_call_of_autotune_are_named():
+    step, x = lambda x: x, jnp.ones((2, 3))
+    with pytest.raises(
+        ArgumentError, match=r"target must be .* autotune\(step, w, x\), got an array float32\[2, 3\]\."
+    ):
+        ops.autotune(step(x))
+    with pytest.raises(
+        ops.CallError, match=r"has no argument `budget`: limit the time with `with policy_override\(bud"
+    ):
+        ops.autotune(step, x, budget=5)
+
+
 def test_only_a_chain_can_be_tuned():
     class Always:
         def choose(self, inv, kernel):

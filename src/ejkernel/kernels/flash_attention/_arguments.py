@@ -87,12 +87,13 @@ def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
         raise ArgumentError(
             f"attention_mask must be a boolean array, got {got}; pass mask != 0, or additive masks as bias."
         )
-    if len(mask.shape) == 2:
+    given = tuple(mask.shape)
+    if len(given) == 2:
         mask = _reshaped(mask, (mask.shape[0], 1, 1, mask.shape[1]))
     if len(mask.shape) != 4 or not _broadcasts(mask.shape, full):
         raise ArgumentError(
             f"attention_mask must be [batch, keys] = {(full[0], full[3])}, or have four axes and be broadcastable to "
-            f"[batch, heads, queries, keys] = {full}; got shape {tuple(mask.shape)}. Pass [queries, keys] as "
+            f"[batch, heads, queries, keys] = {full}; got shape {given}. Pass [queries, keys] as "
             "mask[None, None]."
         )
     return mask

@@ -95,8 +95,10 @@ def traceback_text(error: BaseException) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return the `repr` of a value, cut to `_LENGTH` characters."""
+    """Return the `repr` of a value, cut to `_LENGTH` characters; of an array with axes only dtype and shape."""
     try:
+        if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+            return printable(f"an array {value.dtype}{list(value.shape)}")  # type: ignore[attr-defined]
         text = repr(value)
     except BaseException as raised:  # noqa: BLE001 - as above
         return f"a {type(value).__name__}, whose __repr__ raises {type(raised).__name__}"

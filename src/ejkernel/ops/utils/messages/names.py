@@ -58,7 +58,11 @@ def misfit(
 
 
 def raise_if_misfit(
-    called: str, function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, Any]
+    called: str,
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Raise if a call failed because of its arguments, rather than inside the function; see `misfit`.
 
@@ -69,7 +73,7 @@ def raise_if_misfit(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Python knows no signature
         return
-    wrong = misfit(called, signature, args, kwargs)
+    wrong = misfit(called, signature, args, kwargs, aliases)
     if wrong is not None:
         raise wrong from None
 
