@@ -3,8 +3,8 @@
 
 Group sizes are drawn from a multinomial distribution. Each process compiles the contenders of one shape, then runs them
 interleaved, as `benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product of the
-dequantised operands in some rows: on normal numbers, and on their magnitudes, where coarse sums show. "bfloat16 / name" is the time
-of our bfloat16 product relative to that of a contender.
+dequantised operands in some rows: on normal numbers, and on their magnitudes, where coarse sums show.
+"bfloat16 / name" is the time of our bfloat16 product relative to that of a contender.
 """
 
 from __future__ import annotations
