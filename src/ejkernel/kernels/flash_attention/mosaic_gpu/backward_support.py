@@ -78,7 +78,9 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
     problem = backward_problem(call)
-    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= _LEAST_BLOCKS)
+    # Some blocks of keys are past their example's length, and end at once.
+    least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
+    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= least)
     return dataclasses.replace(params, head_parts=next(enough, problem.heads_per_group))
 
 
