@@ -125,20 +125,19 @@ class KeysKernel(KeyBlockKernel):
         # The previous copy must have read the buffer; its write may be pending.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
-        keys, queries = pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1])
-        at = broadcast_index(target, tile.example, tile.head)
+        at, queries = broadcast_index(target, tile.example, tile.head), pl.ds(tile.query, tile.shape[1])
         if self.problem.bias_whole:
             # Transposed here: transposes of the bias and its gradient by XLA were estimated at 420 of 1,110
             # microseconds.
             tiles, rows = (x.at[warpgroup] for x in self.backend.views(block.memory.dbias, 2))
             tiles.transpose((1, 0))[...] = dbias
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rows, target.at[(*at, queries, keys)])
+            plgpu.copy_smem_to_gmem(rows, target.at[(*at, queries, pl.ds(tile.key, 64))])
         else:
             buffer = block.memory.dbias.at[warpgroup]
             buffer[...] = dbias
             plgpu.commit_smem()
-            self.backend.add_to_memory(buffer, target.at[(*at, keys, queries)])
+            self.backend.add_to_memory(buffer, target.at[(*at, pl.ds(tile.key, 64), queries)])
 
     def _add_dquery(self, block: KeyBlock, step: QueryStep) -> None:
         """Compute this consumer's part of the step's dQ, some rows or some columns, and add it to global memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
+from ejkernel.kernels._hopper import SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .params import BackwardParams
@@ -23,7 +23,6 @@ from .plan import (
 _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
 _LARGEST_DIM_WITH_BIAS = 128
-_LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -78,23 +77,10 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
     problem = backward_problem(call)
-    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= _LEAST_BLOCKS)
+    # Some blocks of keys are past their example's length, and end at once.
+    least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
+    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= least)
     return dataclasses.replace(params, head_parts=next(enough, problem.heads_per_group))
-
-
-def is_preferred(call: AttentionCall) -> bool:
-    """Return whether our backward was faster than cuDNN on one H200, in `benchmarks/attention.py`."""
-    problem, dim = backward_problem(call), min(call.query[3], call.value[3])
-    if problem.bias is not None:
-        # 494 us for 1,260 us of cuDNN with one element per score, and 212 us for 584 us if all examples share the bias.
-        return True
-    # A block of threads owns keys of one head: with few keys most of the chip is idle.
-    if call.query[1] < 512 or problem.batch * problem.heads * problem.keys < _LEAST_KEYS:
-        return False
-    masks = call.attention_mask is not None or call.query_lengths or call.key_lengths
-    hides = masks or call.rules.right is not None
-    # At head_dim 128 without a mask, the two were within 1 % of each other.
-    return dim > 128 or (dim >= 64 and (hides or (dim < 128 and call.query[1] >= 1024)))
 
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:

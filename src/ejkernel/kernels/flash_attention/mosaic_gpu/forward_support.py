@@ -14,11 +14,12 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, ForwardPlan, forward_plan, imbalance, unavailable
+from .plan import REGISTERS, ROWS, WHOLE_DIMS, ForwardPlan, forward_plan, imbalance, is_pieced, unavailable
 
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
+_NARROW_WINDOW = 512  # keys
 _EVEN = {False: 1.02, True: 1.05}  # by `heads_first`: the imbalance up to which a persistent launch was faster
 
 
@@ -103,7 +104,10 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     """Return the fastest parameters on an H200 for similar calls; they may not fit this call."""
     rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
-    if max(call.query[3], call.value[3]) > 192:
+    wide = max(call.query[3], call.value[3])
+    if wide > 128 and is_pieced(call, WHOLE_DIMS):
+        return _preferred_in_pieces(call, wide)
+    if wide > 192:
         few = 64 if rules.soft_cap is None else 80
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
@@ -113,13 +117,30 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        return ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
+        params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
+        # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
+        # 97, and one of 256 took 77 us instead of 90.
+        packs = narrow and grouped and rules.left < _NARROW_WINDOW
+        return dataclasses.replace(params, kv_block=64, stages=3, pack_heads=True) if packs else params
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
         return _preferred_causal(call, warpgroups=3 if narrow and not short else 2)
-    full = ForwardParams(persistent=True, query_buffers=2, share_buffer=not narrow, heads_first=True)
-    return dataclasses.replace(full, warpgroups=3) if narrow else full
+    full = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
+    if not narrow:
+        return full
+    three = dataclasses.replace(full, warpgroups=3, share_buffer=False)
+    plan = forward_plan(call, three)
+    # With 192 tiles half of the blocks of threads had two: 18 us, and 14 us with 256 smaller tiles.
+    uneven = plan.programs < plan.tiles < 2 * plan.programs and forward_plan(call, full).tiles <= 2 * plan.programs
+    return full if uneven else three
+
+
+def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
+    """Return good parameters for wide heads whose columns are copied in pieces, where ping-pong gains 8 to 15 %."""
+    if wide <= 160:
+        return ForwardParams(share_buffer=True)
+    return ForwardParams(kv_block=96 if call.rules.left is None else 64, share_buffer=True)
 
 
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:

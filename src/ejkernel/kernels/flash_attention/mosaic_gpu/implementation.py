@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
     AttentionImplementation,
@@ -19,12 +20,14 @@ from ejkernel.kernels.flash_attention.common import (
 )
 
 from . import backward_support, forward_support
+from .choice import expected_gain
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
-from .plan import TILE_ROWS
 from .single import backward_of_single, forward_of_single
 
 _MOST_SINGLE_ROWS = 32768
+_LEAST_QUERIES = 256
+_LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
 _ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
 
 
@@ -51,20 +54,15 @@ class MosaicGpu(AttentionImplementation):
         return fault
 
     def preference(self, call: AttentionCall) -> int:
-        """Return 1 if our kernel was faster than cuDNN on one H200 in `benchmarks/attention.py`, else 0."""
-        if call.dtype == "float32":
+        """Return 1 if our kernels should be faster than cuDNN's on an H200, else 0."""
+        # Never slower than cuDNN in `benchmarks/attention.py`.
+        if call.dtype == "float32" or call.bias is not None or call.attention_mask is not None or call.segments:
             return 1
-        dim, hides, queries = min(call.query[3], call.value[3]), call.rules.right is not None, call.query[1]
-        if call.backward:
-            return int(_support(call).is_preferred(call))
-        if call.bias is not None:
-            return 1
-        # Causal at head_dim 96 and 4,096 queries: 382 us for 482 of cuDNN. At head_dim 64 and 3,001 queries: 98 us for
-        # 109.
-        if dim > 64 or (dim == 64 and (not hides or queries % TILE_ROWS)):
-            return int(queries >= (1024 if dim > 128 else 512))
-        # Causal at head_dim 64: 1,052 us for 1,204 of cuDNN at 16,384 queries; up to 4,096 no difference.
-        return int(dim >= 64 and (queries >= 8192))
+        batch, queries, heads = call.query[:3]
+        # Not in the grid: a block of threads owns keys of one head, so with few keys most of the chip is idle.
+        if queries < _LEAST_QUERIES or (call.backward and batch * heads * call.key[1] < _LEAST_KEYS):
+            return 0
+        return int(expected_gain(call) > 0)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return good parameters, measured on similar calls."""

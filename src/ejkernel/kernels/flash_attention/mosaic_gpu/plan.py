@@ -238,7 +238,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         **_sizes(call, whole_dim),
         dtype=call.dtype,
         params=params,
-        pieced=_is_pieced(call, WHOLE_DIMS),
+        pieced=is_pieced(call, WHOLE_DIMS),
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -257,7 +257,7 @@ def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
-def _is_pieced(call: AttentionCall, dims: tuple[int, ...]) -> bool:
+def is_pieced(call: AttentionCall, dims: tuple[int, ...]) -> bool:
     """Return whether lengths, or head dimensions other than `dims`, keep the kernels from copying whole tiles."""
     lengths = (call.query[1], call.key[1])
     return any(size % TILE_ROWS for size in lengths) or not {call.query[3], call.value[3]} <= set(dims)
@@ -356,7 +356,7 @@ def backward_problem(call: AttentionCall) -> BackwardProblem:
         bias=None if call.bias is None else (call.bias[0], call.bias[1]),
         bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
         bias_whole=call.bias == scores and call.bias_dtype == call.dtype,
-        pieced=_is_pieced(call, _NATIVE_DIMS),
+        pieced=is_pieced(call, _NATIVE_DIMS),
     )
 
 

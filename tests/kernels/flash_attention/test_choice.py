@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice between our Hopper kernels and cuDNN, tested on each call of the measured grid without that call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from ejkernel.kernels.flash_attention.mosaic_gpu import choice
+from ejkernel.modules import FlashAttention
+
+MEASURED = list(choice.measured())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_choice_without_a_call_is_nearly_the_best_for_it(backward):
+    own = [one for one in MEASURED if one.call.backward == backward]
+    lost = []
+    for call, gain in own:
+        chosen = choice.expected_gain(call, without=call) > 0
+        # The chosen one's time over the best one's, less 1.
+        lost.append(math.expm1(max(0, -gain if chosen else gain)))
+    assert len(own) >= 50
+    assert sum(lost) / len(own) <= 0.02
+    assert max(lost) <= 0.09
+    assert sum(x == 0 for x in lost) / len(own) >= 0.85
+
+
+def test_a_measured_call_decides_for_itself():
+    call, gain = max(MEASURED, key=lambda one: one.gain)
+    assert gain > 0.3
+    assert choice.expected_gain(call) > 0.1
+    assert choice.expected_gain(call, without=call) < choice.expected_gain(call)
+
+
+def test_calls_outside_of_the_grid_use_the_usual_gain():
+    far = dataclasses.replace(MEASURED[0].call, query=(1, 1 << 20, 1, 8))
+    assert choice.expected_gain(far) == pytest.approx(0.04, abs=1e-3)
+
+
+def test_calls_that_cannot_fill_the_chip_use_cudnn():
+    preference = FlashAttention.implementations["mosaic_gpu"].preference
+    call = next(one.call for one in MEASURED if one.call.backward and one.gain > 0.2)
+    assert preference(call) == 1
+    few = dataclasses.replace(call, query=(1, 512, 1, 128), key=(1, 512, 1, 128))
+    assert [preference(dataclasses.replace(few, bias=x)) for x in (None, (1, 1, 512, 512))] == [0, 1]
+    short = dataclasses.replace(call, query=(64, 1, 8, 128), backward=False)
+    assert preference(short) == 0
