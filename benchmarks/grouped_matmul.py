@@ -17,8 +17,6 @@ import dataclasses
 import fcntl
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.apart import run_apart
 from ejkernel import compat
 from ejkernel.modules import grouped_matmul, grouped_matmul_wgrad
 
@@ -232,17 +231,12 @@ def error_of(arrays: tuple[Any, ...], direction: str) -> float:
     return round(worst, 5)
 
 
-def run_apart(job: tuple[str, str, str], lock: Path, seconds: float) -> dict[str, Any]:
+def measured_apart(job: tuple[str, str, str], lock: Path, seconds: float) -> dict[str, Any]:
     """Return the result of measuring in a separate process, or the reason for having none."""
-    command = [sys.executable, "-m", "benchmarks.grouped_matmul", "--one", *job, str(lock)]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share the device's memory
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"it took more than {seconds:.0f} s"}
-    if done.returncode:
-        return {"reason": (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    lines, reason = run_apart("benchmarks.grouped_matmul", "--one", *job, str(lock), seconds=seconds)
+    if reason:
+        return {"reason": reason}
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
@@ -286,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [(s, d, c) for s in args.shapes for d in args.directions for c in args.contenders if worth(s, d, c)]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         lock = Path(folder) / "device"
-        results = pool.map(functools.partial(run_apart, lock=lock, seconds=args.seconds), jobs)
+        results = pool.map(functools.partial(measured_apart, lock=lock, seconds=args.seconds), jobs)
         for (shape, direction, contender), result in zip(jobs, results, strict=True):
             found.setdefault(f"{shape} | {direction}", {})[contender] = result
             print(shape, direction, contender, json.dumps(result), file=sys.stderr, flush=True)

@@ -19,8 +19,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.apart import run_apart
 from ejkernel import compat
 from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.modules import LinearCrossEntropyConfig, LinearCrossEntropyGradientsConfig, linear_cross_entropy
@@ -307,19 +306,13 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
+def measured_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
     """Return the result of measuring in a separate process, or the reason for having none."""
     job = json.dumps({"shape": shape, "direction": direction, "names": list(names), "check": check})
-    command = [sys.executable, "-m", "benchmarks.linear_cross_entropy_hopper", "--one", job]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"it took more than {seconds:.0f} s", "contenders": {}, "ratios": {}}
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
+    lines, reason = run_apart("benchmarks.linear_cross_entropy_hopper", "--one", job, seconds=seconds)
+    if reason:
         return {"reason": reason, "contenders": {}, "ratios": {}}
-    rows: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    rows: dict[str, Any] = json.loads(lines[-1])
     return {"contenders": rows, "ratios": ratios(rows)}
 
 
@@ -344,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for direction in args.directions:
         for shape in args.shapes:
             names = [name for name in args.contenders if direction != "forward" or name not in CHUNKS]
-            result = run_apart(shape, direction, names, args.seconds, check=args.check)
+            result = measured_apart(shape, direction, names, args.seconds, check=args.check)
             found[f"{shape} | {direction}"] = result
             print(shape, direction, json.dumps(result), file=sys.stderr, flush=True)
             if args.out is not None:  # written after each process, in case a later one fails

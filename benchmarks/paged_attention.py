@@ -18,8 +18,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from benchmarks.apart import run_apart
 from ejkernel import compat
 from ejkernel.modules import PagedAttentionConfig, PagedPlan, flash_attention, paged_attention, paged_plan
 
@@ -328,23 +327,14 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
 # Processes.
 
 
-def run_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]:
+def measured_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return the results of a separate process; those before a crash or the time limit, with the reason."""
-    command = [sys.executable, "-m", "benchmarks.paged_attention", "--one", case, "--pages", *map(str, pages)]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if case in CHECKS:  # products in float32 would be autotuned for longer than they run
-        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-    reason = None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-        text = done.stdout
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]
-    except subprocess.TimeoutExpired as error:
-        text = error.stdout.decode() if error.stdout else ""  # bytes, although it was opened as text
-        reason = f"it took more than {seconds:.0f} s"
-    rows = dict(json.loads(line) for line in text.splitlines() if line.startswith("["))
-    return rows if reason is None else rows | {"failure": {"reason": reason}}
+    # products in float32 would be autotuned for longer than they run
+    flags = "--xla_gpu_autotune_level=0" if case in CHECKS else ""
+    arguments = ("--one", case, "--pages", *map(str, pages))
+    lines, reason = run_apart("benchmarks.paged_attention", *arguments, seconds=seconds, xla_flags=flags)
+    rows = dict(json.loads(line) for line in lines if line.startswith("["))
+    return rows | {"failure": {"reason": reason}} if reason else rows
 
 
 def one(case: str, pages: Sequence[int]) -> None:
@@ -392,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left < args.seconds / 4:
             found[case] = {"skipped": {"reason": "no time left"}}
             continue
-        found[case] = run_apart(case, args.pages, min(args.seconds, left))
+        found[case] = measured_apart(case, args.pages, min(args.seconds, left))
         print(case, json.dumps(found[case]), file=sys.stderr, flush=True)
         if args.out is not None:  # written after each process, in case a later one fails
             report.write(args.out, f"paged_attention_{report.platform_name()}", found, table(found))

@@ -17,8 +17,6 @@ import argparse
 import concurrent.futures
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import report
+from benchmarks.apart import run_apart
 from benchmarks.linear_cross_entropy_hopper import relative_error, seconds_per_call
 from ejkernel import compat
 from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
@@ -248,17 +247,10 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
+def measured_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the result of measuring in a separate process, or the reason for having none."""
-    command = [sys.executable, "-m", "benchmarks.quantized_matmul", "--one", shape, "--contenders", *names]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-        lines = done.stdout.splitlines()
-        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
-    except subprocess.TimeoutExpired as expired:
-        lines = (expired.stdout or b"").decode().splitlines()
-        reason = f"it took more than {seconds:.0f} s"
+    arguments = ("--one", shape, "--contenders", *names)
+    lines, reason = run_apart("benchmarks.quantized_matmul", *arguments, seconds=seconds)
     rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
     return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
 
@@ -285,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = f"{shape} {number}" if number else shape
             if time.perf_counter() - start > args.start_within:
                 continue
-            found[key] = run_apart(shape, names, args.seconds)
+            found[key] = measured_apart(shape, names, args.seconds)
             print(key, json.dumps(found[key]), file=sys.stderr, flush=True)
             if args.out is not None:  # written after each process, in case a later one fails
                 report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
