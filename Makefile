@@ -26,7 +26,7 @@ help:
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make docs     the documentation site, in build/site"
 	@echo "make lint     ruff and mypy"
-	@echo "make demo     tune a small training program and compare it with plain JAX (about 4 minutes)"
+	@echo "make demo     tune a small training program and compare it with plain JAX (about 4 minutes, after the installation)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make torture  faults, damage, bombs and fuzzing for an hour; TORTURE_ARGS=--short for a minute"
 	@echo "make release-check  builds wheel and sdist, checks metadata and README, tries the wheel in a new environment"

@@ -305,7 +305,7 @@ class Table:
 
     def __str__(self) -> str:
         """Return it as Markdown."""
-        lines = [f"| | {' | '.join(f'`{name}`' for name in self.names)} |", f"|---|{'---|' * len(self.names)}"]
+        lines = [f"| call | {' | '.join(f'`{name}`' for name in self.names)} |", f"|---|{'---|' * len(self.names)}"]
         lines += [self._line(name, [self._on(one, device) for one in self.names]) for name, device in DEVICES.items()]
         lines += [self._line(dtype, [self._cell("", name, dtype) for name in self.names]) for dtype in DTYPES]
         lines += [self._line(name, [self._cell(name, one) for one in self.names]) for name in self._page.features]

@@ -27,7 +27,7 @@ if [ "$wanted" != "$found" ]; then
     "$python" -m venv --clear "$venv"
 fi
 
-echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-newest})" >&2
+echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-the newest for it}); this takes a minute or two" >&2
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 # --upgrade only without a version: "newest" must not mean "what happens to be installed". -qq: errors only.
 if [ "$jax" = nightly ]; then
@@ -39,3 +39,5 @@ elif [ -n "$jax" ]; then
 else
     "$venv/bin/python" -m pip install -qq --upgrade jax -e "$root[dev]"
 fi
+echo "setup: installed JAX $("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("jax"))')" >&2
+[ "${wanted#3 11}" = "$wanted" ] || echo "setup: newer versions of JAX need Python 3.12 or later, e.g. PYTHON=python3.12" >&2

@@ -150,7 +150,8 @@ def test_a_baseline_that_does_not_run_here_is_a_row_with_the_reason(demo, result
     said = capsys.readouterr().out
     assert "  plain JAX       does not fit\n" in said
     assert "Tuning found no faster configuration, so untuned and tuned are the same program." in said
-    assert re.search(r"1 of 1 searches did not finish.*EJKERNEL_CACHE_DIR=\S+ ejkernel tune train:training_step", said)
+    command = rf"cd {re.escape(str(HERE))} && EJKERNEL_CACHE_DIR=\S+ {re.escape(sys.executable)} -m ejkernel tune train"
+    assert re.search(rf"1 of 1 searches did not finish.*To continue:\s+{command}", said)
     assert "Tuning saved a configuration for 0 of 1 calls" in demo("demo").sentences(result)[1]
     assert demo("demo").losses_agree(result["losses"])
 

@@ -90,8 +90,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     calls = len(result["configurations"])
     if unfinished := result.get("unfinished"):
         said.append(
-            f"{unfinished} of {calls} searches did not finish, so their calls may become faster: "
-            f"`{_tuning()}` in {HERE} continues these searches."
+            f"{unfinished} of {calls} searches did not finish, so their calls may become faster. To continue:\n"
+            f"    {_tuning()}"
         )
     elif result["saved"] < calls:
         said.append(
@@ -102,8 +102,9 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def _tuning() -> str:
-    """Return the command that tunes the program, as typed in its folder."""
-    return f"EJKERNEL_CACHE_DIR={shlex.quote(str(CACHE))} ejkernel tune {TARGET}"
+    """Return the command that tunes the program, to be typed in any folder."""
+    command = shlex.join([sys.executable, "-m", "ejkernel", "tune", TARGET])
+    return f"cd {shlex.quote(str(HERE))} && EJKERNEL_CACHE_DIR={shlex.quote(str(CACHE))} {command}"
 
 
 def losses_agree(losses: dict[str, list[float]]) -> bool:

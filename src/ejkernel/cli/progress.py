@@ -34,9 +34,10 @@ class _Rounds:
     @classmethod
     def after(cls, before: _Rounds | None, event: RoundsFinished, now: float) -> _Rounds:
         """Return the rounds after an event."""
-        is_new = before is None or event.done < before.event.done
-        is_new = is_new or before.event.is_confirmation != event.is_confirmation
-        return cls(event, now if is_new else before.began, now)
+        if before is None or event.done < before.event.done:
+            return cls(event, now, now)
+        is_same = event.is_confirmation == before.event.is_confirmation
+        return cls(event, before.began if is_same else now, now)
 
     def number(self) -> str:
         """Return the current round in words."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax._src import source_info_util as _source_info
 from jax._src import traceback_util as _traceback_util
@@ -44,7 +44,7 @@ def pointing_at_the_call(kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        source = _source_info.current().traceback if _points_at_lines else None
+        source: Any = _source_info.current().traceback if _points_at_lines else None
         if source is not None and not _source_info.has_user_context(error):
             lines = _traceback_util.filter_traceback(source.as_python_traceback())
             if lines is not None:
