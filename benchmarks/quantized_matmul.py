@@ -201,7 +201,7 @@ def error(name: str, program: Function, x: Any, w: Any) -> float:
     return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
 
 
-def add_times(shape: Shape, found: dict[str, Any], runs: dict[str, Function]) -> None:
+def add_times(shape: Any, found: dict[str, Any], runs: dict[str, Function]) -> None:
     """Add the times of contenders that run, interleaved, and then of their kernels."""
     numbers = {name: max(1, int(SLICE_S / seconds_per_call(run, 3))) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}

@@ -99,6 +99,16 @@ def _grouped(dtype: str, *, arrays: Any = None, **options: Any) -> Built:
     return args, options | _arrays(dtype, arrays)
 
 
+def _quantized_groups(dtype: str, *, lhs: str = "float8_e4m3fn", block: int | None = None, **options: Any) -> Built:
+    """Return a grouped product of quantised operands; `lhs=""` are rows in `dtype` without scales."""
+    args, _ = _grouped(dtype)
+    rows = jax.eval_shape(functools.partial(modules.quantize, dtype=lhs or "int8", block=block), args[0])
+    matrix: dict[str, Any] = {"dtype": lhs or "int8", "block": block, "axis": -1 if block is None else (1, 2)}
+    matrices = jax.eval_shape(functools.partial(modules.quantize, **matrix), args[1])
+    out = {"preferred_element_type": dtype, "transpose_rhs": True}
+    return (rows if lhs else args[0], matrices, args[2]), out | options
+
+
 def _wgrad(dtype: str, **options: Any) -> Built:
     return (_array(dtype, 4096, 1024), _array(dtype, 4096, 1024), _array("int32", 8)), options
 
@@ -207,6 +217,15 @@ CALLS: dict[str, Page] = {
                 "`preferred_element_type=float32`": {"preferred_element_type": jnp.float32},
                 "`first_group`": {"first_group": 1},
                 '`precision="highest"`': {"precision": "highest"},
+            },
+        )
+        | _variants(
+            _quantized_groups,
+            {
+                "`Quantized` operands, `float8_e4m3fn`": {},
+                "`Quantized` operands, `int8`": {"lhs": "int8"},
+                "`Quantized` operands, 1x128 by 128x128 blocks": {"block": 128},
+                "rows in 16 or 32 bits, `Quantized` matrices": {"lhs": ""},
             },
         ),
     ),
@@ -355,7 +374,11 @@ def _calls_of(
     arrays: dict[Any, Any] = dict(enumerate(args))
     arrays |= {name: value for name, value in options.items() if isinstance(value, jax.ShapeDtypeStruct)}
     static = {name: value for name, value in options.items() if name not in arrays}
-    floats = [name for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)]
+    floats = [
+        name
+        for name, array in arrays.items()
+        if isinstance(array, jax.ShapeDtypeStruct) and jnp.issubdtype(array.dtype, jnp.floating)
+    ]
 
     def total(*wanted: jax.Array) -> jax.Array:
         given = others | dict(zip(floats, wanted, strict=True))
@@ -365,7 +388,7 @@ def _calls_of(
 
     def gradient(others_given: Sequence[jax.Array], *wanted: jax.Array) -> Any:
         others.update(zip(names, others_given, strict=True))
-        return jax.grad(total, tuple(range(len(wanted))))(*wanted) if has_gradient else total(*wanted)
+        return jax.grad(total, tuple(range(len(wanted))))(*wanted) if has_gradient and wanted else total(*wanted)
 
     others: dict[Any, Any] = {}
     names = [name for name in arrays if name not in floats]

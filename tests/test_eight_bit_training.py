@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).resolve().parents[1] / "examples" / "eight_bit_training" / "run.py"
+RUN = Path(__file__).resolve().parents[1] / "examples" / "eight_bit_training" / "eight_bit_training.py"
 
 pytestmark = pytest.mark.slow
 

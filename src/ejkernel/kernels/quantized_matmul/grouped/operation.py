@@ -237,7 +237,7 @@ quantized_grouped_matmul = QuantizedGroupedMatmul()
 
 def _constant(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments without derivatives of quantised operands."""
-    lhs, rhs, groups, lhs_scale, rhs_scale, *factors = (*args, *[None] * (5 - len(args)))
+    lhs, rhs, groups, lhs_scale, rhs_scale, *factors = args
     lhs, rhs, lhs_scale, rhs_scale = constant_operands(lhs, rhs, lhs_scale, rhs_scale)
     return lhs, rhs, groups, lhs_scale, rhs_scale, *factors
 

@@ -88,8 +88,9 @@ def _rhs_block(call: QuantizedGroupedMatmulCall) -> Block | None:
 
 def _whole(call: QuantizedGroupedMatmulCall, lhs: Any, rhs: Any, groups: Any, params: XlaGroupedParams) -> jax.Array:
     """Return the product by XLA's ragged dot, of dequantised operands."""
-    left = widened(*lhs, call.lhs_block, params.products)
-    right = widened(*rhs, _rhs_block(call), params.products)
+    (left, left_scale), (right, right_scale) = lhs, rhs
+    left = widened(left, left_scale, call.lhs_block, params.products)
+    right = widened(right, right_scale, _rhs_block(call), params.products)
     wide = dataclasses.replace(call, dtype=params.products, precision=_precision(params))
     return plain.product(wide, left, right, groups, plain.XlaParams())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small language model with experts in bfloat16 and in FP8, and compare the loss curves.
 
-    python examples/eight_bit_training/run.py
+    python examples/eight_bit_training/eight_bit_training.py
 
 Each recipe trains the same models: one per seed, with its own initial parameters and data. The curves agree if the mean
 losses of FP8 and bfloat16 differ by less than the spread between seeds.
