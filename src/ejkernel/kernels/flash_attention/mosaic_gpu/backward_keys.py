@@ -21,7 +21,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .matrices import Matrices
 from .params import BackwardParams
-from .plan import REGISTERS, BackwardProblem, dquery_columns, key_block_buffers
+from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .visibility import BlockRange
 
 
@@ -138,9 +138,8 @@ class KeyBlockKernel:
         self.heads_per_part = problem.heads // self.parts
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
-        # A bias in float32 is copied in whole tiles.
-        self.bias_is_wide = problem.bias_dtype is not None and problem.bias_dtype.itemsize > 2
-        self.bias_pieces = [(0, params.keys)] if self.bias_is_wide else [(i, 64) for i in range(params.keys // 64)]
+        self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
+        self.bias_pieces = [(0, params.keys)] if self.bias_in_tiles else [(i, 64) for i in range(params.keys // 64)]
         self.key_pieces, self.value_pieces = (self.matrices.count(buffers[name]) for name in ("key", "value"))
 
     def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +178,8 @@ class KeyBlockKernel:
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
             # The bias may be of the other 16-bit dtype than the query.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
-            if (name == "bias" and buffer.itemsize == 2) or (name == "dbias" and self.problem.bias_whole):
+            stored = name == "bias" or (name == "dbias" and self.problem.bias_whole)
+            if stored and not self.bias_in_tiles:
                 buffers[name] = self.backend.aliased(
                     *(of_type(buffer.shape, dtype, buffer.swizzle) for of_type in (tiled, swizzled))
                 )
@@ -280,11 +280,11 @@ class KeyBlockKernel:
     def _copy_bias(self, block: KeyBlock, step: QueryStep, pipeline: Pipeline) -> None:
         bias, stage = block.arrays.bias, pipeline.producer_acquire(step.number)
         rows = pl.ds(step.tile * self.params.q_block, self.params.q_block)
-        buffer = block.memory.bias if self.bias_is_wide else self.backend.views(block.memory.bias, 2)[1]
+        buffer = block.memory.bias if self.bias_in_tiles else self.backend.views(block.memory.bias, 2)[1]
         for slab, width in self.bias_pieces:
             keys = pl.ds(block.key + slab * width, width)
             at = (*broadcast_index(bias, block.example, step.head), rows, keys)
-            target = buffer.at[stage] if self.bias_is_wide else buffer.at[stage, slab]
+            target = buffer.at[stage] if self.bias_in_tiles else buffer.at[stage, slab]
             plgpu.copy_gmem_to_smem(bias.at[at], target, pipeline.full.at[stage])
 
     # For the consumers.
@@ -338,7 +338,7 @@ class KeyBlockKernel:
         if memory.bias_pipeline is not None:
             stage = memory.bias_pipeline.stage(step.number)
             memory.bias_pipeline.consumer_wait(stage)
-            if self.bias_is_wide:
+            if self.bias_in_tiles:
                 part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)]
             else:
                 part = self.backend.views(memory.bias, 2)[0].at[stage, warpgroup]
