@@ -331,21 +331,26 @@ class KeyBlockKernel:
             mask: The words of the mask, loaded before.
             warpgroup: The warpgroup, by which the bias is divided.
         """
-        memory = block.memory
-        shift = bias = None
+        shift = None
         if not self.problem.shift_in_scores:
-            shift = self.row(tile, memory.shift.at[self.stages(step)[0]])
-        if memory.bias_pipeline is not None:
-            stage = memory.bias_pipeline.stage(step.number)
-            memory.bias_pipeline.consumer_wait(stage)
-            if self.bias_in_tiles:
-                part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)]
-            else:
-                part = self.backend.views(memory.bias, 2)[0].at[stage, warpgroup]
-            bias = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False).astype(jnp.float32)
-            plgpu.commit_smem()  # orders the read before the next copy into the stage
-            memory.bias_pipeline.consumer_release(stage)
-        return ScoreTerms(shift, bias, mask)
+            shift = self.row(tile, block.memory.shift.at[self.stages(step)[0]])
+        return ScoreTerms(shift, self._bias(block, step, warpgroup), mask)
+
+    def _bias(self, block: KeyBlock, step: QueryStep, warpgroup: Any) -> jax.Array | None:
+        """Return the bias of a consumer's tile, and release its stage; `None` without a bias."""
+        buffer, pipeline = block.memory.bias, block.memory.bias_pipeline
+        if pipeline is None:
+            return None
+        stage = pipeline.stage(step.number)
+        pipeline.consumer_wait(stage)
+        if self.bias_in_tiles:
+            part = buffer.at[stage, :, pl.ds(64 * warpgroup, 64)]
+        else:
+            part = self.backend.views(buffer, 2)[0].at[stage, warpgroup]
+        bias: jax.Array = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False)
+        plgpu.commit_smem()  # orders the read before the next copy into the stage
+        pipeline.consumer_release(stage)
+        return bias.astype(jnp.float32)
 
     def key_columns(self, block: KeyBlock, slab: Any, first: Any, count: int) -> list[Any]:
         """Return `count` columns of 64 keys, in pieces; `first` may depend on the warpgroup."""
