@@ -3,8 +3,8 @@
 
 Forward and backward are measured separately, as the heuristic chooses for each of them. The contenders of a case are
 timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. Without `--cases` they
-are the grid: drawn cases that both our kernels and cuDNN run, more of them with narrow heads. `--out FILE` stores the
-medians as the data from which the heuristic chooses.
+are the grid: cases that both our kernels and cuDNN run. `--out FILE` stores the medians as the data from which the
+heuristic chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, executor_of, result_of
-from benchmarks.attention_cases import Case, case_named, drawn_names
+from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -41,10 +41,9 @@ _WIDEST = 256  # head dimension of our kernels and cuDNN
 
 
 def grid_names() -> list[str]:
-    """Return the names of the cases of the grid."""
-    wide, narrow = drawn_names(24, 140), drawn_names(31, 200)
-    found = [name for name in wide if is_open(case_named(name))]
-    return found + [name for name in narrow if is_open(case_named(name)) and case_named(name).dims[0] <= 96]
+    """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
+    names = [*CASES, *drawn_names(7, 40), *drawn_names(24, 114)]
+    return [name for name in names if is_open(case_named(name))]
 
 
 def is_open(case: Case) -> bool:
@@ -58,14 +57,16 @@ def is_open(case: Case) -> bool:
 
 def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the operation's arguments for a case."""
-    more = dict(arrays)
-    main = [more.pop(name, None) for name in ("query", "key", "value", "bias", "attention_mask")]
-    segments, lengths = more.pop("segment_ids", None), more.pop("key_lengths", None)
+    segments, lengths = arrays.get("segment_ids"), arrays.get("key_lengths")
     return operation.prepare(
-        *main,
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays.get("bias"),
+        arrays.get("attention_mask"),
         None if segments is None else (segments, segments),
         (None, lengths),
-        more.pop("sinks", None),
+        arrays.get("sinks"),
         causal=case.causal,
         sliding_window=None if case.window is None else (case.window - 1, None),
         logits_soft_cap=case.cap,
@@ -189,7 +190,8 @@ def _title(entry: Direction) -> str:
 
 def _fields(case: Case) -> dict[str, Any]:
     """Return the call in words of the data file."""
-    (heads, groups), more = case.heads, {"lengths": True} if case.lengths else {}
+    heads, groups = case.heads
+    more: dict[str, Any] = {"lengths": True} if case.lengths else {}
     if case.causal:
         more["right"] = 0
     if case.window is not None:

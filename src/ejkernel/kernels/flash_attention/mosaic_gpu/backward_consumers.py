@@ -121,23 +121,28 @@ class KeysKernel(KeyBlockKernel):
 
     def _send_dbias(self, block: KeyBlock, tile: ScoreTile, dscores: jax.Array) -> None:
         """Start storing a tile of the bias's gradient, or adding it to that of other examples and heads."""
-        warpgroup, target = lax.axis_index(WARPGROUP), block.sums.dbias
+        target = block.sums.dbias
         # The previous copy must have read the buffer; its write may be pending.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
-        at, queries = broadcast_index(target, tile.example, tile.head), pl.ds(tile.query, tile.shape[1])
+        keys, queries = pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1])
+        at = broadcast_index(target, tile.example, tile.head)
         if self.problem.bias_whole:
-            # Transposed here: transposes of the bias and its gradient by XLA were estimated at 420 of 1,110
-            # microseconds.
-            tiles, rows = (x.at[warpgroup] for x in self.backend.views(block.memory.dbias, 2))
-            tiles.transpose((1, 0))[...] = dbias
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rows, target.at[(*at, queries, pl.ds(tile.key, 64))])
+            self._store_dbias(block, dbias, target.at[(*at, queries, keys)])
         else:
-            buffer = block.memory.dbias.at[warpgroup]
+            buffer = block.memory.dbias.at[lax.axis_index(WARPGROUP)]
             buffer[...] = dbias
             plgpu.commit_smem()
-            self.backend.add_to_memory(buffer, target.at[(*at, pl.ds(tile.key, 64), queries)])
+            self.backend.add_to_memory(buffer, target.at[(*at, keys, queries)])
+
+    def _store_dbias(self, block: KeyBlock, dbias: jax.Array, target: Any) -> None:
+        """Start storing a tile transposed: transposes by XLA were estimated at 420 of 1,110 microseconds."""
+        buffer = block.memory.dbias
+        views = [buffer] * 2 if self.bias_in_tiles else self.backend.views(buffer, 2)
+        tiles, rows = (x.at[lax.axis_index(WARPGROUP)] for x in views)
+        tiles.transpose((1, 0))[...] = dbias
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(rows, target)
 
     def _add_dquery(self, block: KeyBlock, step: QueryStep) -> None:
         """Compute this consumer's part of the step's dQ, some rows or some columns, and add it to global memory."""

@@ -21,7 +21,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .matrices import Matrices
 from .params import BackwardParams
-from .plan import REGISTERS, BackwardProblem, dquery_columns, key_block_buffers
+from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .visibility import BlockRange
 
 
@@ -138,9 +138,8 @@ class KeyBlockKernel:
         self.heads_per_part = problem.heads // self.parts
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
-        # A bias in float32 is copied in whole tiles.
-        self.bias_is_wide = problem.bias_dtype is not None and problem.bias_dtype.itemsize > 2
-        self.bias_pieces = [(0, params.keys)] if self.bias_is_wide else [(i, 64) for i in range(params.keys // 64)]
+        self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
+        self.bias_pieces = [(0, params.keys)] if self.bias_in_tiles else [(i, 64) for i in range(params.keys // 64)]
         self.key_pieces, self.value_pieces = (self.matrices.count(buffers[name]) for name in ("key", "value"))
 
     def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +178,8 @@ class KeyBlockKernel:
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
             # The bias may be of the other 16-bit dtype than the query.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
-            if (name == "bias" and buffer.itemsize == 2) or (name == "dbias" and self.problem.bias_whole):
+            stored = name == "bias" or (name == "dbias" and self.problem.bias_whole)
+            if stored and not self.bias_in_tiles:
                 buffers[name] = self.backend.aliased(
                     *(of_type(buffer.shape, dtype, buffer.swizzle) for of_type in (tiled, swizzled))
                 )
@@ -280,11 +280,11 @@ class KeyBlockKernel:
     def _copy_bias(self, block: KeyBlock, step: QueryStep, pipeline: Pipeline) -> None:
         bias, stage = block.arrays.bias, pipeline.producer_acquire(step.number)
         rows = pl.ds(step.tile * self.params.q_block, self.params.q_block)
-        buffer = block.memory.bias if self.bias_is_wide else self.backend.views(block.memory.bias, 2)[1]
+        buffer = block.memory.bias if self.bias_in_tiles else self.backend.views(block.memory.bias, 2)[1]
         for slab, width in self.bias_pieces:
             keys = pl.ds(block.key + slab * width, width)
             at = (*broadcast_index(bias, block.example, step.head), rows, keys)
-            target = buffer.at[stage] if self.bias_is_wide else buffer.at[stage, slab]
+            target = buffer.at[stage] if self.bias_in_tiles else buffer.at[stage, slab]
             plgpu.copy_gmem_to_smem(bias.at[at], target, pipeline.full.at[stage])
 
     # For the consumers.
@@ -331,21 +331,26 @@ class KeyBlockKernel:
             mask: The words of the mask, loaded before.
             warpgroup: The warpgroup, by which the bias is divided.
         """
-        memory = block.memory
-        shift = bias = None
+        shift = None
         if not self.problem.shift_in_scores:
-            shift = self.row(tile, memory.shift.at[self.stages(step)[0]])
-        if memory.bias_pipeline is not None:
-            stage = memory.bias_pipeline.stage(step.number)
-            memory.bias_pipeline.consumer_wait(stage)
-            if self.bias_is_wide:
-                part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)]
-            else:
-                part = self.backend.views(memory.bias, 2)[0].at[stage, warpgroup]
-            bias = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False).astype(jnp.float32)
-            plgpu.commit_smem()  # orders the read before the next copy into the stage
-            memory.bias_pipeline.consumer_release(stage)
-        return ScoreTerms(shift, bias, mask)
+            shift = self.row(tile, block.memory.shift.at[self.stages(step)[0]])
+        return ScoreTerms(shift, self._bias(block, step, warpgroup), mask)
+
+    def _bias(self, block: KeyBlock, step: QueryStep, warpgroup: Any) -> jax.Array | None:
+        """Return the bias of a consumer's tile, and release its stage; `None` without a bias."""
+        buffer, pipeline = block.memory.bias, block.memory.bias_pipeline
+        if pipeline is None:
+            return None
+        stage = pipeline.stage(step.number)
+        pipeline.consumer_wait(stage)
+        if self.bias_in_tiles:
+            part = buffer.at[stage, :, pl.ds(64 * warpgroup, 64)]
+        else:
+            part = self.backend.views(buffer, 2)[0].at[stage, warpgroup]
+        bias: jax.Array = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False)
+        plgpu.commit_smem()  # orders the read before the next copy into the stage
+        pipeline.consumer_release(stage)
+        return bias.astype(jnp.float32)
 
     def key_columns(self, block: KeyBlock, slab: Any, first: Any, count: int) -> list[Any]:
         """Return `count` columns of 64 keys, in pieces; `first` may depend on the warpgroup."""

@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.common import (
 )
 
 from .params import BackwardParams, ForwardParams
-from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan
+from .plan import BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -234,7 +234,7 @@ def _run_backward(
     empty = GradientSums(
         # Of 850 microseconds of one gradient, filling this takes 40 and rounding it 50, both at the speed of memory.
         dquery=jnp.zeros(shape, jnp.float32) if fused else None,
-        dbias=None if problem.bias is None else _empty_bias(problem, operands, sizes),
+        dbias=None if problem.bias is None else _empty_bias(problem, operands, params, sizes),
     )
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
@@ -273,7 +273,9 @@ def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
     return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
 
 
-def _empty_bias(problem: BackwardProblem, operands: Operands, sizes: tuple[int, int]) -> jax.Array:
+def _empty_bias(
+    problem: BackwardProblem, operands: Operands, params: BackwardParams, sizes: tuple[int, int]
+) -> jax.Array:
     """Return the initial gradient of the bias: zeros, unless the kernel stores every tile."""
     assert problem.bias is not None  # the caller has checked
     if not problem.bias_whole:
@@ -282,7 +284,9 @@ def _empty_bias(problem: BackwardProblem, operands: Operands, sizes: tuple[int, 
     rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
     skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
-    return make((*problem.bias, problem.queries, -(-problem.keys // 8) * 8), problem.bias_gradient_dtype)
+    if not bias_in_tiles(problem, params):
+        sizes = (problem.queries, -(-problem.keys // 8) * 8)
+    return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
@@ -323,7 +327,7 @@ def _copied_bias(bias: jax.Array | None, problem: BackwardProblem, params: Backw
         return None
     # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
     bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
-    if problem.bias_dtype.itemsize == 2 and params.form == "fused":
+    if not bias_in_tiles(problem, params):
         return _pad_axis(bias, 3, 8)
     queries, keys = _padded_lengths(params)
     return _pad_axis(_pad_axis(bias, 2, queries), 3, keys)

@@ -407,6 +407,15 @@ def dquery_columns(problem: BackwardProblem, params: BackwardParams) -> tuple[in
     return (dim if params.q_block == 64 * warpgroups else dim // warpgroups,) * warpgroups
 
 
+def bias_in_tiles(problem: BackwardProblem, params: BackwardParams) -> bool:
+    """Return whether a bias and its gradient are copied in whole tiles, to which they are padded.
+
+    Otherwise 64 keys of 16 bits, one swizzle wide, are copied at any row.
+    """
+    divides = problem.queries % params.q_block == 0 and problem.keys % params.keys == 0
+    return divides or params.form == "split" or problem.bias_dtype.itemsize > 2
+
+
 def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[str, Buffer]:
     """Return the buffers of a block of threads that owns keys."""
     slabs, rows = params.keys // 64, params.q_block
@@ -426,9 +435,8 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
     if problem.bias is not None:
-        # 64 keys of 16 bits are one swizzle wide, and copied at any row.
-        wide = problem.bias_dtype.itemsize > 2
-        buffers["bias"] = Buffer((2, rows, params.keys), 4, 64) if wide else Buffer((2, slabs, rows, 64))
+        whole = Buffer((2, rows, params.keys), problem.bias_dtype.itemsize, 64)
+        buffers["bias"] = whole if bias_in_tiles(problem, params) else Buffer((2, slabs, rows, 64))
         # A stored gradient has queries before keys, as the bias; sums in memory are transposed by XLA.
         shape = (slabs, rows, 64) if problem.bias_whole else (slabs, 64, rows)
         buffers["dbias"] = Buffer(shape, problem.bias_gradient_dtype.itemsize)
