@@ -115,18 +115,29 @@ def _keep_programs(folder):
 @pytest.fixture(scope="session", autouse=True)
 def kept_programs(tmp_path_factory):
     """Have JAX keep each program that this process compiles: tests compile the same small ones as new functions."""
+    from ejkernel import compat
+
+    serialized = compat.serialized
+
+    def of_new_programs(compiled):
+        if jax.config.jax_compilation_cache_dir is not None:
+            pytest.fail("a test that serializes programs needs the fixture programs_not_kept")
+        return serialized(compiled)
+
     folder = str(tmp_path_factory.mktemp("programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _keep_programs(folder)
-    yield folder
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compat, "serialized", of_new_programs)
+        yield folder
     _keep_programs(None)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def programs_not_kept(kept_programs):
-    """Compile every program anew: XLA cannot serialize a program for CPUs that was itself read from a file."""
+    """Compile every program anew: XLA cannot serialize a program for CPUs that was read from a file."""
     _keep_programs(None)
     yield
     _keep_programs(kept_programs)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import functools
@@ -64,6 +65,26 @@ class Place(NamedTuple):
 
     name: str
     where: Traversable | str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """The first fields of a file about one call.
+
+    Attributes:
+        schema: Version of the file's layout.
+        key: Device, operation and call.
+        call: The abstract call, from `Invocation.description`.
+    """
+
+    schema: int
+    key: dict[str, str]
+    call: dict[str, Any]
+
+    @property
+    def config_key(self) -> ConfigKey:
+        """The key of the call's configuration."""
+        return ConfigKey(**self.key)
 
 
 def location(key: object) -> tuple[str, str, str]:

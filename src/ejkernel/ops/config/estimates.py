@@ -18,6 +18,7 @@ import jax
 
 from ejkernel.ops.config._files import (
     ENTRY,
+    CallRecord,
     UnusableError,
     files,
     location,
@@ -77,13 +78,10 @@ class EstimatedRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
+class Estimates(CallRecord):
     """The estimates of one call, as stored in its file.
 
     Attributes:
-        schema: Version of the file's layout.
-        key: Device, operation and call.
-        call: The abstract call, from `Invocation.description`.
         status: Always `estimated`.
         method: How they were made.
         versions: Of the compiler with the simulator, and of JAX.
@@ -91,9 +89,6 @@ class Estimates:
         rows: The configurations.
     """
 
-    schema: int
-    key: dict[str, str]
-    call: dict[str, Any]
     status: str
     method: str
     versions: dict[str, str]
@@ -113,11 +108,6 @@ class Estimates:
             time=now().astimezone(datetime.UTC).isoformat(timespec="seconds"),
             rows=list(rows),
         )
-
-    @property
-    def config_key(self) -> ConfigKey:
-        """The key of the call's configuration."""
-        return ConfigKey(**self.key)
 
     @property
     def provenance(self) -> Mapping[str, str]:

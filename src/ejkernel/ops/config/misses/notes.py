@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import ENTRY, UnusableError, check_inside, files, location, now, or_unusable, read_file
+from ejkernel.ops.config._files import (
+    ENTRY,
+    CallRecord,
+    UnusableError,
+    check_inside,
+    files,
+    location,
+    now,
+    or_unusable,
+    read_file,
+)
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -27,13 +37,10 @@ _MOST: Final = 1 << 31  # processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(CallRecord):
     """A call that has not been tuned, as stored in its file.
 
     Attributes:
-        schema: Version of the file's layout.
-        key: Device, operation and call.
-        call: The abstract call, from `Invocation.description`.
         source: The tier that answered instead, such as `heuristic` or `forward`; `error` if none did.
         processes: Number of processes that missed the call (approximate).
         first: Time of the first miss.
@@ -41,19 +48,11 @@ class Note:
         kernel: `module.Class` of the kernel, or `module.function`. Only for readers; it is never imported.
     """
 
-    schema: int
-    key: dict[str, str]
-    call: dict[str, Any]
     source: str
     processes: int
     first: str
     last: str
     kernel: str
-
-    @property
-    def config_key(self) -> ConfigKey:
-        """The key of the call's configuration."""
-        return ConfigKey(**self.key)
 
 
 class MissedNotes:
