@@ -313,7 +313,14 @@ def test_many_logits_are_cut_into_few_equal_chunks_by_default(tokens, inner, col
 
 def test_a_sum_in_float32_has_shorter_chunks():
     call = dataclasses.replace(CALL, tokens=16384, accumulation_dtype="float32")
-    assert support.heuristic(call) == MosaicGpuParams(chunk=4096)
+    found = support.heuristic(call)
+    assert (found.chunk, found.accumulation_dtype) == (4096, None)
+
+
+def test_three_products_have_a_buffer_for_each_piece():
+    found = support.heuristic(CALL)
+    assert found.out_slots == support.head_plan(CALL, found, plan.EXPONENTIALS, rows=plan.TILE_ROWS).pieces
+    assert support.params_fault(CALL, found) is None
 
 
 def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():

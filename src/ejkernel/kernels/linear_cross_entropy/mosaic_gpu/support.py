@@ -18,7 +18,7 @@ from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
-_LOGITS_BYTES = 5 << 29  # of all rows at once; chunks have half as much
+_LOGITS_BYTES = 5 << 29  # of all rows, or of half of them, at once; shorter chunks have half as much
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -100,11 +100,13 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     base = MosaicGpuParams()
     if not is_known(call.tokens, call.inner, call.columns) or not _has_gradients(call):
         return base
-    for choice in _choices(call):
-        if _fits_in_memory(call, choice):
-            return choice
     able = [choice for choice in _choices(call) if params_fault(call, choice) is None]
-    return min(able, key=lambda choice: estimated_bytes(call, choice))
+    fitting = (choice for choice in able if _fits_in_memory(call, choice))
+    choice = next(fitting, None) or min(able, key=lambda choice: estimated_bytes(call, choice))
+    if call.gradients and choice.form == "rows":
+        # A buffer for each piece of a tile, so that no store waits for an earlier one.
+        return dataclasses.replace(choice, stages=3, out_slots=4)
+    return choice
 
 
 def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
@@ -126,10 +128,11 @@ def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     logits = 2 * call.tokens * padded_columns(call.columns)
     if logits <= _LOGITS_BYTES:
         return MosaicGpuParams()
+    # The sum of two products is rounded once more than a single product, and takes no memory of its own.
     halves = MosaicGpuParams(chunk=padded(-(-call.tokens // 2), TILE_ROWS), accumulation_dtype="bfloat16")
     if logits <= 2 * _LOGITS_BYTES and _sum_dtype(call, halves) == "bfloat16":
         return halves
-    # The sum over chunks takes memory as well.
+    # A sum in float32 takes memory as well.
     count = -(-logits * 2 // _LOGITS_BYTES)
     return MosaicGpuParams(chunk=padded(-(-call.tokens // count), TILE_ROWS))
 
