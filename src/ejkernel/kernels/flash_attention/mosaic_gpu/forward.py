@@ -148,7 +148,7 @@ class ForwardKernel:
 
     def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> ForwardMemory:
         """Return what the warpgroups share."""
-        return ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), *memory, self.backend)
+        return ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), memory[0], memory[1], self.backend)
 
     # Tile scheduler.
 

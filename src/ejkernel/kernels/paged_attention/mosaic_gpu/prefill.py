@@ -27,6 +27,8 @@ from .memory import cache_row
 from .plan import PIECE, PrefillPlan
 from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
 
+_FEW_COPIES = 2  # of keys in a block
+
 
 class PrefillInputs(NamedTuple):
     """Arrays in global memory; those that a call does not have are `None`.
@@ -103,7 +105,11 @@ class PrefillKernel(ForwardKernel):
 
     plan: PrefillPlan
     consumer = PrefillConsumer
-    registers = Registers(producer=40, consumer=232)  # with 24 the producer spills for pages of 16
+
+    @property
+    def registers(self) -> Registers:
+        """Registers per thread of either role; with many copies, a producer with fewer would spill."""
+        return super().registers if self.plan.copies <= _FEW_COPIES else Registers(producer=40, consumer=232)
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
@@ -134,14 +140,19 @@ class PrefillKernel(ForwardKernel):
     def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> PrefillMemory:
         """Return what the warpgroups share."""
         given = ForwardOutputs(inputs.out, outputs[0] if self.plan.return_lse else None)
-        return PrefillMemory(self.plan, cast(Any, inputs), given, *memory, self.backend)
+        return PrefillMemory(self.plan, cast(Any, inputs), given, memory[0], memory[1], self.backend)
+
+    @property
+    def given(self) -> PrefillInputs:
+        """The arrays."""
+        return cast(PrefillInputs, self.inputs)
 
     # Tile scheduler.
 
     def _each_tile(self, body: Callable[[Any, Any, Any], Any], step: Any) -> Any:
         """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
         program, programs = lax.axis_index(PROGRAM), self.plan.programs
-        items = jnp.maximum(self.inputs.ends[self.inputs.ends.shape[0] - 1], 0) * self.plan.bundles
+        items = jnp.maximum(self.given.ends[self.given.ends.shape[0] - 1], 0) * self.plan.bundles
         rounds = quotient(items + (programs - 1), programs)
 
         def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
@@ -151,7 +162,7 @@ class PrefillKernel(ForwardKernel):
         return lax.fori_loop(jnp.int32(0), rounds, lambda i, step: body(self._tile(dealt(i)), step, i), step)
 
     def _tile(self, number: Any) -> Any:
-        return KeyRange.of(self.plan, Item.of(self.plan, self.inputs.tiles, number))
+        return KeyRange.of(self.plan, Item.of(self.plan, self.given.tiles, number))
 
     def _row_and_head(self, tile: Any, warpgroup: Any) -> tuple[Any, Any]:
         """Return the first query token of a warpgroup's part of a tile, within the tile, and the first head."""
@@ -167,13 +178,13 @@ class PrefillKernel(ForwardKernel):
             slot = memory.query_slot(w, number)
             tokens = pl.ds(item.token + plan.warpgroup_tokens * w, plan.warpgroup_tokens)
             for piece in memory.query(slot):
-                source = self.inputs.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
+                source = self.given.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
                 plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
         step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
     def _copy_block(self, tile: Any, block: Any, step: Any) -> Any:
-        plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.inputs
+        plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.given
         keys = [tile.origin + block * self.params.kv_block + copy * size for copy in range(plan.copies)]
         # Before the wait, which hides their latency.
         rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
