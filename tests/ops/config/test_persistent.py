@@ -711,14 +711,6 @@ def test_a_missing_layer_is_one_warning_with_its_name(tmp_path, recwarn):
     assert all(any(f"there is no folder {name}, a layer read after" in text for text in messages) for name in names)
 
 
-def test_a_file_as_the_cache_folder_is_one_warning(tmp_path, recwarn):
-    (tmp_path / "a file").write_text("")
-    for _ in range(2):
-        assert PersistentCache(tmp_path / "a file").get("gpu:some", "op@v0", "0123456789abcdef") is None
-    (warning,) = recwarn
-    assert "a file is no folder, so nothing is read from it; set EJKERNEL_CACHE_DIR." in str(warning.message)
-
-
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None

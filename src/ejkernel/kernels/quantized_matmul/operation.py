@@ -286,10 +286,8 @@ def _check_shapes(x: Any, w: Any, x_block: Block | None, *, transpose_w: bool) -
     if x.shape[-1] != w.shape[1 if transpose_w else 0]:
         is_other_way = x.shape[-1] == w.shape[0 if transpose_w else 1]
         hint = f"; pass transpose_w={not transpose_w}" if is_other_way else ""
-        axes = "[n, k]" if transpose_w else "[k, n]"
-        raise ArgumentError(
-            f"x must be [..., k] and w {axes} with the same k, got {type_text(x)} and {type_text(w)}{hint}."
-        )
+        got = f"got {type_text(x)} and {type_text(w)}{hint}."
+        raise ArgumentError(f"x must be [..., k] and w {'[n, k]' if transpose_w else '[k, n]'} with the same k, {got}")
     leading = () if x_block is None else x_block[:-1]
     if len(leading) > 1 and set(leading) not in ({1}, {None}):
         raise ArgumentError(

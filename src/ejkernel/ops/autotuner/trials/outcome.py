@@ -108,9 +108,7 @@ class Challenge:
             "heuristic_faster": figures.behind,
             "confidence": round(figures.confidence, 6),
             "judged_by": figures.judged_by,
-            "alone": self.is_confirmation,
-            "doubt": figures.doubt,
-        }
+        } | {"alone": self.is_confirmation, "doubt": figures.doubt}
 
     @property
     def in_rounds(self) -> str:
