@@ -74,6 +74,7 @@ def test_batches_of_all_lengths_are_right_and_unused_values_never_matter(window,
         np.testing.assert_allclose(run(*args), by_numpy(args[0], args[3], cached, window), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_indices_that_lead_out_of_the_arrays_change_no_other_sequence():
     args, _ = random_batch(np.random.default_rng(3))
     q, pages, table, _, lengths = args
@@ -102,6 +103,7 @@ def test_a_plan_serves_every_window_but_not_a_larger_one_than_its_own():
         paged_attention(*args, plan=paged_plan(*args[3:], heads=8, kv_heads=2, page_size=4))
 
 
+@pytest.mark.slow
 def test_a_plan_without_the_table_leaves_the_schedule_to_the_layers():
     args = batch_of(MIXED)
     plan = paged_plan(*args[3:], heads=4, kv_heads=2, page_size=4, sliding_window=4)
@@ -112,6 +114,7 @@ def test_a_plan_without_the_table_leaves_the_schedule_to_the_layers():
         paged_plan(*args[3:], heads=4, kv_heads=2, page_size=4, tokens=8)
 
 
+@pytest.mark.slow
 def test_a_plan_orders_decodes_before_prefills_and_long_sequences_first():
     table, *batch = jnp.zeros((5, 250), int), jnp.array([0, 1, 1, 2, 302, 304]), jnp.array([4, 9, 50, 400, 1000])
     plan = paged_plan(*batch, heads=8, kv_heads=4, page_size=4, tokens=304, pages=1, page_table=table)
