@@ -274,7 +274,7 @@ ARGUMENTS = [
     (lambda: ConfigSelectorChain(tuner=5), ArgumentError, "tuner must be an Autotuner, got 5"),
     (lambda: ConfigSelectorChain().choose(None, None), ArgumentError, "inv must be an Invocation, got None"),
     (lambda: Invocation(kernel=5, args=(X,)), ArgumentError, "kernel must be a Kernel, got 5"),
-    (lambda: Invocation(kernel=Scale("s"), args=X), ArgumentError, "args must be a tuple .* got array"),
+    (lambda: Invocation(kernel=Scale("s"), args=X), ArgumentError, "args must be a tuple .* got an array float32"),
     (lambda: Invocation(kernel=Scale("s"), kwargs=[1]), ArgumentError, r"kwargs must be a mapping .* got \[1\]"),
     (lambda: ops.default_key_builder_with_sharding(5), ArgumentError, "kernel must be a Kernel, got 5"),
     (lambda: ops.record_invocation(5, 6), ArgumentError, "kernel must be a Kernel, got 5"),
