@@ -48,6 +48,18 @@ def test_a_call_is_undecided_unless_the_intervals_are_apart(tmp_path, capsys, be
     assert found_call["verdict"] == verdict
 
 
+def test_times_by_two_clocks_have_no_ratio(tmp_path, capsys):
+    after = timed(*FAST)
+    (outcome,) = after.outcomes
+    outcome = dataclasses.replace(outcome, measurement=dataclasses.replace(outcome.measurement, method="processor"))
+    save(tmp_path / "old", timed(*SLOW))
+    save(tmp_path / "new", dataclasses.replace(after, outcomes=(outcome,)))
+    data = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))
+    (found_call,) = data["calls"]
+    assert (found_call["verdict"], found_call["ratio"], data["geometric_mean"]) == ("two clocks", None, None)
+    assert (found_call["before"]["clock"], found_call["after"]["clock"]) == ("wall", "processor")
+
+
 def test_a_ratio_has_the_range_of_opposite_ends(tmp_path, capsys):
     save(tmp_path / "old", timed(*SLOW))
     save(tmp_path / "new", timed(*FAST))

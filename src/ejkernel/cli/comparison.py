@@ -17,10 +17,11 @@ FASTER: Final = "faster"
 SLOWER: Final = "slower"
 UNDECIDED: Final = "undecided"
 UNCHANGED: Final = "unchanged"
+TWO_CLOCKS: Final = "two clocks"
 NO_TIME: Final = "no time"
 ONLY_BEFORE: Final = "only before"
 ONLY_AFTER: Final = "only after"
-_ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
+_ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, TWO_CLOCKS, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Side:
         config: The configuration.
         time_us: Its time; `None` if unknown.
         low_us, high_us: The 95 % interval of the time; `None` without enough samples.
+        clock: The timer: on a busy machine the time may be the processor's. Empty if unknown.
         search: Progress of the search.
         measured: When it was measured.
         versions: Names and versions of the software it was measured with.
@@ -43,6 +45,7 @@ class Side:
     time_us: float | None
     low_us: float | None
     high_us: float | None
+    clock: str
     search: str
     measured: str
     versions: dict[str, str]
@@ -58,6 +61,7 @@ class Side:
             time_us=call.after_us,
             low_us=low,
             high_us=high,
+            clock=call.clock,
             search=call.search,
             measured=call.time,
             versions=call.versions,
@@ -109,7 +113,7 @@ class ComparedCall:
         op, call: Its operation and key.
         arguments: The arguments as text.
         before, after: The sides; `None` if the call is not in it.
-        ratio: The ratio of the times; `None` unless both are known.
+        ratio: The ratio of the times; `None` unless both are known, by the same timer.
     """
 
     op: str
@@ -124,6 +128,8 @@ class ComparedCall:
         """The result in a word or two."""
         if self.before is None or self.after is None:
             return ONLY_AFTER if self.before is None else ONLY_BEFORE
+        if _by_two_clocks(self.before, self.after):
+            return TWO_CLOCKS
         if self.ratio is None:
             return NO_TIME
         # The same measurement, e.g. in a copy of the cache.
@@ -230,10 +236,14 @@ def _rank(call: ComparedCall) -> tuple[int, float, str, str]:
     return _ORDER.index(call.verdict), far, call.op, call.arguments
 
 
+def _by_two_clocks(before: Side | CallReport, after: Side | CallReport) -> bool:
+    return bool(before.clock and after.clock) and before.clock != after.clock
+
+
 def _ratio(before: CallReport, after: CallReport) -> Ratio | None:
     # Files may hold any number.
     old, new = before.after_us, after.after_us
-    if old is None or new is None or not (0 < old < math.inf and 0 < new < math.inf):
+    if old is None or new is None or _by_two_clocks(before, after) or not (0 < old < math.inf and 0 < new < math.inf):
         return None
     median = old / new
     if before.after_range is None or after.after_range is None:

@@ -52,7 +52,7 @@ def plot_report(calls: Sequence[CallReport], folder: Path, form: str) -> list[Pa
             draw(f"roofline-{slug(roofline.device)}-{slug(roofline.peak.dtype)}", _roofline, roofline, 8)
         for number, call in enumerate(calls, 1):
             name = f"{number:02}-{slug(call.op.partition('@')[0])}"
-            rows = [row for row in call.rows if row.time_us is not None][:_MOST]
+            rows = [row for row in call.rows if row.time_us is not None and not row.clock][:_MOST]
             if rows:
                 draw(f"{name}-candidates", _candidates, (call, rows), len(rows))
             if len(call.best) > 1:

@@ -64,6 +64,7 @@ class CallReport(SearchView):
         result: The speed-up or, in a word, why there is none.
         speedup: `before_us / after_us`.
         after_range: The 95 % interval of `after_us`; `None` without enough samples.
+        clock: The timer of `after_us`; empty if unknown.
         search: Progress of the search; `-` without one.
         time: When the call was measured.
         versions: Names and versions of the software it was measured with.
@@ -81,6 +82,7 @@ class CallReport(SearchView):
     result: str
     speedup: float | None = None
     after_range: tuple[float, float] | None = None
+    clock: str = ""
     search: str = "-"
     time: str = "-"
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -142,6 +144,7 @@ def _without_search(entry: StoredEntry) -> CallReport:
         before_us=times[0],
         after_us=times[1],
         speedup=entry.speedup,
+        clock=_stored_clock(entry),
         search=stored_in_words(entry.measured),
         source=f"{_place(entry)}; the file of its search is not here",
     )
@@ -151,6 +154,11 @@ def _stored_time(entry: StoredEntry, name: str) -> float | None:
     times = (entry.measured or {}).get(name)
     found = times.get("median_us") if isinstance(times, dict) else None
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def _stored_clock(entry: StoredEntry) -> str:
+    times = (entry.measured or {}).get("winner")
+    return printable(times.get("method") or "") if isinstance(times, dict) else ""
 
 
 def _place(entry: StoredEntry) -> str:
@@ -202,6 +210,7 @@ def _with_search(
         result=search.in_a_word,
         speedup=search.speedup,
         after_range=_interval(search),
+        clock="" if winner.measurement is None else printable(winner.measurement.method),
         search=search.progress.in_words,
         source=source,
         notes=tuple(map(printable_lines, filter(None, notes))),

@@ -86,6 +86,7 @@ class NoConfigError(EjkernelError, LookupError):
         not_taken: Why a saved entry is not used.
         nearest: The nearest saved entries, or the devices that the call was tuned on.
         is_noted: Whether the call is noted for `ejkernel tune --missed`.
+        module: The module that the command must import, if it defines the kernel; empty for ours.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class NoConfigError(EjkernelError, LookupError):
         not_taken: str = "",
         nearest: str = "",
         is_noted: bool = False,
+        module: str = "",
     ) -> None:
         # args keep the fields, so the error survives pickling
-        super().__init__(op_id, tried, call, not_taken, nearest, is_noted)
+        super().__init__(op_id, tried, call, not_taken, nearest, is_noted, module)
         self.op_id, self.tried, self.call, self.not_taken = op_id, tried, call, not_taken
-        self.nearest, self.is_noted = nearest, is_noted
+        self.nearest, self.is_noted, self.module = nearest, is_noted, module
 
     def __str__(self) -> str:
         lines = [f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}."]
@@ -118,11 +120,12 @@ class NoConfigError(EjkernelError, LookupError):
         return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
 
     def _how_to_tune(self) -> str:
+        missed = f"`ejkernel tune --missed{f' --import {self.module}' if self.module else ''}`"
         if self.is_noted:
-            return "run `ejkernel tune --missed`"
+            return f"run {missed}"
         return (
             "run `ejkernel tune MODULE:FUNCTION`; or the program with EJKERNEL_ON_MISS=heuristic "
-            "EJKERNEL_NOTE_MISSES=1, and then `ejkernel tune --missed`, which tunes all of its calls"
+            f"EJKERNEL_NOTE_MISSES=1, and then {missed}, which tunes all of its calls"
         )
 
 

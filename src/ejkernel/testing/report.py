@@ -41,8 +41,9 @@ class CheckRow:
         config: The configuration; `None` if the check does not depend on it.
         status: The result.
         reason: Why the check failed or was skipped.
-        error: Error of the worst array; `None` if the check compares no arrays.
-        allowed: The tolerance for `error`.
+        error: Error of the worst array, relative to its largest value; `None` if the check compares no arrays. For
+            scaled inputs and special values each element has its own limit: then it is the largest share of a limit.
+        allowed: The tolerance for `error`; 1 for shares.
     """
 
     check: str

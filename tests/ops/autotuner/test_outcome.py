@@ -14,6 +14,7 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.execution import explain
 
@@ -48,6 +49,26 @@ def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
         "   rows=3         failed    -        -       -             out of shared memory",
         "* chosen, h heuristic; the fastest first. The confirmation run decides and may choose another row.",
     ]
+
+
+def test_times_by_two_clocks_are_not_compared():
+    fast = measured(2, 2, 2, 2, 2)
+    by_processor = dataclasses.replace(
+        fast, measurement=dataclasses.replace(fast.measurement, samples=(1e-6,) * 4, method="processor")
+    )
+    found = search(measured(1, 4, 4, 4, 4), by_processor, measured(3, 5, 5, 5, 5), FAILURE, winner=0)
+    lines = found.summary().splitlines()
+    assert lines[3].startswith("two clocks: ")
+    assert [line.split() for line in lines[4:-1]] == [
+        ["configuration", "status", "median", "spread", "clock", "of", "heuristic", "reason"],
+        ["*h", "rows=1", "measured", "4.0", "us", "0%", "wall", "100%"],
+        ["rows=3", "measured", "5.0", "us", "0%", "wall", "125%"],
+        ["rows=2", "measured", "1.0", "us", "0%", "processor", "-"],
+        ["rows=3", "failed", "-", "-", "-", "-", "out", "of", "shared", "memory"],
+    ]
+    view = SearchView(**view_of(found))
+    assert [row.clock for row in view.rows] == ["", "", "processor", ""]
+    assert (view.axis.low, view.best) == (4.0, ((1, 4.0),))
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
         nearest, is_noted = self._nearest(request), request.policy.note_misses
-        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken), nearest, is_noted)
+        module = kernel.__module__
+        is_found = module == "__main__" or module.partition(".")[0] == "ejkernel"
+        rejected = "; ".join(not_taken)
+        raise NoConfigError(inv.op_id, tuple(asked), call, rejected, nearest, is_noted, "" if is_found else module)
 
     def _nearest(self, request: _Request) -> str:
         """Return the saved entries nearest to a call without an answer, for an error; empty if there are none."""

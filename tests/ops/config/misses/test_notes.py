@@ -266,7 +266,7 @@ def test_a_miss_error_names_the_call_and_is_recorded(monkeypatch):
     cache.put(other.key, 1, call=other.description)
     says = (
         r"'times' \(f32\[.*\], key \w+ on cpu:.*\)\.\n  In the cache: no entry; the nearest of 1 tuned call: args\[0\] "
-        r"f32\[7\] instead.*\n  To tune it, run `ejkernel tune --missed`\."
+        r"f32\[7\] instead.*\n  To tune it, run `ejkernel tune --missed --import tests\.\S+`\."
     )
     with pytest.raises(NoConfigError, match=says):
         TIMES(X)

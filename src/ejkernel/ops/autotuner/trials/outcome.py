@@ -333,7 +333,8 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     """
     tried = f"{counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s; {search.in_words}"
     found = ranked(search.outcomes)
-    firsts, heuristic = [program[0] for program in found], search.heuristic.seconds
+    firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
+    others = [is_by_another(one, clock) for one in firsts]
     columns = {
         "": ["*" * (one is search.winner) + "h" * (one is search.heuristic) for one in firsts],
         "configuration": list(map(program_name, found)),
@@ -341,7 +342,10 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
         "mean" if search.cases else "median": durations(one.seconds for one in firsts),
         **({"of each": _times_of_each(firsts)} if search.cases else {}),
         "spread": [_spread(one.measurement) for one in firsts],
-        "of heuristic": [f"{one.seconds / heuristic:.0%}" if one.seconds and heuristic else "-" for one in firsts],
+        **({"clock": [one.measurement.method if one.measurement else "-" for one in firsts]} if any(others) else {}),
+        "of heuristic": [
+            "-" if other else _share(one, search.heuristic) for one, other in zip(firsts, others, strict=True)
+        ],
         **({"compiled in": [_compiled_in(one.compile_seconds) for one in firsts]} if verbose else {}),
         "reason": [_in_one_line(one.reason, None if verbose else _REASON) for one in firsts],
     }
@@ -356,6 +360,10 @@ def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the time of each case of each outcome, `-` without cases."""
     times = iter(durations(case.median for outcome in outcomes for case in outcome.cases))
     return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
+
+
+def _share(outcome: Outcome, heuristic: Outcome) -> str:
+    return f"{outcome.seconds / heuristic.seconds:.0%}" if outcome.seconds and heuristic.seconds else "-"
 
 
 def _spread(measurement: Measurement | None) -> str:
@@ -377,6 +385,8 @@ def remarks(search: Findings) -> list[str]:
     lines += [] if search.challenge is None else [search.challenge.line()]
     if search.input_sets:
         lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
+    if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
+        lines.append("two clocks: other processes disturbed the clock; only times by the same one compare")
     if search.undecided:
         lines.append("undecided: the machine was too noisy to tell which candidate is the fastest")
     if search.interrupted:
@@ -411,8 +421,27 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search, the fastest first."""
-    return sorted(programs(outcomes), key=lambda p: math.inf if p[0].seconds is None else p[0].seconds)
+    """Return the programs of a search, the fastest first; those timed by another clock come last."""
+    clock = clock_of(outcomes)
+
+    def place(program: tuple[Outcome, tuple[Outcome, ...]]) -> tuple[bool, bool, float]:
+        first = program[0]
+        return first.seconds is None, is_by_another(first, clock), first.seconds or 0.0
+
+    return sorted(programs(outcomes), key=place)
+
+
+def clock_of(outcomes: Sequence[Outcome]) -> str:
+    """Return the timer (`Measurement.method`) of the heuristic's time or, without one, of the first program's.
+
+    If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
+    """
+    return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
+
+
+def is_by_another(outcome: Outcome, clock: str) -> bool:
+    """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
+    return outcome.measurement is not None and outcome.measurement.method != clock
 
 
 def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:

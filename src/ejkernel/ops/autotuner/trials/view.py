@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, program_name, ranked
+from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, clock_of, is_by_another, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import compact, durations
@@ -34,6 +34,7 @@ class Row:
         low_us, high_us: The quartiles; of fewer than four samples the least and the greatest.
         samples: Number of samples.
         compile_s: Seconds to compile.
+        clock: The timer, if it is another than the heuristic's: such times do not compare.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     high_us: float = 0.0
     samples: int = 0
     compile_s: float | None = None
+    clock: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,9 @@ class Axis:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Axis:
-        """Return the axis of a search, which spans the quartiles of all rows; any axis if nothing was measured."""
-        ends = [end for row in rows if row.time_us is not None for end in (row.low_us, row.time_us, row.high_us)]
+        """Return the axis of a search, which spans the quartiles of all rows by one clock; any axis without a time."""
+        timed = [row for row in rows if row.time_us is not None and not row.clock]
+        ends = [end for row in timed for end in (row.low_us, row.time_us or 0.0, row.high_us)]
         return cls(min(ends, default=1.0), max(ends, default=1.0))
 
     def at(self, value: float) -> float:
@@ -183,6 +186,7 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
         high_us=float(high) * 1e6,
         samples=len(samples),
         compile_s=first.compile_seconds,
+        clock=printable(first.measurement.method) if is_by_another(first, clock_of(search.outcomes)) else "",
     )
 
 
@@ -218,7 +222,8 @@ def _failures(status: str, reason: str, outcomes: Sequence[Outcome]) -> Failures
 def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
     """Yield the number of measurements and the best time in microseconds, at each improvement."""
     best = math.inf
-    measured = (outcome.seconds for outcome in outcomes if outcome.seconds is not None)
+    clock = clock_of(outcomes)
+    measured = (one.seconds for one in outcomes if one.seconds is not None and not is_by_another(one, clock))
     for count, seconds in enumerate(measured, 1):
         if seconds < best:
             best = seconds
