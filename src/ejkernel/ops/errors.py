@@ -83,10 +83,9 @@ class NoConfigError(EjkernelError, LookupError):
         op_id: The operation.
         tried: The tiers that were asked.
         call: The call, with its key.
-        not_taken: Why a saved entry is not used.
-        nearest: The nearest saved entries, or the devices that the call was tuned on.
-        is_noted: Whether the call is noted for `ejkernel tune --missed`.
-        module: The module that the command must import, if it defines the kernel; empty for ours.
+        saved: Why a saved entry is not used, or the nearest entries, or the devices that the call was tuned on.
+        missed: The command that tunes noted calls.
+        is_noted: Whether the call is noted.
     """
 
     def __init__(
@@ -94,22 +93,19 @@ class NoConfigError(EjkernelError, LookupError):
         op_id: str,
         tried: tuple[str, ...],
         call: str = "",
-        not_taken: str = "",
-        nearest: str = "",
+        saved: str = "",
+        missed: str = "ejkernel tune --missed",
         is_noted: bool = False,
-        module: str = "",
     ) -> None:
         # args keep the fields, so the error survives pickling
-        super().__init__(op_id, tried, call, not_taken, nearest, is_noted, module)
-        self.op_id, self.tried, self.call, self.not_taken = op_id, tried, call, not_taken
-        self.nearest, self.is_noted, self.module = nearest, is_noted, module
+        super().__init__(op_id, tried, call, saved, missed, is_noted)
+        self.op_id, self.tried, self.call, self.saved = op_id, tried, call, saved
+        self.missed, self.is_noted = missed, is_noted
 
     def __str__(self) -> str:
         lines = [f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}."]
-        if self.not_taken:
-            lines.append(f"The saved entry is not used: {self.not_taken}.")
-        elif self.nearest:
-            lines.append(f"In the cache: {self.nearest}.")
+        if self.saved:
+            lines.append(f"{self.saved}.")
         if "heuristic" in self.tried:
             lines.append("Give the kernel a heuristic_cfg or a config_space, or pass cfg=...")
         else:
@@ -120,12 +116,11 @@ class NoConfigError(EjkernelError, LookupError):
         return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
 
     def _how_to_tune(self) -> str:
-        missed = f"`ejkernel tune --missed{f' --import {self.module}' if self.module else ''}`"
         if self.is_noted:
-            return f"run {missed}"
+            return f"run `{self.missed}`"
         return (
             "run `ejkernel tune MODULE:FUNCTION`; or the program with EJKERNEL_ON_MISS=heuristic "
-            f"EJKERNEL_NOTE_MISSES=1, and then {missed}, which tunes all of its calls"
+            f"EJKERNEL_NOTE_MISSES=1, and then `{self.missed}`, which tunes all of its calls"
         )
 
 

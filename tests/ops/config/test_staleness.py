@@ -154,7 +154,7 @@ class Heuristically:
 
 
 def test_an_error_names_the_saved_entry_once_and_survives_pickling():
-    error = NoConfigError("op", ("memory", "persistent"), "", "measured with jax 1, not 2: the policy says refuse")
+    error = NoConfigError("op", ("memory", "persistent"), "", "The saved entry is not used: measured with jax 1, not 2")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert "What is saved" not in str(NoConfigError("op", ("memory",)))
 

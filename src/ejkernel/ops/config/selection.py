@@ -14,7 +14,7 @@ from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.misses.nearest import why_no_entry
-from ejkernel.ops.config.misses.notes import MissedNotes
+from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
@@ -162,14 +162,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
-        nearest, is_noted = self._nearest(request), request.policy.note_misses
-        module = kernel.__module__
-        is_found = module == "__main__" or module.partition(".")[0] == "ejkernel"
-        rejected = "; ".join(not_taken)
-        raise NoConfigError(inv.op_id, tuple(asked), call, rejected, nearest, is_noted, "" if is_found else module)
+        saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
+        raise NoConfigError(inv.op_id, tuple(asked), call, saved, command_for(kernel), request.policy.note_misses)
 
     def _nearest(self, request: _Request) -> str:
-        """Return the saved entries nearest to a call without an answer, for an error; empty if there are none."""
+        """Return a phrase on the saved entries nearest to a call without an answer; empty if there are none."""
         persistent, key = self.persistent, request.key
         if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
             return ""
@@ -177,7 +174,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         progress = self.store.progress(key) if persistent.path is not None else None
         if progress is not None and why.startswith("no entry"):
             why = f"its search is {progress.in_words}; tuning again continues it{why.removeprefix('no entry')}"
-        return "" if why == "no entry" else why
+        return "" if why == "no entry" else f"In the cache: {why}"
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""

@@ -160,3 +160,9 @@ class MissedNotes:
         except UnusableError as error:
             warn(f"ignoring the note {file}: {error}", CacheWarning)
             return None
+
+
+def command_for(kernel: object) -> str:
+    """Return the command that tunes the noted calls of a kernel; it imports the kernel's module, unless it is ours."""
+    module = kernel.__module__
+    return "ejkernel tune --missed" + f" --import {module}" * (module.partition(".")[0] not in ("__main__", "ejkernel"))
