@@ -81,7 +81,7 @@ def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
     assert "wave@v0: the worker was killed by SIGABRT while running; a new worker continues" in err
     assert "1 of 1 call tuned" in err
     assert "1 of 3 measured, 1 crashed, 1 wrong" in out
-    assert re.search(r"^\* +rows=8 +measured", out, re.M)
+    assert re.search(r"^\*h +rows=8 +measured", out, re.M)
     assert re.search(r"rows=16 +crashed .* the worker was killed by SIGABRT while running", out)
     assert re.search(r"rows=32 +wrong .* differs from the reference", out)
 
