@@ -7,7 +7,6 @@ import gc
 import hashlib
 import itertools
 import os
-import shutil
 import sys
 import textwrap
 import types
@@ -16,7 +15,6 @@ from collections import defaultdict
 import hypothesis
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -105,42 +103,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def _keep_programs(folder):
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kept_programs(tmp_path_factory):
-    """Have JAX keep each program that this process compiles: tests compile the same small ones as new functions."""
-    from ejkernel import compat
-
-    serialized = compat.serialized
-
-    def of_new_programs(compiled):
-        if jax.config.jax_compilation_cache_dir is not None:
-            pytest.fail("a test that serializes programs needs the fixture programs_not_kept")
-        return serialized(compiled)
-
-    folder = str(tmp_path_factory.mktemp("programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _keep_programs(folder)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compat, "serialized", of_new_programs)
-        yield folder
-    _keep_programs(None)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def programs_not_kept(kept_programs):
-    """Compile every program anew: XLA cannot serialize a program for CPUs that was read from a file."""
-    _keep_programs(None)
-    yield
-    _keep_programs(kept_programs)
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,6 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs_not_kept")
 def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, capsys):
     assert main(["tune", "--compile-only", *NAMED, "--output", "bundle", "--compile-processes", "0"]) == 0
     printed = capsys.readouterr()

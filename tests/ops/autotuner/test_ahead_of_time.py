@@ -14,8 +14,6 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import TuningError
 
-pytestmark = pytest.mark.usefixtures("programs_not_kept")
-
 HERE = Target.named("here")
 
 

@@ -30,7 +30,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, TuningWarning
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_not_kept")]
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct((8,), jnp.int32)  # no gradient, which would be compiled where it is checked
 HERE = Target.named("here")

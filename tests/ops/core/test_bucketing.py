@@ -418,7 +418,6 @@ def test_the_description_of_a_bucket_rebuilds_its_representative(kind, name):
         assert again.argument_types == inv.representative.argument_types
 
 
-@pytest.mark.usefixtures("programs_not_kept")
 def test_the_representative_is_compiled_for_other_devices(tmp_path):
     kernel = BucketedPlain("bundled")
     (inv,) = calls_of(kernel, rows(5), W).values()
