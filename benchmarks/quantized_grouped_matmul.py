@@ -13,8 +13,6 @@ import argparse
 import concurrent.futures
 import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized_matmul import add_times
+from benchmarks.quantized_matmul import add_times, measured_apart, table
 from ejkernel.modules import Quantized, QuantizedGroupedMatmulConfig, grouped_matmul, quantize
 
 BASE = "bfloat16"
@@ -166,35 +164,6 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return a Markdown table, a line per shape and contender."""
-    fields = ("us", "tflops", "kernel_us", "kernel_tflops")
-    lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
-    for key, rows in found.items():
-        if key == "environment":
-            continue
-        for name, row in rows["contenders"].items():
-            cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
-            lines.append(f"| {key}, {name} | {' | '.join(cells)} | {row.get('errors', row.get('reason', ''))} |")
-        lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
-    return "\n".join(lines) + "\n"
-
-
-def run_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Return the result of measuring in a separate process, or the reason for having none."""
-    command = [sys.executable, "-m", "benchmarks.quantized_grouped_matmul", "--one", shape, "--contenders", *names]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
-        lines = done.stdout.splitlines()
-        reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
-    except subprocess.TimeoutExpired as expired:
-        lines = (expired.stdout or b"").decode().splitlines()
-        reason = f"it took more than {seconds:.0f} s"
-    rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
-    return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write it with `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_grouped_matmul", description=__doc__)
@@ -209,11 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     found: dict[str, Any] = {"environment": report.environment()}
     for shape in args.shapes:
-        found[shape] = run_apart(shape, args.contenders, args.seconds)
+        found[shape] = measured_apart(shape, args.contenders, args.seconds, "quantized_grouped_matmul", ratios)
         print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
         if args.out is not None:  # written after each process, in case a later one fails
-            report.write(args.out, f"quantized_grouped_matmul_{report.platform_name()}", found, table(found))
-    print(table(found))
+            report.write(args.out, f"quantized_grouped_matmul_{report.platform_name()}", found, table(found, str))
+    print(table(found, str))
     return 0
 
 

@@ -39,6 +39,7 @@ CHECKED = 512  # rows and columns
 SCALAR = 2.0**-6
 EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
 Function = Callable[..., Any]
+Ratios = Callable[[dict[str, Any]], dict[str, float]]
 
 
 class Shape(NamedTuple):
@@ -232,8 +233,13 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return a Markdown table, a line per shape and contender."""
+def sizes_named(key: str) -> str:
+    """Return the sizes of a shape, by the key of its result."""
+    return " x ".join(map(str, SHAPES[key.split()[0]]))
+
+
+def table(found: dict[str, Any], title: Callable[[str], str] = sizes_named) -> str:
+    """Return a Markdown table, a line per shape and contender; `title` names a shape."""
     fields = ("us", "tflops", "kernel_us", "kernel_tflops")
     lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
     for key, rows in found.items():
@@ -242,15 +248,16 @@ def table(found: dict[str, Any]) -> str:
         for name, row in rows["contenders"].items():
             cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
             said = row.get("errors", row.get("reason", ""))
-            lines.append(f"| {' x '.join(map(str, SHAPES[key.split()[0]]))}, {name} | {' | '.join(cells)} | {said} |")
+            lines.append(f"| {title(key)}, {name} | {' | '.join(cells)} | {said} |")
         lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
     return "\n".join(lines) + "\n"
 
 
-def measured_apart(shape: str, names: Sequence[str], seconds: float) -> dict[str, Any]:
+def measured_apart(
+    shape: str, names: Sequence[str], seconds: float, module: str = "quantized_matmul", ratios: Ratios = ratios
+) -> dict[str, Any]:
     """Return the result of measuring in a separate process, or the reason for having none."""
-    arguments = ("--one", shape, "--contenders", *names)
-    lines, reason = run_apart("benchmarks.quantized_matmul", *arguments, seconds=seconds)
+    lines, reason = run_apart(f"benchmarks.{module}", "--one", shape, "--contenders", *names, seconds=seconds)
     rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
     return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
 

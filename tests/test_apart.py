@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements in a process of their own: what is left of one that fails."""
+"""Measurements in a separate process, and what remains of one that fails."""
 
 from benchmarks.apart import run_apart
 
