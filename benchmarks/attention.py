@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
-    """Return the program of a compilation, or why there is none."""
+    """Return the compiled program, or the reason of its failure."""
     try:
         return job.result()
     except concurrent.futures.BrokenExecutor as error:

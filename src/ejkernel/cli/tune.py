@@ -279,7 +279,7 @@ def _print_doubts(
     console: Console,
     searches: Sequence[AutotuneData] = (),
 ) -> None:
-    """Print the calls whose searches are undecided, or whose entries are older than a change of their kernel.
+    """Print calls with an undecided search, or with an entry older than a change of their kernel.
 
     Args:
         chain: Finds the entries.

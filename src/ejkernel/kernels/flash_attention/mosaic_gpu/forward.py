@@ -147,7 +147,7 @@ class ForwardKernel:
         dispatch_warpgroup(warpgroup, consumers, self.registers, producer=self._produce, consumer=self._consume)
 
     def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> ForwardMemory:
-        """Return what the warpgroups share."""
+        """Return the memory and barriers shared by all warpgroups."""
         return ForwardMemory(self.plan, inputs, ForwardOutputs(*outputs), memory[0], memory[1], self.backend)
 
     # Tile scheduler.

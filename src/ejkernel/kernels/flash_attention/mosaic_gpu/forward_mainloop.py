@@ -217,7 +217,7 @@ class ForwardConsumer:
         return share, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
     def _with_sink(self, state: _SoftmaxState) -> tuple[Any, Any]:
-        """Return the same for rows with one more logit, whose value is zero."""
+        """Return the same with an attention sink: one more logit in each row, with a value of zero."""
         # The maximum makes a sink of minus infinity finite, so that the differences below are no NaN.
         sink = jnp.maximum(self.inputs.sinks[self.part.head] * LOG2_E, _LOWEST)
         own = state.row_max * LOG2_E if self.plan.adds else state.row_max

@@ -138,7 +138,7 @@ class PrefillKernel(ForwardKernel):
         )
 
     def memory_of(self, inputs: Any, outputs: Any, memory: Any) -> PrefillMemory:
-        """Return what the warpgroups share."""
+        """See `ForwardKernel.memory_of`."""
         given = ForwardOutputs(inputs.out, outputs[0] if self.plan.return_lse else None)
         return PrefillMemory(self.plan, cast(Any, inputs), given, memory[0], memory[1], self.backend)
 

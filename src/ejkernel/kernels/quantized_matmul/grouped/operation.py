@@ -188,7 +188,7 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         return dlhs, drhs, None, None, None, dscale
 
     def _matrices_gradient(self, primals: tuple[Any, ...], kwargs: dict[str, Any], dout: jax.Array) -> jax.Array:
-        """Return the gradient of `rhs` for quantised rows, which are dequantised."""
+        """Return the gradient of `rhs`: `grouped_matmul_wgrad` of dequantised rows."""
         lhs, rhs, groups, lhs_scale, _, *factors = primals
         for row_scale in factors:
             dout = scaled_rows(dout, row_scale, own_rows(groups, lhs.shape[0], rhs.shape[0]))

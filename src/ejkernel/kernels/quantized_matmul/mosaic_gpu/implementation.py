@@ -30,7 +30,7 @@ _Call = TypeVar("_Call", bound=OperationCall)
 
 
 class _Quantized(Implementation[_Call], Generic[_Call]):
-    """What products with and without groups have in common."""
+    """The base of the dense and the grouped product."""
 
     name = "mosaic_gpu"
     params = MosaicGpuParams
