@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ejkernel.ops import Kernel
+from ejkernel.ops import Kernel, UnsupportedError
 
 
 class Sine(Kernel[int, jax.Array]):
@@ -105,6 +105,20 @@ class Scaled(Kernel[int, jax.Array]):
 
     def config_space(self, inv):
         return [1, 2, 4]
+
+
+class RaisingInFloat16(Scaled):
+    """Crashes for one dtype under one configuration."""
+
+    def run(self, x, *, cfg):
+        return x.missing if cfg == 4 and x.dtype == jnp.float16 else 2 * x
+
+
+class RaisingInBfloat16(Scaled):
+    """Crashes for one dtype under every configuration."""
+
+    def run(self, x, *, cfg):
+        return x.missing if x.dtype == jnp.bfloat16 else 2 * x
 
 
 class WrongInFloat16(Scaled):
@@ -398,12 +412,59 @@ class Roots(Versine):
         return (rng.uniform(0.5, 1.0, x.shape).astype(x.dtype),), {}
 
 
+class BlocksOfRows(Scaled):
+    """Has a second implementation, whose blocks must divide the rows, and a space that does not say so."""
+
+    def config_space(self, inv):
+        return [{"implementation": name, "rows": rows} for name in ("plain", "blocks") for rows in (1, 2, 4, 8, 16)]
+
+    def heuristic_cfg(self, inv):
+        return {"implementation": "plain", "rows": 1}
+
+    def run(self, x, *, cfg):
+        rows = cfg["rows"] if cfg["implementation"] == "blocks" and cfg["rows"] < 8 else 1
+        return (2 * x.reshape(-1, rows, x.shape[-1])).reshape(x.shape)
+
+
+class WithoutReference(Scaled):
+    """The heuristic's block does not divide an odd number of rows, but another configuration's does."""
+
+    reference = Kernel.reference
+
+    def heuristic_cfg(self, inv):
+        return 2
+
+    def run(self, x, *, cfg):
+        return (2 * x.reshape(-1, cfg, x.shape[-1])).reshape(x.shape)
+
+
+class SpaceOfEvenRows(Scaled):
+    """The space crashes for an odd number of rows."""
+
+    def config_space(self, inv):
+        return [1, {0: 2}[len(inv.args[0]) % 2]]
+
+
+class BackwardWithoutTail(Sine):
+    """One of the backward's own configurations leaves out the rest of the rows."""
+
+    def bwd_heuristic_cfg(self, inv):
+        return 7
+
+    def bwd_config_space(self, inv):
+        return [7, 8]
+
+    def vjp(self, residuals, out, cotangents, x, *, cfg):
+        kept = jnp.arange(len(x)) < (len(x) // 2 * 2 if cfg == 8 else len(x))
+        return (cotangents[0] * residuals * kept[:, None],)
+
+
 class EvenRows(Scaled):
     """Refuses an odd number of rows."""
 
     def run(self, x, *, cfg):
         if len(x) % 2:
-            raise ValueError(f"x must have an even number of rows, got {len(x)}; pad it")
+            raise UnsupportedError(f"x must have an even number of rows, got {len(x)}; pad it")
         return 2 * x
 
 

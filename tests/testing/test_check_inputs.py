@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from tests.ops import wrong_in_places as kernels
 
 from ejkernel.ops import Kernel, check_kernel
-from ejkernel.testing.check_kernel import GROUPS
+from ejkernel.testing.hints import GROUPS
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,12 @@ WRONG = {  # the checks that find it, and their group
     "WrongInFloat16": (["float16"], "dtypes"),
     "WrongInBfloat16": (["bfloat16"], "dtypes"),
     "WrongGradientInFloat16": (["float16"], "dtypes gradient"),
+    "RaisingInFloat16": (["float16"], "dtypes"),
+    "RaisingInBfloat16": (["bfloat16"], "dtypes"),
+    "BlocksOfRows": (["odd sizes"], "inputs"),
+    "WithoutReference": (["odd sizes"], "inputs"),
+    "SpaceOfEvenRows": (["odd sizes"], "inputs"),
+    "BackwardWithoutTail": (["residuals, odd sizes"], "inputs gradient"),
     "WrongAboveFour": (["vmap"], "vmap"),
     "WrongAboveEight": (["vmap"], "vmap"),
     "WrongAboveEightOfOne": (["vmap over x", "vmap over y"], "vmap"),
@@ -92,6 +100,23 @@ def test_a_refused_size_is_skipped_with_the_reason():
     assert statuses["7 instead of 6"] == ("ok", "")
     assert statuses["5 instead of 4"][0] == "skipped"
     assert "x must have an even number of rows, got 5" in statuses["5 instead of 4"][1]
+
+
+def test_a_crash_names_implementation_configuration_shapes_and_what_to_do():
+    report = report_on("BlocksOfRows", without=[group for group in GROUPS if group != "inputs"])
+    failures = report.failures
+    assert {row.config["implementation"] for row in failures} == {"blocks"}
+    assert failures[0].reason.startswith("float32[5, 7]: TypeError: cannot reshape")
+    assert "raise UnsupportedError with the reason, or leave the configuration out of the space" in failures[0].reason
+    text = " ".join(str(report).split())
+    assert "implementation=blocks rows=" in text
+    assert "what to do: odd sizes: mask the rest of a length that the block does not divide" in text
+    assert f"check_kernel(kernel, ..., configs=[{failures[0].config}], without=['second derivative'," in text
+
+
+def test_a_wrong_value_has_its_position():
+    report = report_on("WithoutTail", without=[group for group in GROUPS if group != "inputs"])
+    assert re.search(r"differs from the reference: 0 instead of -?[\d.]+ at \[4, \d\]", report.failures[0].reason)
 
 
 def test_each_kernel_is_tried():

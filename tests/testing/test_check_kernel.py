@@ -17,7 +17,7 @@ from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
 from ejkernel.ops import ArgumentError, KernelCheckError
 from ejkernel.testing import CheckRow, check_kernel, paired
-from ejkernel.testing.check_kernel import GROUPS
+from ejkernel.testing.hints import GROUPS
 from ejkernel.testing.report import CheckReport
 from ejkernel.testing.subject import Subject
 
@@ -217,7 +217,7 @@ def test_attention_passes():
         ("undifferentiable", "gradient", "JAX could not differentiate its run: ValueError: Pure callbacks"),
         ("undifferentiable", "export", "serialization of host_callbacks"),
         ("of random keys", "vmap", "under vmap, random keys of this kind give different numbers"),
-        ("for float32", "bfloat16", "not supported: TypeError: x must be float32"),
+        ("for float32", "bfloat16", "not supported: UnsupportedError: x must be float32"),
         ("with a rule alone", "tangents", "no tangents: ValueError: Pure callbacks"),
     ],
 )
@@ -253,7 +253,7 @@ def test_the_report_mentions_a_sample_of_a_large_space():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
     assert "the heuristic and 24 of about 100 configurations, at random" in str(report)
-    assert "pairs of forward and backward, scaled inputs, zeros, other dtypes: 21 of 25 configurations" in (
+    assert "pairs of forward and backward, scaled inputs, zeros, odd sizes, other dtypes: 21 of 25 configurations" in (
         report.not_checked
     )
     assert "second derivatives, nested batches, batches of one array: 23 of 25 configurations" in report.not_checked
@@ -305,6 +305,12 @@ def test_the_table_has_a_line_for_each_check_and_the_reasons_below():
         "    rows=1 and 1 more: result 0 differs",
         "pickle   skipped  -            -        1",
         "    a script's own",
+        "what to do:",
+        "    vmap: `run` sees one example; code that uses the size of a batch, or of the",
+        "      grid, is wrong for many",
+        "    to repeat the check 'vmap' alone: check_kernel(kernel, ...,",
+        "      configs=[{'rows': 1}], without=['second derivative', 'tangents', 'inputs',",
+        "      'dtypes', 'platforms', 'key', 'pickle', 'export', 'split'])",
     ]
 
 

@@ -81,7 +81,13 @@ def _none(cache: PersistentCache, what: str, prefix: str, keys: Sequence[Any]) -
 
 
 def _begins(key: Any, prefix: str) -> bool:
-    return isinstance(key, ConfigKey) and (key.call.startswith(prefix) or key.op.startswith(prefix))
+    """Return whether a call's key, or its operation, or `operation:key`, starts with `prefix`."""
+    if not isinstance(key, ConfigKey):
+        return False
+    op, separator, call = prefix.rpartition(":")
+    if separator and op in (key.op, key.op.partition("@")[0]):
+        return key.call.startswith(call)
+    return key.call.startswith(prefix) or key.op.startswith(prefix)
 
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:

@@ -4,29 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Final
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.testing.hints import GROUPS
 from ejkernel.testing.report import CheckReport
 from ejkernel.testing.running import checked
 from ejkernel.testing.subject import Scope
-
-GROUPS: Final = (
-    "gradient",
-    "second derivative",
-    "tangents",
-    "vmap",
-    "inputs",
-    "dtypes",
-    "platforms",
-    "key",
-    "pickle",
-    "export",
-    "split",
-)
 
 
 def check_kernel(
@@ -54,11 +40,13 @@ def check_kernel(
       process as divide the axis.
 
     Checks that do not apply are listed as skipped, with the reason. `not_checked` of the report lists the omissions.
+    A kernel refuses sizes and dtypes by raising `UnsupportedError`, or another error of ejkernel, with the reason. Any
+    other exception is a failure, unless the reference rejects the same arrays.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.ops import tune
-    >>> @tune(space={"rows": [1, 2, 4]})
-    ... def total(x, *, rows=2):
+    >>> @tune(space={"rows": lambda inv: [n for n in (1, 2, 4) if inv.args[0].size % n == 0]})
+    ... def total(x, *, rows=1):
     ...     return x.reshape(rows, -1).sum(0).sum()
     >>> check_kernel(total, jnp.ones(8), without=["pickle"]).ok
     True

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import Deviation, tolerance
+from ejkernel.ops.autotuner.measure.correctness import Deviation, position, tolerance
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.transformations.nodes import is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
+from ejkernel.testing.refusals import HOW_TO_REFUSE, refusal
 from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row, wide
 from ejkernel.testing.subject import Subject
 
@@ -171,7 +172,7 @@ def _value_row(
 def _value_deviation(index: int, got: Any, want: Any, slack: Any, platform: str) -> Deviation:
     """Return the largest error as a fraction of the allowance."""
     off, where = _relative_error(got, want, slack, tolerance(want.dtype, platform=platform, precision=None).worst)
-    values = f"{wide(got).ravel()[where]:.6g} instead of {wide(want).ravel()[where]:.6g}"
+    values = f"{wide(got).ravel()[where]:.6g} instead of {wide(want).ravel()[where]:.6g}{position(where, want.shape)}"
     return Deviation(off, 1.0, f"result {index} differs from the reference: {values}" if off > 1 else "")
 
 
@@ -221,14 +222,19 @@ def _every(found: Results) -> list[Any]:
 # --- sizes and dtypes ---
 
 
-def size_rows(numbers: Numbers, configs_for: Callable[[Subject], Sequence[Any]]) -> Iterator[CheckRow]:
+def size_rows(
+    numbers: Numbers,
+    configs_for: Callable[[Subject], Sequence[Any]],
+    pairs_for: Callable[[Numbers], Iterator[CheckRow]],
+) -> Iterator[CheckRow]:
     """Yield rows that compare the call with the reference for odd sizes; equal lengths change together.
 
-    All lengths change at once. If the kernel or the reference rejects that, they change one by one.
+    All lengths change at once. If the kernel refuses that, or the reference fails, they change one by one.
 
     Args:
         numbers: The call.
         configs_for: Returns the configurations to check for a changed call, the heuristic's first.
+        pairs_for: Yields rows that compare the backward's own configurations for a changed call.
     """
     subject = numbers.subject
     taken = [leaf for leaf in jax.tree.leaves((subject.args, subject.kwargs)) if _is_integer(leaf)]
@@ -243,7 +249,7 @@ def size_rows(numbers: Numbers, configs_for: Callable[[Subject], Sequence[Any]])
     def changed(name: str, lengths: Sequence[int]) -> list[CheckRow]:
         shapes = [tuple(_odd(n) if n in lengths else n for n in array.shape) for array in given]
         like = [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)]
-        return list(_changed_rows(numbers, name, like, configs_for))
+        return list(_changed_rows(numbers, name, like, configs_for, pairs_for, may_be_no_call=True))
 
     rows = changed("odd sizes", free)
     if len(free) > 1 and all(each.status == CheckStatus.SKIPPED for each in rows):
@@ -269,16 +275,34 @@ def _odd(length: int) -> int:
 
 
 def _changed_rows(
-    numbers: Numbers, name: str, arrays: Sequence[Any], configs_for: Callable[[Subject], Sequence[Any]]
+    numbers: Numbers,
+    name: str,
+    arrays: Sequence[Any],
+    configs_for: Callable[[Subject], Sequence[Any]],
+    pairs_for: Callable[[Numbers], Iterator[CheckRow]] | None = None,
+    *,
+    may_be_no_call: bool = False,
 ) -> Iterator[CheckRow]:
-    """Yield a row for each configuration of the call with other arrays; skipped if it does not take them."""
+    """Yield a row for each configuration of the call with other arrays; skipped if it refuses them.
+
+    Args:
+        numbers: The call.
+        name: Name of the rows.
+        arrays: The other arrays, which may be abstract.
+        configs_for: Returns the configurations to check for a changed call, the heuristic's first.
+        pairs_for: See `size_rows`.
+        may_be_no_call: Whether the arrays may not fit together. Then errors only count if the reference, or another
+            configuration, takes them.
+    """
+    types = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    configs: Sequence[Any] = (None,)
     try:
         subject = numbers.subject.with_arrays(arrays)
         configs = configs_for(subject)
         other = numbers.like(subject, configs[0])
         jax.eval_shape(subject.executed(configs[0]), *other.examples[0])
     except Exception as error:  # noqa: BLE001 - a kernel need not support every size and dtype
-        yield row(name, None, f"not supported: {error_line(error)}", skipped=True)
+        yield _refused_row(numbers, name, arrays, configs, error, types, may_be_no_call=may_be_no_call)
         return
     try:
         true = other.true()
@@ -286,12 +310,59 @@ def _changed_rows(
         yield row(name, None, f"the reference fails: {error_line(error)}", skipped=True)
         return
     found = other.all_results(configs)
-    types = ", ".join(f"{like.dtype}{list(like.shape)}" for like in subject.types)
     for config, one in zip(configs, found, strict=True):
         if isinstance(one, Exception):
-            yield row(name, config, f"not supported: {error_line(one)}", skipped=True)
+            yield _crashed_row(name, config, one, types)
             continue
         made = other.row_of(name, config, one)
         if made.status == CheckStatus.FAILED and len(one.outs) == len(true.outs) and _is_rounding(other, one, true):
             made = dataclasses.replace(made, status=CheckStatus.OK, reason="")
         yield dataclasses.replace(made, reason=f"{types}: {made.reason}" if made.reason else "")
+    for made in pairs_for(other) if pairs_for is not None else ():
+        reason = f"{types}: {made.reason}" if made.reason else ""
+        yield dataclasses.replace(made, check=f"{made.check}, {name}", reason=reason)
+
+
+def _refused_row(
+    numbers: Numbers,
+    name: str,
+    arrays: Sequence[Any],
+    configs: Sequence[Any],
+    error: Exception,
+    types: str,
+    *,
+    may_be_no_call: bool,
+) -> CheckRow:
+    """Return the row of a call that fails under the heuristic's configuration, `configs[0]`, when traced."""
+    subject = numbers.subject
+    if refusal(error):
+        return row(name, None, refusal(error), skipped=True)
+    if may_be_no_call and subject.inv.override_cfg is not None:
+        reason = f"the configuration among the arguments does not fit {types}: {error_line(error)}"
+        return row(name, None, reason, skipped=True)
+    if subject.has_reference:
+        takers = [subject.plain(Choice(platform=subject.platform, reference=True))]
+    else:
+        takers = [subject.plain(Choice(config=config, platform=subject.platform)) for config in configs[1:]]
+    is_call = any(_takes(run, arrays) for run in takers)
+    if is_call or not (may_be_no_call or subject.has_reference):
+        return _crashed_row(name, configs[0], error, types)
+    why = "the reference fails as well" if subject.has_reference else "no reference shows that it is"
+    return row(name, None, f"{types} may be no valid call, {why}: {error_line(error)}", skipped=True)
+
+
+def _takes(run: Flat, arrays: Sequence[Any]) -> bool:
+    try:
+        jax.eval_shape(run, *arrays)
+    except Exception as error:  # noqa: BLE001 - any error means that it does not
+        logger.debug("not a call: %s", error_text(error))
+        return False
+    return True
+
+
+def _crashed_row(name: str, config: object, error: Exception, types: str) -> CheckRow:
+    """Return the row of a configuration that raises an error: skipped if it refuses the call, failed otherwise."""
+    if refusal(error):
+        return row(name, config, refusal(error), skipped=True)
+    leave = "" if config is None else ", or leave the configuration out of the space for them"
+    return row(name, config, f"{types}: {error_line(error)}. {HOW_TO_REFUSE}{leave}")

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
+from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, position
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError, KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
+from ejkernel.testing.hints import next_steps
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # longest name of a check that fits into its column
@@ -121,13 +122,18 @@ class CheckReport:
         count = counted(len(self.configs), "configuration")
         title = f"{self.call}: {count}, {len(self.failures)} of {len(self.rows)} checks failed"
         notes = textwrap.wrap(self.note, _WIDTH)
-        return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown, *self._omissions()])
+        failures = self.failures
+        steps = next_steps([row.check for row in failures], failures[0].config) if failures else []
+        ends = [*_listed("what to do:", steps), *_listed("not checked:", self.not_checked)]
+        return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown, *ends])
 
-    def _omissions(self) -> list[str]:
-        lines = ["not checked:"] if self.not_checked else []
-        for text in self.not_checked:
-            lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
-        return lines
+
+def _listed(title: str, texts: Sequence[str]) -> list[str]:
+    """Return a title and indented texts; nothing without texts."""
+    lines = [title] if texts else []
+    for text in texts:
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+    return lines
 
 
 def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
@@ -226,7 +232,9 @@ def _of_largest(name: str, got: Any, want: Any, allowed: float, whose: str) -> D
     with np.errstate(invalid="ignore"):
         apart = np.where((mine == true) | (np.isnan(mine) & np.isnan(true)), 0.0, np.abs(mine - true))
     error = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0)) / max(1.0, float(np.abs(true).max(initial=0.0)))
-    reason = f"{name} differs from {whose} by {error:.2g} of the largest value (allowed: {allowed:g})"
+    at = int(np.nan_to_num(apart, nan=np.inf).argmax()) if apart.size else 0
+    where = position(at, apart.shape) if apart.size else ""
+    reason = f"{name} differs from {whose} by {error:.2g} of the largest value{where} (allowed: {allowed:g})"
     return Deviation(error, allowed, "" if error <= allowed else reason)
 
 

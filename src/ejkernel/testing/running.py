@@ -8,6 +8,8 @@ works under the heuristic.
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
@@ -22,6 +24,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.storage.encode import stable_json
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
@@ -37,7 +40,6 @@ _TOO_FEW: Final = 2  # number of rows if a configuration does not run
 _SMALL: Final = 8  # largest number of configurations for which every check covers all
 _FEW: Final = 4  # configurations for costly checks in a larger space
 _FULLY: Final = 2  # configurations for second derivatives, nested batches, and batches of one array
-_SIZED: Final = 3  # configurations for odd sizes
 _FORMS: Final = ("inputs", "dtypes", "export", "pickle", "split")
 
 
@@ -71,27 +73,40 @@ def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
         "third derivatives",
     ]
     if count > _SMALL:
-        checks = "pairs of forward and backward, scaled inputs, zeros, other dtypes"
+        checks = "pairs of forward and backward, scaled inputs, zeros, odd sizes, other dtypes"
         found.insert(0, f"{checks}: {count - _FEW} of {count} configurations")
-    found += [
-        f"{checks}: {count - looked} of {count} configurations"
-        for checks, looked in (
-            ("second derivatives, nested batches, batches of one array", _FULLY),
-            ("odd sizes", _SIZED),
-        )
-        if count > looked
-    ]
+    if count > _FULLY:
+        checks = "second derivatives, nested batches, batches of one array"
+        found.append(f"{checks}: {count - _FULLY} of {count} configurations")
     if without:
         found.append(f"groups left out: {', '.join(sorted(without))}")
     return tuple(found)
 
 
 def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """Return all configurations, or the heuristic's and a reproducible sample of the others."""
+    """Return all configurations, or the heuristic's and a reproducible sample of the others.
+
+    The sample has as many different values as possible, e.g. of each implementation a configuration.
+    """
     if len(configs) <= count:
         return list(configs)
-    others = np.random.default_rng(seed).choice(np.arange(1, len(configs)), count - 1, replace=False)
-    return [configs[0], *(configs[index] for index in sorted(others))]
+    values = [{str(value) for value in _values(json.loads(stable_json(config)))} for config in configs]
+    left = [0, *(int(index) for index in np.random.default_rng(seed).permutation(np.arange(1, len(configs))))]
+    chosen, seen = [0], set(values[0])
+    while len(chosen) < count:
+        best = max((index for index in left if index not in chosen), key=lambda index: len(values[index] - seen))
+        chosen.append(best)
+        seen |= values[best]
+    return [configs[index] for index in sorted(chosen)]
+
+
+def _values(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield each value inside a configuration as JSON, after its path."""
+    if not isinstance(config, dict | list):
+        yield (*path, config)
+        return
+    for name, value in config.items() if isinstance(config, dict) else enumerate(config):
+        yield from _values(value, (*path, name))
 
 
 def _costly(configs: Sequence[Any], seed: int) -> list[Any]:
@@ -147,7 +162,8 @@ def _input_rows(
     if "inputs" not in without and right:
         yield from value_rows(numbers, _costly(right, scope.seed))
         if right[0] is configs[0]:
-            yield from size_rows(numbers, lambda other: _few(_own_configs(other, given), _SIZED, scope.seed))
+            configs_for = functools.partial(_sized_configs, given=given)
+            yield from size_rows(numbers, configs_for, functools.partial(_sized_pairs, given=given))
     if "dtypes" not in without:
         yield from dtype_rows(numbers, lambda other: _costly(_own_configs(other, None), scope.seed))
 
@@ -157,6 +173,21 @@ def _own_configs(subject: Subject, given: Collection[object] | None) -> list[Any
     configs, _ = _configs(subject, subject.inv, None)
     known = None if given is None else {config_id(config) for config in given}
     return [configs[0], *(c for c in configs[1:] if known is None or config_id(c) in known)]
+
+
+def _sized_configs(subject: Subject, given: Collection[object] | None) -> list[Any]:
+    return _costly(_own_configs(subject, given), subject.scope.seed)
+
+
+def _sized_pairs(numbers: Numbers, given: Collection[object] | None) -> Iterator[CheckRow]:
+    """Yield rows that compare the gradients of the backward's own configurations, if it has any, for a changed call."""
+    scope = numbers.subject.scope
+    if "gradient" in scope.without or not numbers.has_gradient or scope.is_brief:
+        return
+    backwards = _backward_configs(numbers, given)
+    if backwards is not None:
+        forwards = _own_configs(numbers.subject, given)[:1]
+        yield from pair_rows(numbers.subject, forwards, backwards, numbers.examples[0], numbers.cotangents[0])
 
 
 def _backward_configs(numbers: Numbers, given: Collection[object] | None) -> list[Any] | None:

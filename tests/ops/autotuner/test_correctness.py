@@ -83,9 +83,13 @@ def test_a_small_value_has_the_tolerance_of_larger_values():
 
 
 def test_the_message_shows_both_values_the_difference_and_the_tolerance():
-    text = r"result 0 differs from the reference: 2 instead of 1, 0.5 relative \(allowed: 0.002\)"
+    text = r"result 0 differs from the reference: 2 instead of 1 at \[1, 0\], 0.5 relative \(allowed: 0.002\)"
     with pytest.raises(CandidateError, match=text):
-        check(*arrays([2.0], [1.0]))
+        check(*arrays([[1.0], [2.0]], [[1.0], [1.0]]))
+    with pytest.raises(CandidateError, match=r"or vice versa: nan instead of 1 at \[1\]$"):
+        check(*arrays([9.0, NAN], [1.0, 1.0]))
+    with pytest.raises(CandidateError, match=r"in 2 elements: 3 instead of 1 at \[1\]$"):
+        check(np.asarray([1, 3, 4]), np.asarray([1, 1, 1]))
 
 
 def test_a_small_error_everywhere_is_wrong():

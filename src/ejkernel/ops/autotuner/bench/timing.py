@@ -41,7 +41,12 @@ class Timing:
     heard: Callable[[Sampling], None] = lambda sampling: None
 
     def measure(
-        self, runners: Sequence[Candidate], sampling: Sampling, *, stop: Callable[[], bool] | None = None
+        self,
+        runners: Sequence[Candidate],
+        sampling: Sampling,
+        *,
+        heuristic: Candidate | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
         """Measure compiled candidates in interleaved rounds; return those with samples, the best first.
 
@@ -50,6 +55,7 @@ class Timing:
         Args:
             runners: The candidates.
             sampling: Decides which candidates are sampled in each round.
+            heuristic: The candidate among them that the others are compared with.
             stop: Replaces the attribute `stop`.
 
         Raises:
@@ -75,11 +81,13 @@ class Timing:
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
             measurements = interleaved(functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left)
+        theirs = next((m.samples for m, own in zip(measurements, runners, strict=True) if own is heuristic), ())
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # The measurement does not know the compilation time.
                 seconds = runners[index].compile_seconds
-                runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
+                timed = dataclasses.replace(measurement, compile_seconds=seconds)
+                runners[index].measurement, runners[index].beside = timed.beside(theirs), tuple(theirs)
                 runners[index].status, runners[index].is_recalled = Status.MEASURED, False
         return [runners[index] for index in sampling.ranking()]
 

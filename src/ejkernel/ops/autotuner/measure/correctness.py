@@ -153,23 +153,36 @@ def _deviation(name: str, result: Any, true: Any, allowance: Callable[..., Toler
     if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
-        differing = _count_differing(result, true)
-        return Deviation(differing, 0.0, f"{name} differs from {of} in {differing} elements" * bool(differing))
+        return _deviation_of_integers(name, result, true, of)
     allowed = allowance(result.dtype, true.dtype)
     if not result.size:
         return Deviation(0.0, allowed.worst)
-    return _judge(name, _compare(result, true, allowed.worst), allowed, of)
+    return _judge(name, _compare(result, true, allowed.worst), allowed, of, result.shape)
 
 
-def _count_differing(got: Any, want: object) -> int:
-    if got.size <= _SMALL:
-        return int(np.sum(np.asarray(got) != np.asarray(want)))
-    return int(_count_on_device(got, want))
+def _deviation_of_integers(name: str, got: Any, want: Any, of: str) -> Deviation:
+    if not got.size:
+        return Deviation(0, 0.0)
+    is_small = got.size <= _SMALL
+    count, at = map(int, _differing(np.asarray(got), np.asarray(want)) if is_small else _differing_on_device(got, want))
+    values = f"{got.ravel()[at]} instead of {want.ravel()[at]}{position(at, got.shape)}" if count else ""
+    return Deviation(count, 0.0, f"{name} differs from {of} in {count} elements: {values}" if count else "")
 
 
 @jax.jit
-def _count_on_device(got: object, want: object) -> Any:
-    return jnp.sum(got != want)
+def _differing_on_device(got: Any, want: Any) -> tuple[Any, Any]:
+    return _differing(got, want)
+
+
+def _differing(got: Any, want: Any) -> tuple[Any, Any]:
+    """Return the number of differing elements, and the index of the first one in the flattened arrays."""
+    differs = (got != want).ravel()
+    return differs.sum(), differs.argmax()
+
+
+def position(index: int, shape: Sequence[int]) -> str:
+    """Return the position of an element of a flattened array in words, such as ` at [3, 0]`; empty for a scalar."""
+    return f" at {[int(each) for each in np.unravel_index(index, shape)]}" if shape else ""
 
 
 class _Comparison(NamedTuple):
@@ -177,13 +190,16 @@ class _Comparison(NamedTuple):
 
     Attributes:
         same_kinds: Whether both have the same NaN and infinities in the same places.
+        at: Index in the flattened arrays of the first NaN or infinity that only one of them has; otherwise of the
+            element that exceeds the tolerance most.
         size: Root mean square of the finite expected values.
         overall: Root mean square of the differences.
-        got, want, error: The element that exceeds the tolerance most, its expected value and their difference.
+        got, want, error: The element there, its expected value and their difference.
         scale: The divisor for the relative error.
     """
 
     same_kinds: Any
+    at: Any
     size: Any
     overall: Any
     got: Any
@@ -216,9 +232,11 @@ def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
     magnitude = xp.where(finite, xp.abs(want), 0)
     size = _root_mean_square(magnitude, count, xp)
     scale = magnitude + size
-    at = xp.argmax(xp.where(finite, difference - worst * scale, -xp.inf))
+    alike = xp.where(finite, xp.isfinite(got), same)
+    at = xp.argmax(xp.where(alike, xp.where(finite, difference - worst * scale, -xp.inf), xp.inf))
     return _Comparison(
-        same_kinds=xp.all(xp.where(finite, xp.isfinite(got), same)),
+        same_kinds=xp.all(alike),
+        at=at,
         size=size,
         overall=_root_mean_square(difference, count, xp),
         got=got[at],
@@ -234,19 +252,18 @@ def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
     return largest * xp.sqrt(xp.sum((values / unit) ** 2) / count)
 
 
-def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str) -> Deviation:
+def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str, shape: Sequence[int]) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
+    values = f"{found.got:.6g} instead of {found.want:.6g}{position(found.at, shape)}"
     if not found.same_kinds:
-        reason = f"{name} {NOT_FINITE} where {of} has none, or vice versa"
-        return Deviation(math.inf, allowed.worst, reason)
+        return Deviation(math.inf, allowed.worst, f"{name} {NOT_FINITE} where {of} has none, or vice versa: {values}")
     if found.error > allowed.worst * found.scale:
-        differs = f"{name} differs from {of}: {found.got:.6g} instead of {found.want:.6g}"
-        reason = f"{differs}, {worst:.2g} relative (allowed: {allowed.worst:g})"
-        return Deviation(worst, allowed.worst, reason)
+        differs = f"{name} differs from {of}: {values}, {worst:.2g} relative"
+        return Deviation(worst, allowed.worst, f"{differs} (allowed: {allowed.worst:g})")
     if found.overall > allowed.overall * found.size:
-        differs = f"{name} differs from {of} by {overall:.2g} of its root mean square"
-        return Deviation(overall, allowed.overall, f"{differs} (allowed: {allowed.overall:g})")
+        differs = f"{name} differs from {of} by {overall:.2g} of its root mean square (allowed: {allowed.overall:g})"
+        return Deviation(overall, allowed.overall, f"{differs}, most {values}")
     return max(
         Deviation(worst, allowed.worst),
         Deviation(overall, allowed.overall),

@@ -62,6 +62,8 @@ class Measurement:
         peak_bytes: Temporaries, arguments and results together, as reported by the compiler.
         output_bytes: The results, as reported by the compiler.
         cases: The cases with their times, if there are several.
+        relative: The median divided by the heuristic's in the same rounds, which compares with candidates measured at
+            another time or by another timer; `None` if the heuristic was not measured beside it.
     """
 
     samples: tuple[float, ...]
@@ -71,11 +73,18 @@ class Measurement:
     peak_bytes: int | None = None
     output_bytes: int | None = None
     cases: tuple[Case, ...] = ()
+    relative: float | None = None
 
     @property
     def median(self) -> float:
         """The median of the samples in seconds."""
         return float(np.median(self.samples))
+
+    def beside(self, heuristic: Sequence[float]) -> Measurement:
+        """Return the measurement with the ratio to the heuristic's samples, which are of the same rounds or more."""
+        same = heuristic[: len(self.samples)]
+        other = float(np.median(same)) if len(same) == len(self.samples) > 0 else 0.0
+        return dataclasses.replace(self, relative=self.median / other if other > 0 else None)
 
     @property
     def spread(self) -> float:

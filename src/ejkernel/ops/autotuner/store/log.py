@@ -233,6 +233,7 @@ class _Row:
     reason: str
     spilled: int | None = None
     cases_us: list | None = None  # type: ignore[type-arg]  # as `samples_us`
+    relative: float | None = None
 
 
 _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
@@ -253,8 +254,11 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         fields = None
     # Configurations of mixed types are loaded as plain data.
     types = {type_name(outcome.config) for outcome in data.outcomes}
-    # Only with several cases: older versions do not know this column.
-    columns = [name for name in _COLUMNS if data.cases or name != "cases_us"]
+    # Older versions do not know these columns.
+    unused = {"cases_us"} if not data.cases else set()
+    if all(o.measurement is None or o.measurement.relative is None for o in data.outcomes):
+        unused.add("relative")
+    columns = [name for name in _COLUMNS if name not in unused]
     header = _Header(
         schema=SCHEMA,
         key=data.key,
@@ -296,6 +300,7 @@ def _row(config: object, outcome: Outcome) -> _Row:
         peak_bytes=outcome.peak_bytes,
         reason=shortened(outcome.reason),
         spilled=outcome.spilled,
+        relative=None if measured is None or measured.relative is None else float(f"{measured.relative:.5g}"),
         cases_us=[_short(case.median) for case in outcome.cases if case.median is not None] or None,
     )
 
@@ -391,11 +396,16 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
         config=config,
         status=row.status,
         reason=row.reason,
-        measurement=Measurement(samples=samples, method=row.method or "", cases=cases) if samples else None,
+        measurement=_measurement(row, samples, cases) if samples else None,
         compile_seconds=row.compile_s,
         peak_bytes=row.peak_bytes,
         spilled=row.spilled,
     )
+
+
+def _measurement(row: _Row, samples: tuple[float, ...], cases: tuple[Case, ...]) -> Measurement:
+    relative = row.relative if row.relative is not None and 0 < row.relative < math.inf else None
+    return Measurement(samples=samples, method=row.method or "", cases=cases, relative=relative)
 
 
 def _check_times(times: Sequence[Any], number: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable
 
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
@@ -13,7 +12,7 @@ from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
 from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
-from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool, fastest_first
+from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Challenge
@@ -108,11 +107,11 @@ class Decider:
 
     def _faster_than(self, decision: Conclusion) -> list[Candidate]:
         """Return candidates with shorter times than the winner, the fastest first; empty if undecided."""
-        limit = None if decision.undecided else decision.winner.seconds
-        if limit is None:
+        pool = self._pool
+        if decision.undecided or decision.winner.seconds is None:
             return []
-        fastest = fastest_first(self._pool.tried)[:FINALISTS]
-        return [candidate for candidate in fastest if (candidate.seconds or math.inf) < limit * (1 - MARGIN)]
+        limit = pool.pace(decision.winner) * (1 - MARGIN)
+        return [candidate for candidate in pool.fastest_first(pool.tried)[:FINALISTS] if pool.pace(candidate) < limit]
 
     def _best(self) -> Conclusion:
         """Return the fastest candidate that is correct on new inputs and beats the heuristic in a confirmation run.
@@ -139,10 +138,13 @@ class Decider:
         raise TuningError(self._why_no_winner())
 
     def _first_look(self, challenger: Candidate) -> Challenge | None:
-        """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive."""
-        if not _are_measured(challenger, self._pool.heuristic):
+        """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive.
+
+        Return `None` if they were not measured in the same rounds.
+        """
+        if not _are_measured(challenger, self._pool.heuristic) or not challenger.beside:
             return None
-        comparison = _at_first_look(challenger, self._pool.heuristic)
+        comparison = _at_first_look(challenger)
         if comparison.wins or comparison.settled or self._pool.must_end():
             return Challenge(challenger.config, comparison)
         return self._confirmation_run(challenger)
@@ -167,7 +169,8 @@ class Decider:
             return None
         paired = PairedSampling(self._rounds, may_go_on=self._budget.lasts(_CONFIRMATION_SECONDS))
         # The log stores these samples.
-        self._pool.timing.measure([heuristic, challenger], paired, stop=self._must_end_now())
+        stop = self._must_end_now()
+        self._pool.timing.measure([heuristic, challenger], paired, heuristic=heuristic, stop=stop)
         if not _are_measured(challenger, heuristic):
             return None
         return Challenge(challenger.config, paired.comparison, is_confirmation=True)
@@ -212,16 +215,15 @@ def _are_measured(*candidates: Candidate) -> bool:
     return all(candidate.compiled is not None and candidate.measurement is not None for candidate in candidates)
 
 
-def _at_first_look(challenger: Candidate, heuristic: Candidate) -> PairedComparison:
-    """Compare two candidates by the rounds of all candidates; the challenger needs a lead in the median beyond a tie.
+def _at_first_look(challenger: Candidate) -> PairedComparison:
+    """Compare a candidate with the heuristic in the same rounds; it needs a lead in the median beyond a tie.
 
     A hopelessly slow challenger was dropped early. It has few samples, but its comparison is settled.
     """
-    mine, theirs = challenger.measurement, heuristic.measurement
+    mine = challenger.measurement
     assert mine is not None  # callers check
-    assert theirs is not None
-    sure = compare(mine.samples, theirs.samples)
-    wins = compare(mine.samples, theirs.samples, margin=MARGIN, confidence=0.0).wins
+    sure = compare(mine.samples, challenger.beside)
+    wins = compare(mine.samples, challenger.beside, margin=MARGIN, confidence=0.0).wins
     witness = PROCESSOR if mine.method == PROCESSOR else CLOCK
     comparison = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
     hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1

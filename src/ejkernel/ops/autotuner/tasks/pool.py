@@ -110,6 +110,7 @@ class Pool:
         self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
         self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in out}
         self._suspects = {config_id(config) for config in task.suspects}
+        self._first_seconds: float | None = None
 
     @property
     def heuristic(self) -> Candidate:
@@ -202,7 +203,10 @@ class Pool:
         """Time the compiled candidates in interleaved rounds, and rank them."""
         compiled = [candidate for candidate in candidates if candidate.compiled is not None]
         sampling = Sampling(len(compiled), plan=plan)
-        self.ranking = self.timing.measure(compiled, sampling, stop=self.must_end) if compiled else []
+        if compiled:
+            self.ranking = self.timing.measure(compiled, sampling, heuristic=self.heuristic, stop=self.must_end)
+        else:
+            self.ranking = []
         for candidate in compiled:
             self.report(candidate)
 
@@ -211,7 +215,7 @@ class Pool:
         best = self._finalists()
         self.prepare_again(best)
         if self.must_end():  # no time for further rounds: the samples so far decide
-            self.ranking = [candidate for candidate in fastest_first(best) if candidate.compiled is not None]
+            self.ranking = [candidate for candidate in self.fastest_first(best) if candidate.compiled is not None]
         else:
             self.measure(best, plan)
 
@@ -223,7 +227,34 @@ class Pool:
                 candidate.compiled = None
 
     def _finalists(self) -> list[Candidate]:
-        return [self.heuristic, *fastest_first(self.tried[1:])[:FINALISTS]]
+        return [self.heuristic, *self.fastest_first(self.tried[1:])[:FINALISTS]]
+
+    def fastest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the measured candidates, the fastest first; see `pace`."""
+        return sorted((c for c in candidates if c.measurement is not None), key=self.pace)
+
+    def pace(self, candidate: Candidate) -> float:
+        """Return the time of a candidate (of its twin, if it has one) to compare with others; infinite without one.
+
+        It is the ratio to the heuristic in the same rounds. Seconds of different rounds do not compare: other processes
+        slow some rounds down, and a disturbed clock is replaced by processor time.
+        """
+        measured = candidate if candidate.twin is None else candidate.twin
+        found, heuristic = measured.measurement, self.heuristic.measurement
+        if found is None or heuristic is None:  # without the heuristic's times, seconds are all there is
+            return math.inf if found is None else found.median
+        if found.relative is not None:
+            return found.relative
+        return found.median / heuristic.median if found.method == heuristic.method else math.inf
+
+    def comparable_seconds(self, candidate: Candidate) -> float | None:
+        """Return a candidate's seconds at the pace of the heuristic's first rounds; `None` without a time."""
+        if self._first_seconds is None:
+            self._first_seconds = self.heuristic.seconds
+        if candidate.seconds is None or self._first_seconds is None:
+            return candidate.seconds
+        seconds = self.pace(candidate) * self._first_seconds
+        return seconds if math.isfinite(seconds) else None
 
     def settle_statuses(self) -> None:
         """Mark candidates that were never measured as skipped, with the reason."""
@@ -233,9 +264,3 @@ class Pool:
             is_given_up = config_id(candidate.config) in self._rejected
             if candidate.status == Status.SKIPPED and self._budget.is_stopped and not is_given_up:
                 candidate.reason = "the search was stopped before its turn"
-
-
-def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the measured candidates, the fastest first."""
-    measured = [candidate for candidate in candidates if candidate.measurement is not None]
-    return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)

@@ -208,7 +208,7 @@ class TuningRun:
             pool.prepare(fresh)
             pool.measure([pool.heuristic, *(c for c in fresh if c is not pool.heuristic)], _SCREENING)
             for candidate in batch:
-                strategy.tell(candidate.config, candidate.seconds)
+                strategy.tell(candidate.config, pool.comparable_seconds(candidate))
             pool.release_losers()
             room = 0 if pool.must_end() else min(_BATCH, total - len(pool.tried))
             batch = distinct(strategy.ask(room), but=pool.tried) if room > 0 else []

@@ -54,6 +54,7 @@ class Candidate:
     measurement: Measurement | None = None
     twin: Candidate | None = None  # the candidate with the same program
     deferred: Sequence[Any] | None = None  # programs with many spills, put off until the others are checked
+    beside: tuple[float, ...] = ()  # the heuristic's samples in the rounds of `measurement`; not of earlier attempts
     is_recalled: bool = False  # its times come from an earlier attempt or search
     input_sets: int = 0  # sets of inputs on which it was correct; only potential winners are checked on several
     damage: int = 0  # the watch's damage count when this candidate began

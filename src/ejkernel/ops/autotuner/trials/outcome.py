@@ -421,12 +421,19 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search, the fastest first; those timed by another clock come last."""
+    """Return the programs of a search, the fastest first; those timed by another clock come last.
+
+    Candidates compare by their ratio to the heuristic in the same rounds where it is known.
+    """
     clock = clock_of(outcomes)
+    unit = next((one.seconds for one in outcomes if one.seconds), 1.0)  # the heuristic's time, of any rounds
 
     def place(program: tuple[Outcome, tuple[Outcome, ...]]) -> tuple[bool, bool, float]:
-        first = program[0]
-        return first.seconds is None, is_by_another(first, clock), first.seconds or 0.0
+        first = program[0].measurement
+        if first is None:
+            return True, False, 0.0
+        relative = first.median / unit if first.relative is None else first.relative
+        return False, is_by_another(program[0], clock), relative
 
     return sorted(programs(outcomes), key=place)
 
