@@ -111,7 +111,6 @@ def test_the_table_takes_a_prefix_too_and_a_misspelt_one_has_a_suggestion(clean,
     for arguments in (["doubeld"], ["--log", "doubeld"]):
         assert main(["show", *arguments, "--cache", str(clean)]) == 1
         assert "starts with 'doubeld'; did you mean 'doubled'?" in capsys.readouterr().err
-    assert main(["show", "older", "--log", "older", "--cache", str(clean)]) == 2
 
 
 def test_verify_reads_every_file(clean, capsys):

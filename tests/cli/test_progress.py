@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from ejkernel.cli.progress import SearchBar, bars
 from ejkernel.modules import RmsNorm, RmsNormConfig
-from ejkernel.ops import CandidateFinished, Invocation, RoundsFinished
+from ejkernel.ops import CandidateFinished, Invocation, RoundsFinished, SearchFinished
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
@@ -39,6 +39,7 @@ def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen)
     console, text = screen
     with bars(console, 2, "tuning", budget=30.0) as shown:
         shown.step(CALLS[0], 40, 40)
+        shown.hear(SearchFinished(CALLS[0].key, None))
         shown.step(CALLS[1], 12, 40)
         for seconds in (3e-5, 1.25e-5, 2e-5):
             shown.hear(measured(CALLS[1], seconds))
@@ -82,7 +83,7 @@ class Seconds:
 
 ROUNDS = [
     (False, 0, 0.0, "measuring 12 candidates, round 1 of 16"),
-    (False, 8, 16.0, "measuring 12 candidates, round 9 of 16, about 16 s left, then confirming"),
+    (False, 8, 16.0, "measuring 12 candidates, round 9 of 16, about 16 s left, then confirming for about 5 s"),
     (True, 0, 20.0, "confirming the best of 40, round 1 of 16"),
     (True, 4, 22.0, "confirming the best of 40, round 5 of 16, about 6 s left"),
 ]

@@ -14,7 +14,6 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.cli import tune as commands
-from ejkernel.cli.progress import _time_left
 from ejkernel.ops import (
     AutotunePolicy,
     AutotuningResult,
@@ -287,24 +286,6 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     assert "1 call already tuned; --force tunes again" in err
 
 
-@pytest.mark.parametrize(
-    ("elapsed", "finished", "budget", "words"),
-    [
-        (0.0, 0.0, None, ""),
-        (0.0, 0.0, 25.0, ", about 100 s left (25 s per call, plus compiling and warming up)"),
-        (9.0, 0.1, None, ""),
-        (9.0, 0.5, None, ", about 63 s left"),
-        (30.0, 1.0, None, ", about 90 s left"),
-        (30.0, 1.5, 25.0, ", about 62 s left (25 s per call, plus compiling and warming up)"),
-        (30.0, 2.0, 25.0, ", about 30 s left"),
-        (60.0, 1.0, 25.0, ", about 75 s left (25 s per call, plus compiling and warming up)"),
-        (80.0, 4.0, 25.0, ", about 0 s left"),
-    ],
-)
-def test_the_time_left_follows_the_calls_done_and_never_exceeds_the_budget(elapsed, finished, budget, words):
-    assert words == _time_left(elapsed, finished, 4, budget)
-
-
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["tuning", "dry run"])
 def test_a_program_without_calls_is_a_failure(program, capsys, mode):
     status, out, err = run(capsys, "tune", "--in-process", "program:nothing", *mode)
@@ -531,6 +512,10 @@ def test_show_log_prints_the_status_of_every_candidate_of_the_last_search(progra
     assert "this candidate fails" in out
     key = out.partition("call ")[2][:16]
     assert run(capsys, "show", "--cache", "saved", "--log", key[:6])[1] == out
+    for words in (["product.bwd", "--log", key], ["--log", f"product.bwd:{key}"], ["--log", f"product.bwd@v0:{key}"]):
+        assert run(capsys, "show", "--cache", "saved", *words)[1] == out
+    status, _, err = run(capsys, "show", "--cache", "saved", "product", "--log", f"product:{key}")
+    assert (status, f"starts with 'product' and 'product:{key}'" in err) == (1, True)
     _, out, _ = run(capsys, "show", "--cache", "saved", "--log", key, "--json")
     (search,) = json.loads(out)
     assert [outcome["config"]["repeats"] for outcome in search["outcomes"]] == [8, 1, 0, -1]

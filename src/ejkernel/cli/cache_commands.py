@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ejkernel.cli.commands import FOLDER, Group, as_json, imports, read_cache
+from ejkernel.cli.commands import FOLDER, Group, as_json, imports, no_collection, read_cache
+
+if TYPE_CHECKING:
+    import datetime
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -24,6 +25,8 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datet
     del ctx, param
     if value is None:
         return None
+    import datetime  # commands without this option start sooner
+
     match = re.fullmatch(r"(\d{1,6})([mhdw])", value.strip())
     if match is None:
         raise click.BadParameter(f"{value!r} is not a duration like 90m, 12h, 30d or 8w.")
@@ -44,6 +47,8 @@ def cache() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def path(as_json: bool) -> int:
     """Print the folder of saved configurations."""
+    import json
+
     from ejkernel import settings
 
     try:
@@ -59,9 +64,10 @@ def path(as_json: bool) -> int:
 @as_json
 def list_(cache: Path | None, as_json: bool) -> int:
     """List the saved configurations, like `ejkernel show`."""
-    from ejkernel.cli.show import run_show
+    with no_collection():
+        from ejkernel.cli.show import run_show
 
-    return run_show(cache, as_json)
+        return run_show(cache, as_json)
 
 
 @cache.command()

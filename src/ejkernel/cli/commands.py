@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import gc
 import math
-from importlib import resources
-from importlib.resources.abc import Traversable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Group(click.Group):
         """
         name = args[0]
         if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
+            import difflib  # only for this message
+
             close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
             ctx.fail(f"No such command {name!r}.{f' Did you mean {close[0]!r}?' if close else ''}")
         return super().resolve_command(ctx, args)
@@ -47,6 +49,18 @@ class _Seconds(click.FloatRange):
         return float(super().convert(value, param, ctx))
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Turn Python's garbage collector off for the `with` block: it would search thousands of entries, all in use."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Return the completions of --target."""
     del ctx, param
@@ -62,8 +76,8 @@ def _operations(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def _package(*parts: str) -> Traversable:
-    return resources.files("ejkernel").joinpath(*parts)
+def _package(*parts: str) -> Path:
+    return Path(__file__).parents[1].joinpath(*parts)  # `importlib.resources` takes longer to import
 
 
 imports = click.option(
@@ -329,18 +343,18 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
     flag_value="",
     default=None,
     metavar="[PREFIX]",
-    help="Print the last search of each of these calls, with all candidates.",
+    help="Print the last search of each of these calls, with all candidates: ejkernel show NAME --log KEY.",
 )
 def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int:
     """List the saved configurations with their measurements.
 
-    PREFIX is the start of the key or of the name of the operation; without it, all are listed.
+    PREFIX is the start of a key, the start of the name of an operation, or NAME:KEY; without it, all are listed.
+    Several operations may have calls with the same key.
     """
-    if prefix and log:
-        raise click.UsageError(f"got two prefixes, {prefix!r} and {log!r}; pass one.")
-    from ejkernel.cli.show import run_show
+    with no_collection():
+        from ejkernel.cli.show import run_show
 
-    return run_show(cache, as_json, (log or prefix) if log is not None else None, prefix)
+        return run_show(cache, as_json, log, prefix)
 
 
 @click.command("report")

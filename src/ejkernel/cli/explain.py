@@ -126,7 +126,10 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> s
 def _search(why: Explanation) -> list[str]:
     if why.search is None or why.key is None:
         return []
-    return [f"search: {why.search.in_words}", f"candidates: ejkernel show --log {why.key.call}"]
+    return [
+        f"search: {why.search.in_words}",
+        f"candidates: ejkernel show --log {why.key.op.partition('@')[0]}:{why.key.call}",
+    ]
 
 
 def _refusal(name: str, reason: str) -> str:

@@ -44,13 +44,13 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     """Run `ejkernel show`; return 1 if the cache is empty."""
     store = opened(cache)
     if log is not None:
-        _show_searches(store, log, as_json)
+        _show_searches(store, [text for text in (prefix, log) if text], as_json)
         return 0
     every, unsaved = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
     entries = [entry for entry in every if not prefix or _begins(entry.key, prefix)]
     open_searches = [search for search in unsaved if _begins(search.key, prefix)]
     if prefix and not entries and not open_searches:
-        raise _none(store, "entry", prefix, [*(each.key for each in every), *(each.key for each in unsaved)])
+        raise _none(store, "entry", [prefix], [*(each.key for each in every), *(each.key for each in unsaved)])
     if as_json:
         report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:
@@ -67,17 +67,19 @@ def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
     store = opened(cache)
     entries = [entry for _, entry in store.entries() if _begins(entry.key, prefix)]
     if not entries:
-        raise _none(store, "entry", prefix, [entry.key for _, entry in store.entries()])
+        raise _none(store, "entry", [prefix], [entry.key for _, entry in store.entries()])
     if as_json:
         report.echo_json([_as_data(entry) for entry in entries])
     else:
         click.echo("\n\n".join(map(_in_full, entries)))
 
 
-def _none(cache: PersistentCache, what: str, prefix: str, keys: Sequence[Any]) -> ConfigError:
+def _none(cache: PersistentCache, what: str, prefixes: Sequence[str], keys: Sequence[Any]) -> ConfigError:
     names = {key.op.partition("@")[0] for key in keys if isinstance(key, ConfigKey)}
-    text = f"{cache.path} has no {what} with a call or operation that starts with {prefix!r}"
-    return ConfigError(f"{text}{did_you_mean(prefix, names)}")
+    starts = " and ".join(map(repr, prefixes))
+    text = f"{cache.path} has no {what} with a call or operation that starts with {starts}"
+    suggestions = (did_you_mean(prefix.rpartition(":")[0] or prefix, names) for prefix in prefixes)
+    return ConfigError(f"{text}{next(filter(None, suggestions), '')}")
 
 
 def _begins(key: Any, prefix: str) -> bool:
@@ -139,15 +141,15 @@ def _median(times: Any) -> str:
     return stored_time(times.get("median_us")) if isinstance(times, dict) else "-"
 
 
-def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
-    """Print the newest search of each call with a key or operation starting with `prefix`."""
+def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: bool) -> None:
+    """Print the newest search of each call whose key or operation starts with each of `prefixes`."""
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
-        if _begins(search.key, prefix):
+        if all(_begins(search.key, prefix) for prefix in prefixes):
             # The newest search of a call comes first.
             found.setdefault(search.key, search)
     if not found:
-        raise _none(cache, "search", prefix, [search.key for search in MeasurementStore(cache).searches()])
+        raise _none(cache, "search", prefixes, [search.key for search in MeasurementStore(cache).searches()])
     if as_json:
         report.echo_json([_search_as_data(search) for search in found.values()])
     else:

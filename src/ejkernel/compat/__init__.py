@@ -6,6 +6,7 @@ from __future__ import annotations
 from ejkernel.compat.executables import abstract_device as abstract_device
 from ejkernel.compat.executables import compiled_for_one_run as compiled_for_one_run
 from ejkernel.compat.executables import compiled_to_be_checked as compiled_to_be_checked
+from ejkernel.compat.executables import compiled_to_be_serialized as compiled_to_be_serialized
 from ejkernel.compat.executables import cupti_seconds as cupti_seconds
 from ejkernel.compat.executables import detach_cupti as detach_cupti
 from ejkernel.compat.executables import gpu_topology_sharding as gpu_topology_sharding

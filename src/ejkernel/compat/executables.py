@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,49 @@ def compiled_to_be_checked(lowered: Any, platform: str) -> Any:
     return compiled_for_one_run(lowered, platform)
 
 
+def compiled_to_be_serialized(lowered: Any) -> Any:
+    """Compile without JAX's persistent compilation cache, whether or not this process uses it.
+
+    On CPUs a program from that cache cannot be serialized again: the bytes lack its functions.
+    """
+    with _past_the_cache():
+        return lowered.compile()
+
+
+class _PastTheCache(threading.local):
+    """Whether this thread compiles without the persistent compilation cache."""
+
+    is_on = False
+
+
+_past = _PastTheCache()
+_wrapping = threading.Lock()
+
+
+@contextlib.contextmanager
+def _past_the_cache() -> Iterator[None]:
+    """Compile without the persistent compilation cache in this thread, for the `with` block."""
+    from jax._src import compilation_cache
+
+    with _wrapping:
+        own = compilation_cache.is_cache_used
+        # JAX reads its option only once, and for all threads; so ask this thread first, from now on.
+        if not hasattr(own, "asks_thread"):
+
+            def is_cache_used(backend: Any) -> bool:
+                return not _past.is_on and own(backend)
+
+            is_cache_used.asks_thread = True  # type: ignore[attr-defined]
+            compilation_cache.is_cache_used = is_cache_used
+    before, _past.is_on = _past.is_on, True
+    try:
+        yield
+    finally:
+        _past.is_on = before
+
+
 def serialized(compiled: Any) -> bytes:
-    """Return a compiled program as bytes, for `loaded` in a process with the same JAX."""
+    """Return a program from `compiled_to_be_serialized` as bytes, for `loaded` in a process with the same JAX."""
     from jax.experimental.serialize_executable import serialize
 
     payload, _, _ = serialize(compiled)

@@ -10,13 +10,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from ejkernel.ops.autotuner.compile import targets
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint
 
@@ -139,3 +142,44 @@ def test_programs_are_compiled_for_an_absent_gpu(tmp_path):
     }
     assert b"ELF" in programs["mosaic"].code.path.read_bytes()
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())["target"] == "gpu:nvidia_h200"
+
+
+class Sorted(Kernel[int, jax.Array]):
+    """Has functions of its own in the machine code."""
+
+    def run(self, x, *, cfg):
+        return jnp.sort(jnp.sin(x), axis=0) + cfg
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+@pytest.fixture
+def stored_by_jax(tmp_path):
+    """Turn JAX's persistent compilation cache on for every program."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    compilation_cache.reset_cache()
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_a_program_for_another_process_does_not_come_from_the_compilation_cache_of_jax(stored_by_jax):
+    inv = Invocation(kernel=Sorted("sorted"), args=(X,))
+    choice, here, x = Choice(config=1), Target.named("here"), np.ones(X.shape, np.float32)
+    for _ in range(2):
+        lowered = jax.jit(inv.node.flat(choice)).lower(X)
+        np.testing.assert_allclose(lowered.compile()(x)[0], np.sin(x) + 1, rtol=1e-6)  # the program itself is stored
+        count = len(list(stored_by_jax.iterdir()))
+        program = targets.compile_for(inv, choice, here)
+        assert len(list(stored_by_jax.iterdir())) == count > 0
+        np.testing.assert_allclose(program.load()(x)[0], np.sin(x) + 1, rtol=1e-6)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time left of several searches, estimated from what was seen of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ejkernel.cli.time_left import TimeLeft
+from ejkernel.ops import ConfigKey, RoundsFinished
+
+KEYS = [ConfigKey("cpu", f"op{number}@v0", "0" * 16) for number in range(4)]
+
+
+class Seconds:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def searches(count=4, **options):
+    clock = Seconds()
+    return clock, TimeLeft(count, clock, **options)
+
+
+def rounds(clock, left, key, seconds, *, candidates, planned=10, confirms=False):
+    """Sample all rounds of a measurement, each in `seconds`."""
+    for done in range(planned + 1):
+        left.sample(RoundsFinished(key, candidates, done, planned, confirms))
+        clock.now += seconds * (done < planned)
+
+
+def test_a_compiled_search_is_not_over():
+    clock, left = searches()
+    left.step(KEYS[0], 0.0)
+    clock.now = 9.0
+    left.step(KEYS[0], 1.0)
+    assert (left.knows_calls, left.total()) == (False, "")
+    clock.now = 30.0
+    left.finish(KEYS[0])
+    assert left.total() == ", about 90 s left"
+
+
+def test_searches_on_a_busier_machine_count():
+    clock, left = searches()
+    for key, clock.now in zip(KEYS[:2], (0.0, 10.0), strict=True):
+        left.step(key, 0.0)
+        clock.now += 10.0 if key is KEYS[0] else 50.0
+        left.finish(key)
+    assert left.total() == ", about 60 s left"
+    left.step(KEYS[2], 0.5)
+    clock.now += 10.0
+    assert left.total() == ", about 50 s left"
+
+
+def test_searches_that_run_together_share_the_time():
+    clock, left = searches()
+    for key in KEYS[:2]:
+        left.step(key, 0.0)
+    clock.now = 20.0
+    left.finish(KEYS[0])
+    left.finish(KEYS[1])
+    assert left.total() == ", about 20 s left"
+
+
+@pytest.mark.parametrize(
+    ("share", "budget", "words"),
+    [
+        (0.0, None, ""),
+        (0.1, None, ""),
+        (0.5, None, ", about 9 s left to compile"),
+        (0.5, 25.0, ", about 88 s left (25 s per call, plus compiling and warming up)"),
+    ],
+)
+def test_before_a_search_has_ended_the_budget_is_known_or_the_time_to_compile(share, budget, words):
+    clock, left = searches(budget=budget)
+    left.step(KEYS[0], 0.0)
+    clock.now = 9.0
+    left.step(KEYS[0], share)
+    assert left.total() == words
+
+
+def test_without_measurements_a_compiled_call_is_over():
+    clock, left = searches(measures=False)
+    left.step(KEYS[0], 0.0)
+    clock.now = 10.0
+    left.step(KEYS[0], 1.0)
+    assert left.total() == ", about 30 s left"
+
+
+def test_candidates_dropped_early_shorten_the_rest_and_the_confirmation_run():
+    clock, left = searches()
+    left.step(KEYS[0], 1.0)
+    left.sample(RoundsFinished(KEYS[0], 8, 0, 10, False))
+    assert left.of_rounds(KEYS[0]) == ""
+    clock.now = 16.0
+    left.sample(RoundsFinished(KEYS[0], 8, 4, 10, False))  # half a second for each sample
+    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming for about 10 s"
+    left.sample(RoundsFinished(KEYS[0], 2, 4, 10, False))
+    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming for about 10 s"
+
+
+def test_the_confirmation_run_takes_as_long_as_those_before():
+    clock, left = searches(2)
+    for key, busy in ((KEYS[0], 3.0), (KEYS[1], 1.0)):
+        left.step(key, 1.0)
+        rounds(clock, left, key, 2.0, candidates=4)
+        if key is KEYS[1]:
+            assert left.of_rounds(key) == ", about 0 s left, then confirming for about 30 s"
+        rounds(clock, left, key, busy, candidates=2, confirms=True)
+        left.finish(key)
+
+
+def test_a_confirmation_run_that_began_slowly_is_extrapolated():
+    clock, left = searches(1)
+    left.step(KEYS[0], 1.0)
+    rounds(clock, left, KEYS[0], 1.0, candidates=2)
+    left.sample(RoundsFinished(KEYS[0], 2, 0, 10, True))
+    clock.now += 8.0
+    left.sample(RoundsFinished(KEYS[0], 2, 2, 10, True))
+    assert left.of_rounds(KEYS[0]) == ", about 32 s left"
