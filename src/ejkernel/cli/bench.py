@@ -24,16 +24,18 @@ from ejkernel.ops.autotuner.measure.memory import peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningError
-from ejkernel.ops.execution.discovery import local_calls, of_arrays
+from ejkernel.ops.execution.discovery import local_calls, numbers_of, of_arrays
 from ejkernel.ops.execution.executor import Executor, default_executor, set_default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import counted, durations, size
+from ejkernel.ops.utils.formatting import arguments, counted, durations, size
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.random_arrays import random_array
 
+_CALLS: Final = 6  # shown with their numbers
 UNTUNED: Final = "untuned"
 TUNED: Final = "tuned"
 BASELINE: Final = "baseline"
@@ -69,6 +71,7 @@ class Build:
         donated: Whether the step consumes an argument, for each leaf of `arguments`.
         compile_seconds: Time to trace, lower and compile.
         calls: The calls of operations.
+        times: How often a step makes each call, by key, where known.
         samples: Seconds of each step, warm-up included.
     """
 
@@ -78,6 +81,7 @@ class Build:
     donated: Sequence[bool]
     compile_seconds: float
     calls: Sequence[Invocation[Any, Any]]
+    times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
     samples: list[float] = dataclasses.field(default_factory=list)
 
     def step(self, number: int) -> None:
@@ -103,6 +107,11 @@ class _Result:
     found: Comparison
     untuned: Sequence[Explanation]
     tuned: Sequence[Explanation]
+
+    @property
+    def own(self) -> Build:
+        """The tuned build, or the untuned one if it is the same program."""
+        return next(build for build in reversed(self.builds) if build.name != BASELINE)
 
     @property
     def measured(self) -> int:
@@ -207,7 +216,7 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
         looking_only(),
     ):
         start = time.perf_counter()
-        lowered, args, kwargs = _lowered(program)
+        traced, lowered, args, kwargs = _lowered(program)
         calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
@@ -218,6 +227,7 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
         donated=[leaf.donated for leaf in jax.tree.leaves(lowered.args_info)],
         compile_seconds=seconds,
         calls=list(calls.values()),
+        times=numbers_of(traced, list(calls.values())),
     )
     with user_code(f"running {program.target}"):
         made.step(0)
@@ -225,17 +235,19 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
     return made
 
 
-def _lowered(program: Loaded) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """Return the lowered program, and the arguments of the compiled one."""
+def _lowered(program: Loaded) -> tuple[Any, Any, Sequence[Any], dict[str, Any]]:
+    """Return the traced and the lowered program, and the arguments of the compiled one."""
     args: Sequence[Any]
     function, args, kwargs = program.function, program.args, program.kwargs
     if hasattr(function, "trace"):
-        lowered = function.trace(*args, **kwargs).lower()
+        traced = function.trace(*args, **kwargs)
+        lowered = traced.lower()
         if lowered.in_tree == jax.tree.structure((args, kwargs)):
-            return lowered, args, kwargs
+            return traced, lowered, args, kwargs
     # The function is not under `jit`, or has static arguments, which a compiled program does not take.
     function, args, kwargs = of_arrays(function, args, kwargs)
-    return function.trace(*args, **kwargs).lower(), args, kwargs
+    traced = function.trace(*args, **kwargs)
+    return traced, traced.lower(), args, kwargs
 
 
 def same_configurations(some: Sequence[Explanation], others: Sequence[Explanation]) -> bool:
@@ -317,11 +329,22 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
                 f"{result.measured} of {counted(calls, 'call')} have a measured configuration; "
                 f"`ejkernel tune {options.target}` measures the rest."
             )
+    said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:
         said.append(f"More rounds narrow the interval: --seconds {2 * max(options.seconds, 1):.0f}")
     return [sentence for sentence in said if sentence]
+
+
+def _made(build: Build) -> str:
+    """Return how often a step makes each of its calls; empty if it makes all of them once."""
+    numbers = sorted(((build.times.get(inv.key, 1), inv) for inv in build.calls), key=lambda each: -each[0])
+    if all(times == 1 for times, _ in numbers):
+        return ""
+    named = [f"{inv.op_id} ({arguments(inv.description)}) {times} times" for times, inv in numbers[:_CALLS]]
+    more = [f"{len(numbers) - _CALLS} others"] if len(numbers) > _CALLS else []
+    return f"A step makes {sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
 
 
 def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
@@ -336,6 +359,7 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
         "missing": result.missing,
         "calls": len(result.tuned),
         "measured_calls": result.measured,
+        "times": {f"{inv.op_id_v}:{inv.call_key}": result.own.times.get(inv.key) for inv in result.own.calls},
         "changed": result.changed,
         "conclusions": _sentences(options, result),
     }

@@ -45,6 +45,7 @@ class Found:
         compiled: The compiled candidates of a bundle, by key.
         device: The device to tune on.
         sets: The calls in sets that share a configuration, if any.
+        times: How often one run of the program makes each call, by key, where known.
     """
 
     name: str
@@ -55,6 +56,13 @@ class Found:
     compiled: Mapping[ConfigKey, BundledCall] = dataclasses.field(default_factory=dict)
     device: str = ""
     sets: tuple[tuple[SharedCall, ...], ...] = ()
+    times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
+
+    def on(self, device: str) -> Found:
+        """Return the same calls for another device."""
+        calls = {inv.key: dataclasses.replace(inv, device=device) for inv in self.calls}
+        times = {calls[key].key: number for key, number in self.times.items() if key in calls}
+        return dataclasses.replace(self, calls=tuple(calls.values()), device=device, times=times)
 
     def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
         """Remove the notes of tuned calls."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
 from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils import formatting
 from ejkernel.ops.utils.error_text import printable, printable_json
 from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
@@ -41,49 +43,83 @@ def echo_json(data: Any) -> None:
     click.echo(printable_json(json.dumps(data, indent=2, sort_keys=True)))
 
 
-def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
+Times = Mapping[ConfigKey, int]
+"""How often one run of a program makes each call, by key, where known."""
+
+
+def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str, times: Times = MappingProxyType({})) -> str:
     """Return a line with the number of calls of a program."""
     forward = sum(inv.direction == "fwd" for inv in calls)
     calls_found = counted(len(calls), "distinct call")
     unused = "" if forward or not calls else "; the program uses no forward result, so JAX drops the forward calls"
-    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} backward, on {device}{unused}"
+    every = sum(times.get(inv.key, 1) for inv in calls)
+    runs = f", made {every} times in a run" if every > len(calls) else ""
+    kinds = f"{forward} forward and {len(calls) - forward} backward"
+    return f"{target}: {calls_found}, {kinds}{runs}, on {device}{unused}"
 
 
-def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
+def calls_as_text(
+    calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], times: Times = MappingProxyType({})
+) -> str:
     """Return a table of calls with their keys and tuning state, e.g. `complete`, `partial (1 of 12)` or `no`."""
     if not calls:
         return "Nothing to tune."
-    rows = [(inv.op_id_v, arguments(inv.description), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
-    return table(("operation", "arguments", "key", "tuned"), rows)
+    number, header = _numbers(calls, times)
+    rows = [
+        (inv.op_id_v, arguments(inv.description), *number(inv), inv.call_key, how)
+        for inv, how in zip(calls, tuned, strict=True)
+    ]
+    return table(("operation", "arguments", *header, "key", "tuned"), rows)
+
+
+def _numbers(
+    calls: Sequence[Invocation[Any, Any]], times: Times
+) -> tuple[Callable[[Invocation[Any, Any]], tuple[str, ...]], tuple[str, ...]]:
+    """Return a function of a call to its cells, and the header, of how often a run makes it; none if all run once."""
+    if all(times.get(inv.key, 1) == 1 for inv in calls):
+        return lambda inv: (), ()
+    return lambda inv: (str(times.get(inv.key, "-")),), ("times",)
 
 
 def calls_as_data(
-    calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], progress: Sequence[SearchProgress | None]
+    calls: Sequence[Invocation[Any, Any]],
+    tuned: Sequence[str],
+    progress: Sequence[SearchProgress | None],
+    times: Times = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return the calls with keys, tuning state and descriptions, for JSON."""
     return [
-        {"key": inv.call_key, "tuned": how, "search": None if far is None else far.data(), **inv.description}
+        {
+            "key": inv.call_key,
+            "tuned": how,
+            "times": times.get(inv.key),
+            "search": None if far is None else far.data(),
+            **inv.description,
+        }
         for inv, how, far in zip(calls, tuned, progress, strict=True)
     ]
 
 
-def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
+def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = MappingProxyType({})) -> str:
     """Return a table of the searches with the times before and after."""
     if not result.searches:
         return "Nothing to tune."
+    number, numbers = _numbers([tuned.inv for tuned in result.searches], times)
     rows = [
         (
             tuned.inv.op_id,
             arguments(tuned.inv.description),
-            *times,
+            *number(tuned.inv),
+            *seconds,
             tuned.in_a_word,
             compact(tuned.config),
             tuned.progress.in_words,
             _statuses(tuned),
         )
-        for tuned, times in zip(result.searches, before_and_after(result.searches), strict=True)
+        for tuned, seconds in zip(result.searches, before_and_after(result.searches), strict=True)
     ]
-    header = ("operation", "arguments", "heuristic", "tuned", "speed-up", "configuration", "search", "candidates")
+    figures = ("heuristic", "tuned", "speed-up", "configuration", "search", "candidates")
+    header = ("operation", "arguments", *numbers, *figures)
     text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, result.remarks())])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
@@ -120,12 +156,13 @@ def _statuses(tuned: AutotuneData) -> str:
     return ", ".join([measured, *(f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED)])
 
 
-def result_as_data(result: AutotuningResult) -> dict[str, Any]:
+def result_as_data(result: AutotuningResult, times: Times = MappingProxyType({})) -> dict[str, Any]:
     """Return a result with its measurements, for JSON."""
     entries = [
         {
             "op": tuned.inv.op_id_v,
             "key": tuned.inv.call_key,
+            "times": times.get(tuned.inv.key),
             "config": to_data(tuned.config),
             "search": tuned.progress.data(),
             "not_saved": tuned.not_saved,

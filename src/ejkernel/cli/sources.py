@@ -27,7 +27,7 @@ from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.process.messages import Raised, Request, carried_out, pickled, unpickled
 from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
-from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.execution.discovery import discover_counted
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
@@ -94,9 +94,10 @@ def find(source: Source) -> Found:
     if source.program is not None:
         program, args, kwargs = load_program(source.program)
         with user_code(f"lowering the program of {source.program.target}"):
-            calls = discover_for(program, args, kwargs, platform=source.platform)
+            calls, times = discover_counted(program, args, kwargs, platform=source.platform)
         target = source.program.target
-        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} made no call of an operation.")
+        empty = f"the program of {target} made no call of an operation."
+        found = Found(name=target, calls=tuple(calls), empty=empty, times=times)
     else:
         found = _in_files(source)
     # `device_fingerprint` opens the device, so skip it when compiling for another machine.
@@ -110,8 +111,7 @@ def find_on(source: Source, aim: Target) -> Found:
     # A program may depend on the device that it is traced for.
     with aim.entered():
         found = find(dataclasses.replace(source, platform=aim.platform))
-    calls = tuple(dataclasses.replace(inv, device=aim.fingerprint) for inv in found.calls)
-    return dataclasses.replace(found, calls=calls, device=aim.fingerprint)
+    return found.on(aim.fingerprint)
 
 
 def _in_files(source: Source) -> Found:

@@ -117,7 +117,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
     console, status = messages(), 0
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
-    console.print(report.found(found.name, found.calls, found.device))
+    console.print(report.found(found.name, found.calls, found.device, found.times))
     store.refresh_if_due()  # use configurations tuned by others
     if options.dry_run:
         _list(
@@ -138,9 +138,10 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
     done = [call.inv.key for each in _sets(found) if _all_known(chain, each) for call in each]
     tuned = [_how_tuned(chain, inv, is_done=inv.key in done) for inv in found.calls]
     if options.as_json:
-        report.echo_json(report.calls_as_data(found.calls, tuned, [chain.store.progress(i.key) for i in found.calls]))
+        progress = [chain.store.progress(inv.key) for inv in found.calls]
+        report.echo_json(report.calls_as_data(found.calls, tuned, progress, found.times))
     else:
-        click.echo(report.calls_as_text(found.calls, tuned))
+        click.echo(report.calls_as_text(found.calls, tuned, found.times))
     _print_doubts(chain, found.calls, messages())
     _print_counts(found, messages())
 
@@ -177,9 +178,9 @@ def _tune_found(
     seconds = time.monotonic() - started
     has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
     if options.as_json:
-        report.echo_json(report.result_as_data(result))
+        report.echo_json(report.result_as_data(result, found.times))
     elif result.searches or not todo:
-        click.echo(report.searches(result, verbose=options.verbose))
+        click.echo(report.searches(result, verbose=options.verbose, times=found.times))
     if todo:
         console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries))
         _print_unfinished(sum(not _known(chain, call.inv) for calls in todo for call in calls), console)
@@ -255,8 +256,7 @@ def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
         found: Found = many.call(find_for_mesh, elsewhere, count, doing=finding)
     finally:
         many.close()
-    calls = tuple(dataclasses.replace(inv, device=device) for inv in found.calls)
-    return dataclasses.replace(found, calls=calls, device=device)
+    return found.on(device)
 
 
 def _processes(options: TuneOptions, device: str) -> int:
@@ -413,7 +413,7 @@ def _tune(
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))
-            click.echo(report.searches(result, verbose=options.verbose), err=True)
+            click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         raise
 
 

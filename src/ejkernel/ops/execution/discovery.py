@@ -16,7 +16,9 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.primitive import Call, call_p
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, DescriptionError
+from ejkernel.ops.execution.occurrences import occurrences
 from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.meta import is_scope
@@ -46,6 +48,16 @@ def discover_for(
     fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, platform: str | None = None
 ) -> list[Invocation[Any, Any]]:
     """Return the calls as `discover` does, for `fn` lowered for `platform` (`cpu`, `gpu` or `tpu`)."""
+    return discover_counted(fn, args, kwargs, platform=platform)[0]
+
+
+def discover_counted(
+    fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, platform: str | None = None
+) -> tuple[list[Invocation[Any, Any]], dict[ConfigKey, int]]:
+    """Return the calls as `discover_for` does, and their numbers.
+
+    The numbers, by key, say how often one run makes a call, where the trace knows it; see `occurrences`.
+    """
     if not callable(fn):
         raise ArgumentError(f"target must be a kernel or a function, got {fn!r}.")
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else of_arrays(fn, args, kwargs)
@@ -55,7 +67,18 @@ def discover_for(
         platforms = None if platform is None else compat.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
     # By key, because a program may contain equal calls.
-    return list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
+    calls = list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
+    return calls, numbers_of(traced, calls)
+
+
+def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]]) -> dict[ConfigKey, int]:
+    """Return how often one run of a traced program makes each of these calls, by key, where known."""
+    # A user's own `trace` may return something else than JAX's traced program.
+    if not calls or not hasattr(traced, "jaxpr"):
+        return {}
+    found = occurrences(traced.jaxpr, calls[0].platform)
+    names = {inv.key: (inv.op_id_v, inv.call_key) for inv in calls}
+    return {key: found[name] for key, name in names.items() if name in found}
 
 
 def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
