@@ -21,6 +21,7 @@ from ejkernel.cli.roofline import rooflines_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import counted, ratio
 from ejkernel.ops.utils.pages import render
@@ -81,7 +82,7 @@ def run_report(options: ReportOptions) -> int:
     elif not calls:
         click.echo(f"Nothing is saved in {store.path}{_of(options.device)}.", err=True)
     elif options.form == "html":
-        options.place.write_text(page(calls, str(store.path)), encoding="utf-8")
+        _write(options.place, page(calls, str(store.path)))
         click.echo(f"{options.place.resolve()}: {counted(len(calls), 'call')}")
     else:
         from ejkernel.cli import plots
@@ -89,6 +90,18 @@ def run_report(options: ReportOptions) -> int:
         files = plots.plot_report(calls, options.place, options.form)
         click.echo(f"{options.place.resolve()}: {counted(len(files), 'figure')} of {counted(len(calls), 'call')}")
     return 0 if calls else 1
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a page.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error.strerror}); choose another file with --output.") from error
 
 
 def _of(device: str) -> str:
@@ -107,7 +120,7 @@ def _write_comparison(options: ReportOptions, store: PersistentCache) -> int:
     elif not found.calls:
         click.echo(f"Nothing is saved in {before[0]} or {after[0]}.", err=True)
     elif options.form == "html":
-        options.place.write_text(comparison_page(found), encoding="utf-8")
+        _write(options.place, comparison_page(found))
         click.echo(f"{options.place.resolve()}: {found.in_words}")
     else:
         from ejkernel.cli import plots

@@ -42,6 +42,9 @@ _HINTS: Final = {  # beginnings of the names of checks
     "shard_map": "check the sharding rule: an axis that is summed over must not be split",
     "split": "check the sharding rule: an axis that is summed over must not be split",
 }
+FIXED: Final = "\N{WORD JOINER}"
+"""A space inside of a word, where lines must not break."""
+
 _GROUPS: Final = {  # beginnings of the names of checks, and the group that has them
     "gradient": "gradient",
     "under grad": "gradient",
@@ -77,4 +80,8 @@ def next_steps(checks: Sequence[str], config: Any) -> list[str]:
     kept = {group, "gradient"} if group in ("inputs", "dtypes", "vmap") else {group}
     without = [other for other in GROUPS if other not in kept]
     only = "" if config is None else f"configs=[{config!r}], "
-    return [*steps, f"to repeat the check {checks[0]!r} alone: check_kernel(kernel, ..., {only}without={without})"]
+    # The lines must not break inside a name.
+    call = f"check_kernel(kernel, ..., {only}without={without})".replace(
+        "second derivative", f"second{FIXED}derivative"
+    )
+    return [*steps, f"to repeat the check {checks[0]!r} alone: {call}"]

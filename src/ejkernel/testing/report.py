@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, po
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError, KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
-from ejkernel.testing.hints import next_steps
+from ejkernel.testing.hints import FIXED, next_steps
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # longest name of a check that fits into its column
@@ -133,7 +133,7 @@ def _listed(title: str, texts: Sequence[str]) -> list[str]:
     lines = [title] if texts else []
     for text in texts:
         lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
-    return lines
+    return [line.replace(FIXED, " ") for line in lines]
 
 
 def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:

@@ -63,6 +63,11 @@ class Outcome:
         return None if self.measurement is None else self.measurement.median
 
     @property
+    def relative(self) -> float | None:
+        """The time divided by the heuristic's in the same rounds; `None` if unknown."""
+        return None if self.measurement is None else self.measurement.relative
+
+    @property
     def cases(self) -> tuple[Case, ...]:
         """The measured cases with their times; empty if the search has a single case."""
         return () if self.measurement is None else self.measurement.cases
@@ -344,7 +349,8 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
         "spread": [_spread(one.measurement) for one in firsts],
         **({"clock": [one.measurement.method if one.measurement else "-" for one in firsts]} if any(others) else {}),
         "of heuristic": [
-            "-" if other else _share(one, search.heuristic) for one, other in zip(firsts, others, strict=True)
+            "-" if other and one.relative is None else _share(one, search.heuristic)
+            for one, other in zip(firsts, others, strict=True)
         ],
         **({"compiled in": [_compiled_in(one.compile_seconds) for one in firsts]} if verbose else {}),
         "reason": [_in_one_line(one.reason, None if verbose else _REASON) for one in firsts],
@@ -363,7 +369,10 @@ def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _share(outcome: Outcome, heuristic: Outcome) -> str:
-    return f"{outcome.seconds / heuristic.seconds:.0%}" if outcome.seconds and heuristic.seconds else "-"
+    found = outcome.relative
+    if found is None:  # they were not measured in the same rounds
+        found = outcome.seconds / heuristic.seconds if outcome.seconds and heuristic.seconds else None
+    return "-" if found is None else f"{found:.0%}"
 
 
 def _spread(measurement: Measurement | None) -> str:
