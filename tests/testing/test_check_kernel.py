@@ -17,8 +17,7 @@ from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
 from ejkernel.ops import ArgumentError, KernelCheckError
 from ejkernel.testing import CheckRow, check_kernel, paired
-from ejkernel.testing.hints import GROUPS
-from ejkernel.testing.report import CheckReport
+from ejkernel.testing.report import GROUPS, CheckReport
 from ejkernel.testing.subject import Subject
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.testing.hints import GROUPS
-from ejkernel.testing.report import CheckReport
+from ejkernel.testing.report import GROUPS, CheckReport
 from ejkernel.testing.running import checked
 from ejkernel.testing.subject import Scope
 

@@ -26,8 +26,16 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
-from ejkernel.testing.refusals import HOW_TO_REFUSE, refusal
-from ejkernel.testing.report import CheckRow, CheckStatus, compared, error_line, row, wide
+from ejkernel.testing.report import (
+    HOW_TO_REFUSE,
+    CheckRow,
+    CheckStatus,
+    compared,
+    error_line,
+    refusal,
+    row,
+    wide,
+)
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)

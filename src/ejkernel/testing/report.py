@@ -10,19 +10,80 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, position
 from ejkernel.ops.core.transformations.nodes import is_inexact
-from ejkernel.ops.errors import CandidateError, KernelCheckError
+from ejkernel.ops.errors import CandidateError, EjkernelError, KernelCheckError, KernelError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
-from ejkernel.testing.hints import FIXED, next_steps
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # longest name of a check that fits into its column
 _SHOWN: Final = 3  # reasons to show for each check
+HOW_TO_REFUSE = "To refuse such calls, raise UnsupportedError with the reason"
+
+GROUPS: Final = (
+    "gradient",
+    "second derivative",
+    "tangents",
+    "vmap",
+    "inputs",
+    "dtypes",
+    "platforms",
+    "key",
+    "pickle",
+    "export",
+    "split",
+)
+
+_HINTS: Final = {  # beginnings of the names of checks
+    "types": "the results must have the same shapes and dtypes under every configuration",
+    "repeated": "results must depend on the arguments only: look for memory that is read before it is written, for a "
+    "race between programs, and for counters or random numbers outside of the arguments",
+    "arguments": "write to a copy of the argument, or declare the alias inside the kernel only",
+    "gradient of": "compare the rule, or the backward's tiles, with JAX's gradient of `reference`",
+    "gradient, by": "compare the rule with JAX's gradient of a plain function, and give the kernel a `reference`",
+    "second": "differentiate the gradient rule once more by hand: it may treat a residual as a constant",
+    "vmap": "`run` sees one example; code that uses the size of a batch, or of the grid, is wrong for many",
+    "tangents": "compare the tangent rule with `jax.jvp` of `reference`",
+    "scaled": "compute sums and exponentials in float32, and subtract the largest value before an exponential",
+    "zeros": "divide and take roots only where the argument is not zero",
+    "odd sizes": "mask the rest of a length that the block does not divide, or leave such blocks out of the space",
+    "residuals": "residuals must mean the same under every configuration, because forward and backward are tuned apart",
+    "bfloat16": "sum in float32, and convert the result at the end",
+    "float16": "sum in float32, and convert the result at the end",
+    "weak types": "convert arguments to one dtype before you compute, e.g. by `jnp.asarray(x, x.dtype)`",
+    "key": "give static arguments a name that other processes can find, see `nameable`",
+    "pickle": "define the kernel at the top of a module, and keep what its constructor gets",
+    "shard_map": "check the sharding rule: an axis that is summed over must not be split",
+    "split": "check the sharding rule: an axis that is summed over must not be split",
+}
+FIXED: Final = "\N{WORD JOINER}"
+"""A space inside of a word, where lines must not break."""
+
+_GROUPS: Final = {  # beginnings of the names of checks, and the group that has them
+    "gradient": "gradient",
+    "under grad": "gradient",
+    "residuals": "gradient",
+    "second": "second derivative",
+    "vmap": "vmap",
+    "tangents": "tangents",
+    "scaled": "inputs",
+    "zeros": "inputs",
+    "odd sizes": "inputs",
+    "float": "dtypes",
+    "bfloat16": "dtypes",
+    "weak types": "dtypes",
+    "lowered": "platforms",
+    "key": "key",
+    "pickle": "pickle",
+    "export": "export",
+    "split": "split",
+    "shard_map": "split",
+}
 
 
 class CheckStatus(enum.StrEnum):
@@ -58,6 +119,20 @@ class CheckRow:
 def error_line(error: BaseException) -> str:
     """Return the error's type and message, as the reason in a row."""
     return f"{type(error).__name__}: {error}"
+
+
+def refusal(error: Exception) -> str:
+    """Return the reason of a declared refusal; empty if the kernel crashed.
+
+    Declared are ejkernel's errors, such as `UnsupportedError`, `ArgumentError` and an empty space; and
+    `NotImplementedError`, also of the compiler. Any other error may be a mistake in the kernel.
+    """
+    if isinstance(error, KernelError):  # a hook of the kernel broke its contract
+        return ""
+    declared = isinstance(error, EjkernelError | NotImplementedError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("UNIMPLEMENTED")
+    )
+    return f"not supported: {error_line(error)}" if declared else ""
 
 
 def row(check: str, config: Any = None, reason: str = "", *, skipped: bool = False) -> CheckRow:
@@ -126,6 +201,26 @@ class CheckReport:
         steps = next_steps([row.check for row in failures], failures[0].config) if failures else []
         ends = [*_listed("what to do:", steps), *_listed("not checked:", self.not_checked)]
         return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown, *ends])
+
+
+def next_steps(checks: Sequence[str], config: Any) -> list[str]:
+    """Return what to do about failed checks: what usually causes them, and how to repeat the first of them alone.
+
+    Args:
+        checks: Names of the failed checks.
+        config: The configuration of the first one; `None` if it does not depend on one.
+    """
+    named = ["odd sizes" if "instead of" in check else check for check in dict.fromkeys(checks)]
+    steps = [f"{start}: {hint}" for start, hint in _HINTS.items() if any(name.startswith(start) for name in named)]
+    group = next((group for start, group in _GROUPS.items() if named[0].startswith(start)), None)
+    kept = {group, "gradient"} if group in ("inputs", "dtypes", "vmap") else {group}
+    without = [other for other in GROUPS if other not in kept]
+    only = "" if config is None else f"configs=[{config!r}], "
+    # The lines must not break inside a name.
+    call = f"check_kernel(kernel, ..., {only}without={without})".replace(
+        "second derivative", f"second{FIXED}derivative"
+    )
+    return [*steps, f"to repeat the check {checks[0]!r} alone: {call}"]
 
 
 def _listed(title: str, texts: Sequence[str]) -> list[str]:
