@@ -215,6 +215,8 @@ def main() -> None:
     data = coverage.CoverageData(str(ROOT / ".coverage"))
     data.read()
     chosen = drawn(data, given.faults, given.seed)
+    if not chosen:
+        sys.exit("no test runs a line that could be changed: record first which test runs which line, as above")
     # How much a test runs: the more it does, the longer it takes and the less it looks at one line.
     size = Counter(
         test for file in data.measured_files() for tests in tests_by_line(data, file).values() for test in tests
