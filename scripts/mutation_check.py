@@ -10,7 +10,8 @@ First record which test runs which line, then check a sample of faults:
 A fault changes one place of `ejkernel.ops.config`, `.core` or `.autotuner`: a comparison, a number, a condition, a
 loop. Only lines that a test runs are drawn. For each fault the tests that run its line are run until one
 fails, those that run the fewest lines first. A fault counts as noticed if a test fails, or if the tests do not end in
-time. `benchmarks/results/mutation.json` has the last figures.
+time. The tests that noticed faults then run without any: one that fails all the same makes the check fail.
+`benchmarks/results/mutation.json` has the last figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import ast
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
@@ -26,6 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,7 +81,7 @@ def tests_by_line(data: coverage.CoverageData, file: str) -> dict[int, set[str]]
     """Return the tests that run each line of a file."""
     found = data.contexts_by_lineno(str(ROOT / file))
     return {
-        line: {test for test in (name.partition("|")[0] for name in names) if test and not test.startswith(NOT_ASKED)}
+        line: {test for test in (name.rpartition("|")[0] for name in names) if test and not test.startswith(NOT_ASKED)}
         for line, names in found.items()
     }
 
@@ -157,8 +160,46 @@ def noticed_by(tests: Sequence[str], copy: Path, seconds: float) -> str | None:
         return "time"
     if run.returncode == 0:
         return None
-    failed = [line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if failed else f"pytest's status {run.returncode}"
+    for line in run.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.partition(" ")[2].partition(" - ")[0]
+    raise RuntimeError(f"pytest ended with status {run.returncode} and no failed test: {run.stdout[-500:]}{run.stderr}")
+
+
+def copied(place: Path) -> Path:
+    """Copy this folder to `place`, without what is hidden or compiled, and return `place`."""
+    return Path(shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__")))
+
+
+def checked(
+    faults: Sequence[tuple[Fault, Sequence[str]]], processes: int, seconds: float
+) -> tuple[list[Outcome], str | None]:
+    """Return an outcome for each fault, and a test that noticed one but fails without any, if there is such a test."""
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def outcome_of(fault: Fault, tests: Sequence[str]) -> Outcome:
+        copy = copies.get()
+        try:
+            outcome = check(fault, tests, copy, seconds)
+        finally:
+            copies.put(copy)
+        print(f"{outcome.noticed_by or 'NOT NOTICED'}: {fault.file}:{fault.line}: {outcome.code}", flush=True)
+        return outcome
+
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(processes):
+            copies.put(copied(Path(folder) / str(number)))
+        with ThreadPoolExecutor(processes) as pool:
+            outcomes = list(pool.map(outcome_of, *zip(*faults, strict=True)))
+        tests = {outcome.noticed_by for outcome in outcomes} - {None, "time"}
+        return outcomes, noticed_by(sorted(map(str, tests)), copies.get(), seconds) if tests else None
+
+
+def summary(seed: int, outcomes: Sequence[Outcome], wrong: str | None) -> dict[str, object]:
+    """Return what is written as JSON; `wrong` is a test that fails without a fault."""
+    noticed = sum(outcome.noticed_by is not None for outcome in outcomes)
+    found = {"seed": seed, "faults": len(outcomes), "noticed": noticed, "fails_without_a_fault": wrong}
+    return {**found, "outcomes": [asdict(outcome) for outcome in outcomes]}
 
 
 def main() -> None:
@@ -167,31 +208,26 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--tests", type=int, default=150, help="run at most so many tests for a fault")
     options.add_argument("--seconds", type=float, default=600, help="time for the tests of one fault")
+    options.add_argument("--processes", type=int, default=1, help="check so many faults at once")
     options.add_argument("--output", type=Path, help="write the outcomes there as JSON")
     given = options.parse_args()
 
     data = coverage.CoverageData(str(ROOT / ".coverage"))
     data.read()
     chosen = drawn(data, given.faults, given.seed)
+    if not chosen:
+        sys.exit("no test runs a line that could be changed: record first which test runs which line, as above")
     # How much a test runs: the more it does, the longer it takes and the less it looks at one line.
     size = Counter(
         test for file in data.measured_files() for tests in tests_by_line(data, file).values() for test in tests
     )
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        for fault, tests in chosen:
-            order = sorted(tests, key=lambda test: (size[test], test))[: given.tests]
-            outcome = check(fault, order, copy, given.seconds)
-            outcomes.append(outcome)
-            print(f"{outcome.noticed_by or 'NOT NOTICED'}: {fault.file}:{fault.line}: {outcome.code}", flush=True)
-    noticed = sum(outcome.noticed_by is not None for outcome in outcomes)
-    print(f"{noticed} of {len(outcomes)} faults noticed")
+    faults = [(fault, sorted(tests, key=lambda test: (size[test], test))[: given.tests]) for fault, tests in chosen]
+    outcomes, wrong = checked(faults, given.processes, given.seconds)
+    print(f"{sum(outcome.noticed_by is not None for outcome in outcomes)} of {len(outcomes)} faults noticed")
     if given.output:
-        summary = {"seed": given.seed, "faults": len(outcomes), "noticed": noticed}
-        rows = [asdict(outcome) for outcome in outcomes]
-        given.output.write_text(json.dumps({**summary, "outcomes": rows}, indent=1) + "\n")
+        given.output.write_text(json.dumps(summary(given.seed, outcomes, wrong), indent=1) + "\n")
+    if wrong:
+        sys.exit(f"{wrong} fails without a fault too, or takes too long")
 
 
 if __name__ == "__main__":

@@ -122,13 +122,12 @@ def error(expected, actual):
         (Small(keys=136, segments=True, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=192, keys=64, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=100, bias=(1, 1, 100, 128), mask=(1, 1, 100, 128)), FUSED),
-        (Small(queries=100, keys=104, bias=(1, 1, 100, 104)), FUSED),
         (Small(queries=60, keys=71, bias=(1, 1, 60, 71)), SPLIT),
         (Small(head_dim=40, value_dim=24, queries=60, rules=CAUSAL), WIDE_SPLIT),
         (Small(heads=4, rules=CAUSAL), dataclasses.replace(FUSED, head_parts=2)),
         (Small(heads=2, bias=(1, 2, 128, 128), rules=Rules(scale=0.2, dropout_rate=0.3)), FUSED),
         (Small(heads=2, rules=Rules(scale=0.2, soft_cap=2.0, dropout_rate=0.3)), WIDE_SPLIT),
-        (Small(queries=100, bias=(1, 1, 100, 128), rules=LATE_CAP), FUSED),
+        (Small(queries=100, keys=104, bias=(1, 1, 100, 104), rules=LATE_CAP), FUSED),
         (Small(queries=101, keys=99, heads=2, head_dim=72, value_dim=80, rules=CAUSAL), FUSED),
         (Small(queries=99, keys=101, head_dim=96, value_dim=72, rules=CAUSAL), WIDE),
     ],
@@ -138,7 +137,6 @@ def error(expected, actual):
         "segments, products",
         "causal, products",
         "bias and mask",
-        "bias alone",
         "bias, split",
         "odd dims, split",
         "parts of a group",
@@ -206,20 +204,21 @@ def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(m
         assert error(wanted, gradient) < 5e-2
 
 
-@pytest.mark.parametrize("hiding", [jnp.finfo(jnp.float32).min, -1e9])
-def test_a_row_that_a_bias_hides_altogether_spoils_no_gradient(mosaic, hiding):
+def test_a_row_that_a_bias_hides_altogether_spoils_no_gradient(mosaic):
     """Masks are made of such numbers, and a row of padding has nothing else; nothing is asked of it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Small(queries=64, keys=64)
     operands, _, dout, _ = operands_and_residuals(case)
-    operands = operands._replace(bias=jnp.zeros((1, 1, 64, 64), jnp.float32).at[:, :, 3].set(hiding))
     dout = dout.at[:, 3].set(0)
-    (out, lse), expected = reference_with_gradients(operands, case.rules, dout, (*NAMES, "bias"))
-    run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
-    found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
-    for wanted, gradient in zip(expected, found, strict=True):
-        assert error(wanted, gradient) < 5e-3
+    options = {"rules": case.rules, "params": FUSED, "interpret": plgpu.InterpretGPUParams()}
+    run = jax.jit(functools.partial(mosaic.backward, **options))
+    for hiding in (jnp.finfo(jnp.float32).min, -1e9):
+        biased = operands._replace(bias=jnp.zeros((1, 1, 64, 64), jnp.float32).at[:, :, 3].set(hiding))
+        (out, lse), expected = reference_with_gradients(biased, case.rules, dout, (*NAMES, "bias"))
+        found = run(biased, (out.astype(jnp.bfloat16), lse), dout)
+        for wanted, gradient in zip(expected, found, strict=True):
+            assert error(wanted, gradient) < 5e-3
 
 
 def test_keys_beyond_the_length_have_zero_gradients(mosaic):
@@ -274,6 +273,9 @@ SAMPLE = {
 }
 
 
+ADDING = ("causal 128", "bias 32")
+
+
 def lower(mosaic, case, params):
     """Lower for CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
     operands = jax.eval_shape(lambda: case.operands("bfloat16"))
@@ -286,19 +288,18 @@ def lower(mosaic, case, params):
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_configurations_are_lowered(request, mosaic, name):
-    """What the heuristic says; with `--whole-spaces` all that may be measured."""
+    """What the heuristic says; with `--whole-spaces` all that may be measured.
+
+    A kernel that adds to memory is apart from slices.
+    """
     case = SAMPLE[name]
     call = described(case)
     for params in space(call) if request.config.getoption("--whole-spaces") else [heuristic(call)]:
-        assert "attention_backward" in lower(mosaic, case, params)
-
-
-@pytest.mark.parametrize("name", ["causal 128", "bias 32"])
-def test_a_kernel_that_adds_to_memory_is_apart_from_slices(mosaic, name):
-    case = SAMPLE[name]
-    text = lower(mosaic, case, heuristic(described(case)))
-    assert "output_operand_alias" in text
-    assert_in_place_calls_are_apart(text)
+        text = lower(mosaic, case, params)
+        assert "attention_backward" in text
+        if params == heuristic(call) and name in ADDING:
+            assert "output_operand_alias" in text
+            assert_in_place_calls_are_apart(text)
 
 
 def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
@@ -318,8 +319,8 @@ def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
 
 @pytest.mark.parametrize(
     "setting",
-    [{}, {"numpy_rank_promotion": "raise"}, {"numpy_dtype_promotion": "strict"}, {"enable_x64": True}],
-    ids=str,
+    [{"numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict"}, {"enable_x64": True}],
+    ids=["strict", "64 bits"],
 )
 def test_it_is_lowered_inside_shard_map_under_strict_settings(mosaic, setting):
     case = Case(queries=200, keys=300, head_dim=64, value_dim=64, mask=(2, 1, 200, 300), segments=True, rules=CAUSAL)
@@ -451,7 +452,7 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
     assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     masked = data.draw(st.booleans(), "masked")  # a mask is known for 32 queries at once

@@ -209,8 +209,11 @@ def test_rows_without_keys_are_zero(mosaic):
     np.testing.assert_array_equal(lse[..., :50], np.float32(EMPTY_ROW_LSE))
 
 
-@pytest.mark.parametrize("given", [("query_lengths", "key_lengths"), ("key_lengths",)])
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    ("given", "segments"),
+    [(("query_lengths", "key_lengths"), False), (("key_lengths",), False), (("key_lengths",), True)],
+    ids=["both", "keys", "keys and segments"],
+)
 @pytest.mark.usefixtures("soon_compiled")
 def test_what_is_behind_the_lengths_is_not_seen_and_sees_nothing(mosaic, given, segments):
     case = Small(batch=2, segments=segments, rules=CAUSAL)
@@ -286,21 +289,12 @@ def test_it_is_lowered_within_shard_map_and_vmap():
     assert [x.shape for x in lowered.out_info] == [(3, 2, 128, 2, 64), (3, 2, 2, 128)]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict"), ("jax_enable_x64", True)],
-    ids=lambda setting: setting[0],
-)
 @pytest.mark.usefixtures("mosaic")
-def test_it_is_lowered_under_strict_settings(setting):
-    before = getattr(jax.config, setting[0])
-    jax.config.update(*setting)
-    try:
-        rules = Rules(scale=0.1, left=100, right=3, soft_cap=5.0)
-        shape = {"queries": 256, "keys": 256, "head_dim": 64, "value_dim": 64, "rules": rules}
+def test_it_is_lowered_with_64_bits_and_under_strict_settings():
+    rules = Rules(scale=0.1, left=100, right=3, soft_cap=5.0)
+    shape = {"queries": 256, "keys": 256, "head_dim": 64, "value_dim": 64, "rules": rules}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         lower(Case(**shape, segments=True, bias=(1, 4, 256, 256), mask=(2, 1, 1, 256)), TWO_TILES)
-    finally:
-        jax.config.update(setting[0], before)
 
 
 # What runs, and with which parameters.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +71,17 @@ def error(mosaic, x, w, params, *, races=False, **options):
     options.pop("implementation")
     call = quantized_matmul.describe(*args, **options)
     assert MosaicGpu().params_fault(call, params) is None
-    interpret = mosaic.InterpretGPUParams(detect_races=races)
-    found = jax.jit(lambda *args: launch.product(call, args, params, interpret=interpret))(*args)
+    found = program(call, params, mosaic.InterpretGPUParams(detect_races=races))(*args)
     assert found.dtype == call.out_dtype
     assert not (races and compat.simulated_races())
     expected = jnp.matmul(x.dequantize(), w.dequantize().T, precision="highest")
     return float(jnp.linalg.norm(found.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+
+
+@functools.cache
+def program(call, params, interpret):
+    """Return the simulated kernel of a call, compiled once for all operands."""
+    return jax.jit(lambda *args: launch.product(call, args, params, interpret=interpret))
 
 
 SIMULATED = {
