@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}
 MASKS |= {f"window {keys}": {"left": keys - 1, "right": 0} for keys in (512, 1024, 2048)}
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 _MEMORY = {"v5e": 96, "v6e": 96, "v5p": 48}  # MiB of vector memory for the kernels that JAX ships
+_SECONDS = 300.0  # for one program: some take gigabytes and hours
 _SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
 
@@ -128,9 +130,7 @@ def rules_of(case: dict[str, Any]) -> Any:
     from ejkernel.kernels.flash_attention.common import Rules
 
     window, soft_cap = MASKS[case["mask"]], case.get("soft_cap")
-    return Rules(
-        scale=case["head_dim"] ** -0.5, left=window.get("left"), right=window.get("right"), soft_cap=soft_cap
-    )
+    return Rules(scale=case["head_dim"] ** -0.5, left=window.get("left"), right=window.get("right"), soft_cap=soft_cap)
 
 
 def _ours(case: dict[str, Any]) -> Callable[..., Any]:
@@ -237,7 +237,10 @@ class Simulator:
         assert process.stdout is not None
         process.stdin.write(json.dumps([case, groups]) + "\n")
         process.stdin.flush()
+        limit = threading.Timer(_SECONDS, process.kill)
+        limit.start()
         answer = process.stdout.readline()
+        limit.cancel()
         if not answer:
             self._process = None
             return {"error": f"the simulator ended with {process.wait()}"}

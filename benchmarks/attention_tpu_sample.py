@@ -2,9 +2,11 @@
 """`python -m benchmarks.attention_tpu_sample`: random attention calls on TPUs in simulated cycles; needs no TPU.
 
 Each call is drawn by a committed seed, from all combinations of chip, direction, mask, soft cap, length, head dimension
-and grouped heads. It is simulated with the heuristic's parameters of `pallas_tpu` and a few of its space, and with as
-many blocks of splash and flash attention, as in `benchmarks.attention_tpu`. Nothing runs on a TPU. The regret is the
-heuristic's cycles over the best ones of its own sweep, minus 1; ratios below 1.1 are within the simulator's error.
+and grouped heads. It is simulated with the heuristic's parameters of `pallas_tpu` and another configuration of its
+space, and with two of splash and of flash attention, lengths padded to their blocks, as in `benchmarks.attention_tpu`.
+Nothing runs on a TPU. The regret is the heuristic's cycles over the best ones of its own sweep, minus 1; ratios below
+1.1 are within the simulator's error. Calls with a head dimension of 64 are left out: the simulator ends its process, or
+takes gigabytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 from benchmarks import attention_tpu
 
 SEED = 25
-SEVERAL = 3  # configurations of each kernel, besides our heuristic's
+SEVERAL = 1  # configurations of each kernel, besides our heuristic's
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _MASKS = ("causal", "causal", "full", "window 512", "window 1024", "window 2048")
 _BLOCKS = {
@@ -28,19 +30,19 @@ _BLOCKS = {
     "flash": ("block_q", "block_k_major", "block_k"),
 }
 _SIZES = {
-    "splash": ((1024, 1024, 512), (1024, 1024, 1024), (512, 512, 512), (2048, 2048, 1024)),
-    "flash": ((1024, 1024, 1024), (512, 1024, 512), (2048, 2048, 1024), (512, 512, 512)),
+    "splash": ((1024, 1024, 512), (512, 512, 512)),
+    "flash": ((1024, 1024, 1024), (512, 1024, 512)),
 }
 _CASE = ("chip", "direction", "mask", "soft_cap", "length", "head_dim", "repeats")
 
 
 def drawn(index: int) -> dict[str, Any]:
     """Return the call of this index."""
-    choice = random.Random(f"{SEED} {index}").choice  # noqa: S311 - no secret
+    choice = random.Random(f"{SEED} {index}").choice
     case: dict[str, Any] = {"chip": choice(tuple(_DEVICES)), "direction": choice(("forward", "backward"))}
     case |= {"mask": choice(_MASKS), "soft_cap": choice((None, None, None, 30.0))}
-    case |= {"length": choice((1024, 2048, 3000, 4096, 8192, 16_384)), "head_dim": choice((64, 96, 128, 192, 256))}
-    return case | {"repeats": choice([heads for heads in (1, 2, 4, 8) if heads * case["length"] <= 32_768])}
+    case |= {"length": choice((1024, 2048, 3000, 4096, 8192)), "head_dim": choice((96, 128, 192, 256))}
+    return case | {"repeats": choice([heads for heads in (1, 2, 4, 8) if heads * case["length"] <= 8192])}
 
 
 def configurations(index: int) -> list[dict[str, Any]]:
@@ -63,7 +65,7 @@ def configurations(index: int) -> list[dict[str, Any]]:
     )
     heuristic, space = choices.heuristic(call), list(choices.space(call))
     others = [params for params in space if params != heuristic]
-    ours = [heuristic, *random.Random(index).sample(others, min(SEVERAL, len(others)))]  # noqa: S311 - no secret
+    ours = [heuristic, *random.Random(index).sample(others, min(SEVERAL, len(others)))]
     found = [case | {"kernel": "pallas_tpu", "params": dataclasses.asdict(params)} for params in ours]
     for kernel, names in _BLOCKS.items():
         if kernel == "flash" and (case["mask"].startswith("window") or case["soft_cap"] or case["repeats"] > 1):
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for index in range(len(results), given.calls):
             found = []
             for case in configurations(index):
-                groups = max(1, 8192 // case["length"] // case["repeats"])
+                groups = max(1, 4096 // case["length"] // case["repeats"])
                 answer = simulator(case, groups)
                 heads = groups * case["repeats"]
                 found.append(case | ({"cycles": answer["cycles"] / heads} if "cycles" in answer else answer))
