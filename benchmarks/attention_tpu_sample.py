@@ -53,9 +53,8 @@ def configurations(index: int) -> list[dict[str, Any]]:
     from ejkernel.kernels.flash_attention.pallas_tpu import choices
 
     case = drawn(index)
-    query, key = (
-        jax.ShapeDtypeStruct((1, case["length"], heads, case["head_dim"]), "bfloat16") for heads in (case["repeats"], 1)
-    )
+    like: Any = jax.ShapeDtypeStruct
+    query, key = (like((1, case["length"], heads, case["head_dim"]), "bfloat16") for heads in (case["repeats"], 1))
     call = describe(
         Operands(query, key, key),
         attention_tpu.rules_of(case),
