@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,11 @@ import numpy as np
 
 from benchmarks.attention_tpu_cases import SWEEPS, cases
 
-MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}, "window 1024": {"left": 1023, "right": 0}}
+MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}
+MASKS |= {f"window {keys}": {"left": keys - 1, "right": 0} for keys in (512, 1024, 2048)}
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 _MEMORY = {"v5e": 96, "v6e": 96, "v5p": 48}  # MiB of vector memory for the kernels that JAX ships
+_SECONDS = 300.0  # for one program: some take gigabytes and hours
 _SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
 
@@ -122,17 +125,25 @@ def sharding(chip: str) -> Any:
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def _ours(case: dict[str, Any]) -> Callable[..., Any]:
+def rules_of(case: dict[str, Any]) -> Any:
+    """Return the static options of a case."""
     from ejkernel.kernels.flash_attention.common import Rules
+
+    window, soft_cap = MASKS[case["mask"]], case.get("soft_cap")
+    return Rules(scale=case["head_dim"] ** -0.5, left=window.get("left"), right=window.get("right"), soft_cap=soft_cap)
+
+
+def _ours(case: dict[str, Any]) -> Callable[..., Any]:
     from ejkernel.kernels.flash_attention.pallas_tpu import launch
     from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
 
-    window = MASKS[case["mask"]]
-    rules = Rules(scale=case["head_dim"] ** -0.5, left=window.get("left"), right=window.get("right"))
+    rules, sizes = rules_of(case), dict(case["params"])
     if case["direction"] == "forward":
-        params = ForwardParams(**case["params"])
+        params = ForwardParams(**sizes)
         return lambda operands: launch.forward(operands, rules, params, with_lse=False)[0]
-    backward = BackwardParams(**case["params"])
+    if sizes.get("query") is not None:
+        sizes["query"] = ForwardParams(**sizes["query"])
+    backward = BackwardParams(**sizes)
     return lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, backward)[:3]
 
 
@@ -173,7 +184,7 @@ def _splash(case: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any
 
     rows = np.arange(case["length"], dtype=np.int32) if window else None
     common = {"mask_value": splash.DEFAULT_MASK_VALUE, "is_mqa": False, "interpret": False}
-    common |= {"attn_logits_soft_cap": None, "mask_function": visible if window else None}
+    common |= {"attn_logits_soft_cap": case.get("soft_cap"), "mask_function": visible if window else None}
     mask = masks.MaskInfo(None, None, None, None, rows)
 
     def forward(*arrays: Any) -> Any:
@@ -226,7 +237,10 @@ class Simulator:
         assert process.stdout is not None
         process.stdin.write(json.dumps([case, groups]) + "\n")
         process.stdin.flush()
+        limit = threading.Timer(_SECONDS, process.kill)
+        limit.start()
         answer = process.stdout.readline()
+        limit.cancel()
         if not answer:
             self._process = None
             return {"error": f"the simulator ended with {process.wait()}"}

@@ -79,7 +79,7 @@ def _tpus() -> dict[str, _Chip]:
         if bf16 is not None:
             tflops = {"bfloat16": bf16, "float32": bf16} | ({} if int8 is None else {"int8": int8})
             gbytes = (target.number_named("memory_bandwidth") or 0.0) / 1e9
-            chips |= dict.fromkeys(target.fingerprints, _Chip(tflops, gbytes, target.property_named("source")))
+            chips[target.fingerprint] = _Chip(tflops, gbytes, target.property_named("source"))
     return chips
 
 

@@ -24,6 +24,9 @@ V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
         (V5P, (128, 128), False, (1024, 4096, 256), 16_793_600),
         (V5P, (256, 256), False, (512, 2048, 256), 12_546_048),
         (V6E, (256, 256), False, (1024, 1024, 256), 10_940_416),
+        (V5E, (80, 80), True, (512, 512, 512), 4_464_640),
+        (V5P, (160, 128), False, (512, 2048, 256), 9_404_416),
+        (V6E, (80, 80), True, (512, 1024, 256), 5_193_728),
     ],
 )
 def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, blocks, taken):

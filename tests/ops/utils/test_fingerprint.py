@@ -44,6 +44,8 @@ def test_platforms_have_a_kind(name, kind):
         ("cuda", "NVIDIA A100-SXM4-80GB", "gpu:nvidia_a100_sxm4_80gb"),
         ("rocm", "AMD Instinct(TM) MI300X", "gpu:amd_instinct_mi300x"),
         ("tpu", "TPU v5 lite", "tpu:tpu_v5_lite"),
+        ("tpu", "TPU v5e", "tpu:tpu_v5_lite"),
+        ("tpu", "TPU v5p", "tpu:tpu_v5"),
         ("gpu", "???", "gpu:unknown"),
     ],
 )

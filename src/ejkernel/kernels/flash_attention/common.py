@@ -15,6 +15,7 @@ from jax import lax
 from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator as accumulator
 from ejkernel.ops.implementation import Implementation, OperationCall
+from ejkernel.ops.utils.values.signature import is_known
 
 # The log-sum-exp of a row without visible keys: large, so that exp(score - lse) is exactly zero in every backward, and
 # finite, to avoid inf - inf.
@@ -83,6 +84,17 @@ class Rules:
     cap_after_bias: bool = False
     dropout_rate: float = 0.0
     precision: str | None = None
+
+    def at_lengths(self, queries: int, keys: int) -> Rules:
+        """Return the rules without the sides of a window that hide no key at these lengths, e.g. 4,095 of 2,048."""
+        if not is_known(queries, keys):
+            return self
+        left, right = self.left, self.right
+        return dataclasses.replace(
+            self,
+            left=None if left is None or left >= keys - 1 else left,
+            right=None if right is None or right >= max(queries - 1, 1) else right,  # causal attention stays causal
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +278,7 @@ def describe(
         key=tuple(operands.key.shape),
         value=tuple(operands.value.shape),
         dtype=str(operands.query.dtype),
-        rules=rules,
+        rules=rules.at_lengths(operands.query.shape[1], operands.key.shape[1]),
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),
         attention_mask=None if mask is None else tuple(mask.shape),

@@ -19,6 +19,8 @@ from ejkernel import compat
 
 _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
 _DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
+# JAX knows each of these chips by two names, depending on the version of libtpu.
+_SAME_CHIP = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
 
 
 def platform_kind(name: str) -> str:
@@ -81,7 +83,8 @@ def device_called(fingerprint: str) -> jax.Device | None:
 
 def fingerprint_of(kind: str, chip: str) -> str:
     """Return the fingerprint of an accelerator from its kind and chip name."""
-    return f"{kind}:{_slug(chip)}"
+    name = _slug(chip)
+    return f"{kind}:{_SAME_CHIP.get(name, name)}"
 
 
 _traced_for: contextvars.ContextVar[str] = contextvars.ContextVar("ejkernel_traced_for", default="")

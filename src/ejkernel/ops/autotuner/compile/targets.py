@@ -75,13 +75,7 @@ class Target:
         if fingerprint.startswith("cpu:"):
             return cls("here", fingerprint)
         described = (cls.named(name) for name in target_names())
-        return next((target for target in described if fingerprint in target.fingerprints), None)
-
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """Its names in keys, with those that other versions of JAX use; `fingerprint` comes first."""
-        other = self.property_named("other_description_str")
-        return (self.fingerprint, fingerprint_of(self.platform, other)) if other else (self.fingerprint,)
+        return next((target for target in described if fingerprint == target.fingerprint), None)
 
     def property_named(self, name: str) -> str:
         """Return a field of the description; empty if it has none of this name."""
