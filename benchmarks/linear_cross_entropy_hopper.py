@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -294,16 +295,40 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> str:
     """Return a Markdown table, a line per shape, direction and contender."""
-    lines = ["| | us | kernels us | TFLOP/s | peak MiB | errors |", "|---" * 6 + "|"]
+    lines = ["| | us | / products | kernels us | TFLOP/s | peak MiB | errors |", "|---" * 7 + "|"]
     for key, rows in found.items():
-        if key == "environment":
+        if "contenders" not in rows:
             continue
-        call = key.replace(" | ", ", ")
+        products = rows["contenders"].get(PRODUCTS, {}).get("us")
         for name, row in rows["contenders"].items():
-            cells = [f"{row[field]:,}" if row.get(field) else "" for field in ("us", "kernel_us", "tflops", "peak_mib")]
-            lines.append(f"| {call}, {name} | {' | '.join(cells)} | {row.get('errors', row.get('reason', ''))} |")
-        lines.append(f"| {call}, ratios | {rows['ratios']} | | | | |")
+            ratio = f"{row['us'] / products:.3f}" if products and row.get("us") else ""
+            us, *cells = [f"{row[x]:,}" if row.get(x) else "" for x in ("us", "kernel_us", "tflops", "peak_mib")]
+            line = " | ".join((key.replace(" | ", ", ") + f", {name}", us, ratio, *cells))
+            lines.append(f"| {line} | {row.get('errors', row.get('reason', ''))} |")
     return "\n".join(lines) + "\n"
+
+
+def document(found: dict[str, Any]) -> str:
+    """Return the table with a heading, the environment and the sizes of the shapes."""
+    environment = found["environment"]
+    flags = environment["xla_flags"] or "the default"
+    sizes = "; ".join(
+        f"{name}: {s.tokens:,} tokens, width {s.inner:,}, vocabulary {s.columns:,}"
+        + ", tied" * s.transpose_weight
+        + (f", soft cap {s.soft_cap:g}" if s.soft_cap else "")
+        for name, s in SHAPES.items()
+        if any(key.startswith(f"{name} |") for key in found)
+    )
+    parts = [
+        "# The loss of an output layer on one GPU",
+        f"`python -m benchmarks.linear_cross_entropy_hopper`; {report.heading(found)}; XLA flags: {flags}.",
+        f"bfloat16; untuned. {sizes}. `products` are the matrix products alone, by XLA: three for `trained`, four for "
+        "`per token`, one for `forward`. Rows of one shape and direction ran interleaved in one process: times of a "
+        "warm card, and sums of kernel times of single calls. Peak memory is that of temporary arrays and results.",
+        *([found["note"]] if "note" in found else []),
+        table(found),
+    ]
+    return "\n\n".join(parts)
 
 
 def measured_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
@@ -333,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = json.loads(args.one)
         print(json.dumps(measured(SHAPES[job["shape"]], job["direction"], job["names"], check=job["check"])))
         return 0
-    found: dict[str, Any] = {"environment": report.environment()}
+    flags = {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    found: dict[str, Any] = {"environment": report.environment() | flags}
     for direction in args.directions:
         for shape in args.shapes:
             names = [name for name in args.contenders if direction != "forward" or name not in CHUNKS]
@@ -341,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[f"{shape} | {direction}"] = result
             print(shape, direction, json.dumps(result), file=sys.stderr, flush=True)
             if args.out is not None:  # written after each process, in case a later one fails
-                report.write(args.out, f"linear_cross_entropy_{report.platform_name()}", found, table(found))
+                report.write(args.out, f"linear_cross_entropy_{report.platform_name()}", found, document(found))
     print(table(found))
     return 0
 

@@ -9,62 +9,22 @@ Producer and consumers visit the same tiles and steps in the same order, so they
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROW_BYTES, ROWS, STEP, WARPGROUPS
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
+
+from .plan import TILE_ROWS, SumPlan
 
 STAGES, OUT_SLOTS, PANEL = 4, 2, 16  # as in `MosaicGpuParams`
-_TILE_ROWS = WARPGROUPS * ROWS
-
-
-@dataclasses.dataclass(frozen=True)
-class SumPlan:
-    """The static description of one launch.
-
-    Attributes:
-        steps: Steps of a tile.
-        rows, columns: Sizes of the sum, multiples of 64.
-        dtype: Dtype of the operands.
-        sum_dtype: Dtype of the sum.
-    """
-
-    steps: int
-    rows: int
-    columns: int
-    dtype: Any
-    sum_dtype: Any
-
-    @property
-    def block_n(self) -> int:
-        """Columns of a tile."""
-        return next(size for size in (256, 128, 64) if size <= self.columns)
-
-    @property
-    def piece(self) -> int:
-        """Columns that the epilogue stores at once: one swizzle."""
-        return ROW_BYTES // jnp.dtype(self.sum_dtype).itemsize
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles that cover the rows."""
-        return -(-self.rows // _TILE_ROWS)
-
-    @property
-    def column_tiles(self) -> int:
-        """Tiles that cover the columns."""
-        return -(-self.columns // self.block_n)
 
 
 class SumMemory(NamedTuple):
@@ -102,7 +62,7 @@ def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpre
             [*operands, target],
             [],
             name="linear_cross_entropy_sum",
-            programs=MULTIPROCESSORS,
+            programs=plan.programs,
             memory=kernel.memory_types(),
             consumers=WARPGROUPS,
             lane_semantics=True,
@@ -133,17 +93,18 @@ class SumKernel:
         del results
         self.left, self.right, self.total = arrays
         self.memory, self.pipeline = memory, memory.pipeline
-        tiles = self.plan.row_tiles * self.plan.column_tiles
-        self.tiles = lax.div(tiles - lax.axis_index(PROGRAM) + (MULTIPROCESSORS - 1), MULTIPROCESSORS)
+        plan = self.plan
+        tiles = plan.row_tiles * plan.column_tiles
+        self.tiles = lax.div(tiles - lax.axis_index(PROGRAM) + (plan.programs - 1), plan.programs)
         warpgroup = lax.axis_index(WARPGROUP)
         dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
     def _position(self, index: Any) -> tuple[Any, Any]:
         """Return first row and column of this block's tile `index`."""
         plan = self.plan
-        number = lax.axis_index(PROGRAM) + index * MULTIPROCESSORS
+        number = lax.axis_index(PROGRAM) + index * plan.programs
         row, column = tile_position(number, plan.row_tiles, plan.column_tiles, PANEL)
-        return row * _TILE_ROWS, column * plan.block_n
+        return row * TILE_ROWS, column * plan.block_n
 
     def _produce(self) -> None:
         steps = self.plan.steps
