@@ -65,14 +65,12 @@ DIRECTIONS = {"trained": 3, "forward": 1, "per token": 4}  # and how many produc
 def ours(
     shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", parts: int | None = None, **params: Any
 ) -> Function:
-    """Return the module's loss, by its heuristic, by given parameters, or with the rows in so many parts."""
+    """Return the module's loss, by its heuristic, with other parameters, or with the rows in so many parts."""
     cfg: Any = None
     if parts is not None:
         params["chunk"] = padded(-(-shape.tokens // parts), 128)
     if params:
-        from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
-
-        chosen = MosaicGpuParams(**params)
+        chosen = dataclasses.replace(heuristic(shape, direction), **params)
         if direction == "trained":
             cfg = LinearCrossEntropyGradientsConfig(implementation=implementation, fwd=chosen)
         else:
@@ -93,6 +91,25 @@ def ours(
         return (found * factors).sum() if direction == "per token" else found
 
     return with_gradients(loss, direction)
+
+
+def heuristic(shape: Shape, direction: str) -> Any:
+    """Return the parameters of the kernels by default."""
+    from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
+    from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import support
+
+    call = LinearCrossEntropyCall(
+        tokens=shape.tokens,
+        inner=shape.inner,
+        columns=shape.columns,
+        dtype="bfloat16",
+        transpose_weight=shape.transpose_weight,
+        logits_soft_cap=shape.soft_cap,
+        gradients=("x", "weight") if direction == "trained" else (),
+        backward=direction == "per token",
+        platform="gpu",
+    )
+    return support.heuristic(call)
 
 
 def by_optax(shape: Shape, direction: str) -> Function:
@@ -153,14 +170,14 @@ def with_gradients(loss: Function, direction: str) -> Function:
 TILES: dict[str, dict[str, Any]] = {
     "panel 8": {"panel": 8},
     "panel 32": {"panel": 32},
-    "stages 3": {"stages": 3},
-    "block_n 128": {"block_n": 128},
+    "stages 3, out_slots 4": {"stages": 3, "out_slots": 4},
+    "stages 4, out_slots 2": {"stages": 4, "out_slots": 2},
 }
 CHUNKS: dict[str, dict[str, Any]] = {
-    "all rows": {"chunk": None},
+    "all rows": {"chunk": None, "accumulation_dtype": None},
     "3 parts, bf16 sum": {"parts": 3, "accumulation_dtype": "bfloat16"},
-    "rows 4096": {"chunk": 4096},
-    "rows 2048": {"chunk": 2048},
+    "rows 4096": {"chunk": 4096, "accumulation_dtype": None},
+    "rows 2048": {"chunk": 2048, "accumulation_dtype": None},
     "rows 2048, bf16 sum": {"chunk": 2048, "accumulation_dtype": "bfloat16"},
     "vocabulary 32768": {"form": "vocabulary", "chunk": 32768},
     "vocabulary 16384": {"form": "vocabulary", "chunk": 16384},

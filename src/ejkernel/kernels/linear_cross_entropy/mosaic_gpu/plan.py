@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -111,22 +110,21 @@ class HeadPlan:
         return operands + WARPGROUPS * self.out_slots * ROWS * ROW_BYTES + OVERHEAD
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SumPlan:
     """The launch that adds a product to a sum.
 
     Attributes:
         steps: Steps of a tile.
         rows, columns: Sizes of the sum, multiples of 64.
-        dtype: Dtype of the operands.
-        sum_dtype: Dtype of the sum.
+        dtype, sum_dtype: Names of the dtypes of the operands and of the sum.
     """
 
     steps: int
     rows: int
     columns: int
-    dtype: Any
-    sum_dtype: Any
+    dtype: str
+    sum_dtype: str
 
     @property
     def block_n(self) -> int:
@@ -136,7 +134,7 @@ class SumPlan:
     @property
     def piece(self) -> int:
         """Columns that the epilogue stores at once: one swizzle."""
-        return ROW_BYTES // jnp.dtype(self.sum_dtype).itemsize
+        return ROW_BYTES // int(jnp.dtype(self.sum_dtype).itemsize)
 
     @property
     def programs(self) -> int:

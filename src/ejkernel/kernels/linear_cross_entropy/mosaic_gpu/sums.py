@@ -52,7 +52,10 @@ def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpre
         right: An operand of as many columns as `total`; the operands' rows are a multiple of 64.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU.
     """
-    plan = SumPlan(left.shape[0] // STEP, *total.shape, left.dtype, total.dtype)
+    rows, columns = total.shape
+    plan = SumPlan(
+        steps=left.shape[0] // STEP, rows=rows, columns=columns, dtype=left.dtype.name, sum_dtype=total.dtype.name
+    )
     kernel = SumKernel(plan, backend_for(interpret))
     operands = unsliced((left, right))
 
