@@ -24,7 +24,7 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROU
 
 from .plan import TILE_ROWS, SumPlan
 
-STAGES, OUT_SLOTS, PANEL = 4, 2, 16  # as in `MosaicGpuParams`
+STAGES, OUT_SLOTS, PANEL = 3, 4, 16  # as in `MosaicGpuParams`
 
 
 class SumMemory(NamedTuple):
