@@ -44,11 +44,8 @@ def simulated(monkeypatch):
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
-    from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import sums
-
     def run(*, detect_races=False):
         monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
-        monkeypatch.setattr(sums, "STAGES", 2)
         for implementation in (MosaicGpu, MosaicGpuGradients):
             interpret = mosaic_gpu.InterpretGPUParams(detect_races=detect_races)
             monkeypatch.setattr(implementation, "interpret", interpret)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,46 +40,10 @@ def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., No
     return found
 
 
-class Turns(NamedTuple):
-    """The order of two consumer warpgroups at the end of a tile.
-
-    The last steps are multiplied first by warpgroup 0, then by warpgroup 1. The tensor core is then busy while
-    warpgroup 0 begins its epilogue, and again while warpgroup 1 ends its own.
-
-    Attributes:
-        barrier: A barrier of one arrival; `Turns.type()` before `run_scoped`.
-        warpgroup: The number of this warpgroup.
-    """
-
-    barrier: Any
-    warpgroup: Any
-
-    @staticmethod
-    def type() -> Any:
-        """Return the type of the barrier."""
-        return plgpu.Barrier(num_arrivals=1)
-
-    def wait_if(self, condition: Any) -> None:
-        """Wait in warpgroup 1 until warpgroup 0 has started all its products, if the condition holds."""
-        pl.when((self.warpgroup == 1) & condition)(lambda: plgpu.barrier_wait(self.barrier))
-
-    def end(self) -> None:
-        """End the turn of warpgroup 0."""
-        pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_arrive(self.barrier))
-
-
 def multiply_stages(
-    pipeline: Pipeline,
-    step: Any,
-    steps: int,
-    multiply: Callable[[Any], None],
-    *,
-    products: int = 1,
-    turns: Turns | None = None,
+    pipeline: Pipeline, step: Any, steps: int, multiply: Callable[[Any], None], *, products: int = 1
 ) -> None:
     """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them."""
-    if steps < pipeline.stages:  # warpgroup 0 could be two tiles ahead, and no barrier counts two arrivals
-        turns = None
 
     def wait_and_multiply(stage: Any) -> None:
         pipeline.consumer_wait(stage)
@@ -90,14 +54,9 @@ def multiply_stages(
 
     @pl.loop(1, steps)
     def _step(i: Any) -> None:
-        if turns is not None:
-            # The stage of the step before is not released yet: warpgroup 0 does not need it for its last steps.
-            turns.wait_if(i == steps - (pipeline.stages - 1))
         wait_and_multiply(pipeline.stage(step + i))
         plgpu.wgmma_wait(products)
         pipeline.consumer_release(pipeline.stage(step + i - 1))
 
-    if turns is not None:
-        turns.end()
     plgpu.wgmma_wait(0)
     pipeline.consumer_release(pipeline.stage(step + steps - 1))

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import Turns, accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
 
 from .plan import EXPONENTIALS, GRADIENT, PIECE, STATISTICS, TILE_ROWS, HeadPlan
@@ -36,14 +36,12 @@ class HeadMemory(NamedTuple):
         rhs: Pipeline stages of the weight.
         out: Staging buffers of the epilogue, per consumer warpgroup; `None` without a matrix to store.
         pipeline: The barriers of the stages.
-        turn: The barrier of `Turns`.
     """
 
     lhs: Any
     rhs: Any
     out: Any
     pipeline: Pipeline
-    turn: Any
 
 
 class _Tile(NamedTuple):
@@ -98,8 +96,9 @@ class HeadKernel:
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
         pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
-        lhs, rhs = tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE)
-        return HeadMemory(lhs, rhs, out, pipeline, Turns.type())
+        return HeadMemory(
+            tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
+        )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
@@ -184,7 +183,7 @@ class HeadKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
                 plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
 
-            multiply_stages(self.pipeline, step, plan.steps, one, turns=Turns(self.memory.turn, tile.warpgroup))
+            multiply_stages(self.pipeline, step, plan.steps, one)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
         epilogues: dict[str, Any] = {
@@ -338,19 +337,15 @@ class HeadKernel:
             self._store_piece(d, tile, i)
 
     def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
-        plan, slots = self.plan, self.memory.out.at[tile.warpgroup]
+        plan = self.plan
+        slot = self.memory.out.at[tile.warpgroup, index % plan.out_slots]
         values = values.astype(DTYPE)
-        whole = plan.out_slots == plan.pieces  # one wait and one commit per tile
-        if index == 0 or not whole:
-            # The copy that last read this slot is the oldest of `out_slots` copies.
-            plgpu.wait_smem_to_gmem(0 if whole else plan.out_slots - 1, wait_read_only=True)
-        slots.at[index % plan.out_slots][...] = values
-        if whole and index < plan.pieces - 1:
-            return
+        # The copy that last read this slot is the oldest of `out_slots` copies.
+        plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
+        slot[...] = values
         plgpu.commit_smem()
-        for i in range(plan.pieces) if whole else [index]:
-            at = pl.ds(tile.row, ROWS), pl.ds(tile.column + i * PIECE, PIECE)
-            plgpu.copy_smem_to_gmem(slots.at[i % plan.out_slots], self.out.at[at])
+        at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
+        plgpu.copy_smem_to_gmem(slot, self.out.at[at])
 
 
 def _column_numbers() -> Any:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import Turns, accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
 
 from .plan import TILE_ROWS, SumPlan
@@ -35,14 +35,12 @@ class SumMemory(NamedTuple):
         rhs: Pipeline stages of the right operand.
         out: Staging buffers of the epilogue, per consumer warpgroup.
         pipeline: The barriers of the stages.
-        turn: The barrier of `Turns`.
     """
 
     lhs: Any
     rhs: Any
     out: Any
     pipeline: Pipeline
-    turn: Any
 
 
 def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpret: Any = None) -> jax.Array:
@@ -91,7 +89,6 @@ class SumKernel:
             tiled((STAGES, STEP, plan.block_n), plan.dtype),
             tiled((WARPGROUPS, OUT_SLOTS, ROWS, plan.piece), plan.sum_dtype),
             Pipeline.types(STAGES, consumers=WARPGROUPS, copies=WARPGROUPS + 1),
-            Turns.type(),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: SumMemory) -> None:
@@ -152,7 +149,7 @@ class SumKernel:
             left = self.memory.lhs.at[stage, warpgroup].transpose((1, 0))
             plgpu.wgmma(accumulator, left, self.memory.rhs.at[stage])
 
-        multiply_stages(self.pipeline, step, self.plan.steps, one, turns=Turns(self.memory.turn, warpgroup))
+        multiply_stages(self.pipeline, step, self.plan.steps, one)
 
     def _add(self, product: Any, row: Any, column: Any, warpgroup: Any) -> None:
         plan, width = self.plan, self.plan.piece
