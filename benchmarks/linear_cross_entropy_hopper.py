@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -64,14 +65,12 @@ DIRECTIONS = {"trained": 3, "forward": 1, "per token": 4}  # and how many produc
 def ours(
     shape: Shape, direction: str, *, implementation: str = "mosaic_gpu", parts: int | None = None, **params: Any
 ) -> Function:
-    """Return the module's loss, by its heuristic, by given parameters, or with the rows in so many parts."""
+    """Return the module's loss, by its heuristic, with other parameters, or with the rows in so many parts."""
     cfg: Any = None
     if parts is not None:
         params["chunk"] = padded(-(-shape.tokens // parts), 128)
     if params:
-        from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.params import MosaicGpuParams
-
-        chosen = MosaicGpuParams(**params)
+        chosen = dataclasses.replace(heuristic(shape, direction), **params)
         if direction == "trained":
             cfg = LinearCrossEntropyGradientsConfig(implementation=implementation, fwd=chosen)
         else:
@@ -92,6 +91,25 @@ def ours(
         return (found * factors).sum() if direction == "per token" else found
 
     return with_gradients(loss, direction)
+
+
+def heuristic(shape: Shape, direction: str) -> Any:
+    """Return the parameters of the kernels by default."""
+    from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
+    from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import support
+
+    call = LinearCrossEntropyCall(
+        tokens=shape.tokens,
+        inner=shape.inner,
+        columns=shape.columns,
+        dtype="bfloat16",
+        transpose_weight=shape.transpose_weight,
+        logits_soft_cap=shape.soft_cap,
+        gradients=("x", "weight") if direction == "trained" else (),
+        backward=direction == "per token",
+        platform="gpu",
+    )
+    return support.heuristic(call)
 
 
 def by_optax(shape: Shape, direction: str) -> Function:
@@ -152,14 +170,14 @@ def with_gradients(loss: Function, direction: str) -> Function:
 TILES: dict[str, dict[str, Any]] = {
     "panel 8": {"panel": 8},
     "panel 32": {"panel": 32},
-    "stages 3": {"stages": 3},
-    "block_n 128": {"block_n": 128},
+    "stages 3, out_slots 4": {"stages": 3, "out_slots": 4},
+    "stages 4, out_slots 2": {"stages": 4, "out_slots": 2},
 }
 CHUNKS: dict[str, dict[str, Any]] = {
-    "all rows": {"chunk": None},
+    "all rows": {"chunk": None, "accumulation_dtype": None},
     "3 parts, bf16 sum": {"parts": 3, "accumulation_dtype": "bfloat16"},
-    "rows 4096": {"chunk": 4096},
-    "rows 2048": {"chunk": 2048},
+    "rows 4096": {"chunk": 4096, "accumulation_dtype": None},
+    "rows 2048": {"chunk": 2048, "accumulation_dtype": None},
     "rows 2048, bf16 sum": {"chunk": 2048, "accumulation_dtype": "bfloat16"},
     "vocabulary 32768": {"form": "vocabulary", "chunk": 32768},
     "vocabulary 16384": {"form": "vocabulary", "chunk": 16384},
@@ -294,16 +312,40 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> str:
     """Return a Markdown table, a line per shape, direction and contender."""
-    lines = ["| | us | kernels us | TFLOP/s | peak MiB | errors |", "|---" * 6 + "|"]
+    lines = ["| | us | / products | kernels us | TFLOP/s | peak MiB | errors |", "|---" * 7 + "|"]
     for key, rows in found.items():
-        if key == "environment":
+        if "contenders" not in rows:
             continue
-        call = key.replace(" | ", ", ")
+        products = rows["contenders"].get(PRODUCTS, {}).get("us")
         for name, row in rows["contenders"].items():
-            cells = [f"{row[field]:,}" if row.get(field) else "" for field in ("us", "kernel_us", "tflops", "peak_mib")]
-            lines.append(f"| {call}, {name} | {' | '.join(cells)} | {row.get('errors', row.get('reason', ''))} |")
-        lines.append(f"| {call}, ratios | {rows['ratios']} | | | | |")
+            ratio = f"{row['us'] / products:.3f}" if products and row.get("us") else ""
+            us, *cells = [f"{row[x]:,}" if row.get(x) else "" for x in ("us", "kernel_us", "tflops", "peak_mib")]
+            line = " | ".join((key.replace(" | ", ", ") + f", {name}", us, ratio, *cells))
+            lines.append(f"| {line} | {row.get('errors', row.get('reason', ''))} |")
     return "\n".join(lines) + "\n"
+
+
+def document(found: dict[str, Any]) -> str:
+    """Return the table with a heading, the environment and the sizes of the shapes."""
+    environment = found["environment"]
+    flags = environment["xla_flags"] or "the default"
+    sizes = "; ".join(
+        f"{name}: {s.tokens:,} tokens, width {s.inner:,}, vocabulary {s.columns:,}"
+        + ", tied" * s.transpose_weight
+        + (f", soft cap {s.soft_cap:g}" if s.soft_cap else "")
+        for name, s in SHAPES.items()
+        if any(key.startswith(f"{name} |") for key in found)
+    )
+    parts = [
+        "# The loss of an output layer on one GPU",
+        f"`python -m benchmarks.linear_cross_entropy_hopper`; {report.heading(found)}; XLA flags: {flags}.",
+        f"bfloat16; untuned. {sizes}. `products` are the matrix products alone, by XLA: three for `trained`, four for "
+        "`per token`, one for `forward`. Rows of one shape and direction ran interleaved in one process: times of a "
+        "warm card, and sums of kernel times of single calls. Peak memory is that of temporary arrays and results.",
+        *([found["note"]] if "note" in found else []),
+        table(found),
+    ]
+    return "\n\n".join(parts)
 
 
 def measured_apart(shape: str, direction: str, names: Sequence[str], seconds: float, *, check: bool) -> dict[str, Any]:
@@ -333,7 +375,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = json.loads(args.one)
         print(json.dumps(measured(SHAPES[job["shape"]], job["direction"], job["names"], check=job["check"])))
         return 0
-    found: dict[str, Any] = {"environment": report.environment()}
+    flags = {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    found: dict[str, Any] = {"environment": report.environment() | flags}
     for direction in args.directions:
         for shape in args.shapes:
             names = [name for name in args.contenders if direction != "forward" or name not in CHUNKS]
@@ -341,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[f"{shape} | {direction}"] = result
             print(shape, direction, json.dumps(result), file=sys.stderr, flush=True)
             if args.out is not None:  # written after each process, in case a later one fails
-                report.write(args.out, f"linear_cross_entropy_{report.platform_name()}", found, table(found))
+                report.write(args.out, f"linear_cross_entropy_{report.platform_name()}", found, document(found))
     print(table(found))
     return 0
 

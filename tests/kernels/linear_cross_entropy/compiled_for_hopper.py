@@ -12,6 +12,8 @@ from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
 TOKENS, INNER, COLUMNS = 2048, 1024, 32768
+CHUNKS = MosaicGpuParams(chunk=1024)
+HALVES = MosaicGpuParams(chunk=1024, accumulation_dtype="bfloat16", stages=3, out_slots=4)
 VOCABULARY = MosaicGpuParams(form="vocabulary", chunk=16384)
 ALL = ("sum", "expected", "max")
 
@@ -21,8 +23,8 @@ def calls():
     capped = {"transpose_weight": True, "logits_soft_cap": 30.0}
     yield "statistics", linear_cross_entropy, None, False, {}
     yield "all statistics", linear_cross_entropy, None, True, {**capped, "statistics": ALL}
-    yield "three products", linear_cross_entropy_gradients, None, False, {}
-    yield "three products, capped", linear_cross_entropy_gradients, None, False, capped
+    yield "three products", linear_cross_entropy_gradients, CHUNKS, False, {}
+    yield "three products, capped", linear_cross_entropy_gradients, HALVES, False, capped
     yield "three products, maximum", linear_cross_entropy_gradients, None, False, {"statistics": ("max",)}
     yield "three products, bias", linear_cross_entropy_gradients, None, True, {"label_smoothing": 0.1}
     options = {**capped, "label_smoothing": 0.1}

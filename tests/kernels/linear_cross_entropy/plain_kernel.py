@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernel's results in plain JAX: for programs that Pallas's interpreter does not run, such as meshes."""
+"""The Hopper kernels' results in plain JAX: for programs that Pallas's interpreter does not run, such as meshes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def run_head(plan, arrays, *, interpret=None):
     if plan.mode == EXPONENTIALS:
         found.append((jnp.exp2(s * jnp.log2(jnp.e) - relative_to[:, None]) * slope).astype(x.dtype))
     return found
+
+
+def add_product(total, left, right, *, interpret=None):
+    """Return the result of `sums.add_product`."""
+    return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
 
 
 def _parts(plan, s, hit, relative_to):

@@ -67,8 +67,13 @@ class HeadGradients:
 
     # Three products.
 
-    def of_loss(self, x: jax.Array, labels: jax.Array, factors: jax.Array, dtype: Any) -> tuple[Gradients, Statistics]:
-        """Return the gradients of `sum(factors * losses)`, the weight's in `dtype`, and the statistics."""
+    def of_loss(
+        self, x: jax.Array, labels: jax.Array, factors: jax.Array, dtype: Any, total: jax.Array | None
+    ) -> tuple[Gradients, Statistics]:
+        """Return the gradients of `sum(factors * losses)` and the statistics.
+
+        The weight's gradient is in `dtype`, and added to `total`, if any.
+        """
         head, call, rows = self.head, self.head.call, Rows.of(x, labels)
         factors = rows.numbers(factors)
         relative_to, found, _ = self._exponentials(rows)
@@ -83,7 +88,7 @@ class HeadGradients:
         matrix = _with_labels(found.matrix, jnp.where(head.owns(rows.labels), rows.labels, head.columns), at_label)
         factor = factors * softmax * jnp.exp(relative_to - lse) * call.logits_scale
         constant = None if unit.constant is None else factors * unit.constant * call.logits_scale
-        made = self._by_factors(rows, matrix, factor, constant, dtype)
+        made = self._by_factors(rows, matrix, factor, constant, dtype, total)
         total_of_logits = self._sum_of_logits(rows) if "sum" in call.statistics else None
         statistics = Statistics(lse, found.label, total_of_logits, None, merged_max(found.max, call.vocab_axis))
         return made._replace(x=made.x[: rows.own]), jax.tree.map(lambda y: y[: rows.own], statistics)
@@ -122,13 +127,19 @@ class HeadGradients:
         return lax.pmax(top, call.vocab_axis) if call.vocab_axis else top
 
     def _by_factors(
-        self, rows: Rows, matrix: jax.Array, factor: jax.Array, constant: jax.Array | None, dtype: Any
+        self,
+        rows: Rows,
+        matrix: jax.Array,
+        factor: jax.Array,
+        constant: jax.Array | None,
+        dtype: Any,
+        total: jax.Array | None,
     ) -> Gradients:
         """Return the gradients if that of the logits is `factor * matrix + constant`, with a number per row each."""
         head, transposed = self.head, self.head.call.transpose_weight
         dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
         left = (rows.x * factor[:, None]).astype(rows.x.dtype)
-        dweight = _product(*((matrix, left) if transposed else (left, matrix)), (0, 0), dtype)
+        dweight = self._weight_gradient(left, matrix, dtype, total)
         dbias = None if head.bias is None else (matrix.astype(jnp.float32) * factor[:, None]).sum(axis=0)
         if constant is not None:
             seen = self._seen()
@@ -138,6 +149,11 @@ class HeadGradients:
             dweight = (dweight + added).astype(dtype)
             dbias = None if dbias is None else dbias + constant.sum() * seen
         return Gradients(dx.astype(rows.x.dtype), dweight, dbias)
+
+    def _weight_gradient(self, x: jax.Array, matrix: jax.Array, dtype: Any, total: jax.Array | None) -> jax.Array:
+        """Return the product of rows and a matrix of their columns in `dtype`, or its sum with `total`."""
+        left, right = (matrix, x) if self.head.call.transpose_weight else (x, matrix)
+        return _product(left, right, (0, 0), dtype) if total is None else self.head.add_product(total, left, right)
 
     def _seen(self) -> jax.Array:
         """Return 1 for each column that is not removed, 0 for the others and for padding."""
@@ -162,11 +178,22 @@ class HeadGradients:
 
     # From the log-sum-exp.
 
-    def by_rows(self, x: jax.Array, labels: jax.Array, given: Coefficients, lse: jax.Array, dtype: Any) -> Gradients:
-        """Return the gradients, the weight's in `dtype`; all logits of these rows are computed again at once."""
+    def by_rows(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        given: Coefficients,
+        lse: jax.Array,
+        dtype: Any,
+        total: jax.Array | None,
+    ) -> Gradients:
+        """Return the gradients; all logits of these rows are computed again at once.
+
+        The weight's gradient is in `dtype`, and added to `total`, if any.
+        """
         rows = Rows.of(x, labels)
         d = self.head.gradient_of_logits(rows, rows.numbers(lse), jax.tree.map(rows.numbers, given))
-        made = self._by_products(rows, self.head.weight, d, (x.dtype, dtype))
+        made = self._by_products(rows, self.head.weight, d, (x.dtype, dtype), total)
         return made._replace(x=made.x[: rows.own])
 
     def by_columns(
@@ -196,20 +223,23 @@ class HeadGradients:
         made = over_columns(step, zeros, head.columns, chunk)
         return made._replace(x=made.x[: rows.own].astype(x.dtype))
 
-    def _by_products(self, rows: Rows, weight: jax.Array, d: jax.Array, dtypes: tuple[Any, Any]) -> Gradients:
+    def _by_products(
+        self, rows: Rows, weight: jax.Array, d: jax.Array, dtypes: tuple[Any, Any], total: jax.Array | None = None
+    ) -> Gradients:
         transposed = self.head.call.transpose_weight
         dx = _product(d, weight, (1, 0 if transposed else 1), dtypes[0])
-        dweight = _product(*((d, rows.x) if transposed else (rows.x, d)), (0, 0), dtypes[1])
+        dweight = self._weight_gradient(rows.x, d, dtypes[1], total)
         return Gradients(dx, dweight, None if self.head.bias is None else d.astype(jnp.float32).sum(axis=0))
 
 
 def summed_over_rows(
     gradients: Any, arrays: tuple[Any, ...], head: PaddedHead, dtype: Any, lse: jax.Array | None = None
 ) -> tuple[Gradients, Any]:
-    """Return the gradients and further results of `gradients(rows, dtype)`, over chunks of rows.
+    """Return the gradients and further results of `gradients(rows, dtype, total)`, over chunks of rows.
 
     Args:
-        gradients: Returns the gradients of some rows, the weight's in `dtype`, and further results per row.
+        gradients: Returns the gradients of some rows, with the weight's in `dtype` and added to `total`, if any, and
+            further results per row.
         arrays: Arrays with an axis of rows, beginning with `x`.
         head: The padded weight and bias; its parameters have the size of chunks.
         dtype: Dtype of the sum of the weight's gradient.
@@ -217,13 +247,15 @@ def summed_over_rows(
     """
     chunk, weight = head.params.chunk, head.weight
     if chunk is None or chunk >= arrays[0].shape[0]:
-        found: tuple[Gradients, Any] = gradients((*arrays, lse), weight.dtype)
+        found: tuple[Gradients, Any] = gradients((*arrays, lse), weight.dtype, None)
         return found
 
     def step(sums: Gradients | None, rows: Any) -> Any:
-        made, more = gradients(rows, dtype)
-        own = made._replace(x=None)
-        total = own if sums is None else unify_varying((jax.tree.map(jnp.add, sums, own), sums))[0]
+        made, more = gradients(rows, dtype, None if sums is None else sums.weight)
+        total = made._replace(x=None)
+        if sums is not None:
+            bias = None if sums.bias is None else sums.bias + made.bias
+            total = unify_varying((total._replace(bias=bias), sums))[0]
         return total, (made.x, more)
 
     sums, (dx, more) = over_rows(step, None, arrays, chunk, lse)

@@ -113,9 +113,9 @@ class MosaicGpuGradients(_OnHopper):
         gradients = HeadGradients(head, counted_columns(bias, call.columns, call.vocab_axis))
         if params.form == "rows":
 
-            def of_rows(rows: Any, dtype: Any) -> tuple[Gradients, Statistics]:
+            def of_rows(rows: Any, dtype: Any, total: Any) -> tuple[Gradients, Statistics]:
                 x, labels, factors, _ = rows
-                return gradients.of_loss(x, labels, factors, dtype)
+                return gradients.of_loss(x, labels, factors, dtype, total)
 
             made, found = summed_over_rows(of_rows, (x, labels, factors), head, _sum_dtype(head))
         else:
@@ -139,9 +139,9 @@ def _from_lse(
     if head.params.form == "vocabulary":
         return gradients.by_columns(x, labels, given, lse, head.params.chunk)
 
-    def of_rows(rows: Any, dtype: Any) -> tuple[Gradients, None]:
+    def of_rows(rows: Any, dtype: Any, total: Any) -> tuple[Gradients, None]:
         x, labels, given, lse = rows
-        return gradients.by_rows(x, labels, given, lse, dtype), None
+        return gradients.by_rows(x, labels, given, lse, dtype, total), None
 
     return summed_over_rows(of_rows, (x, labels, given), head, _sum_dtype(head), lse)[0]
 

@@ -162,6 +162,16 @@ class PaddedHead:
         numbers = [lse * _LOG2E, *(c * scale for c in (softmax, given.label, *more))]
         return self._run(plan, rows, first, *numbers)[0]
 
+    def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        """Return `total + left.T @ right` in the memory of `total`; all have padded sizes."""
+        from . import sums
+
+        with jax.enable_x64(False):
+            found: jax.Array = one_by_one(
+                lambda *arrays: sums.add_product(*arrays, interpret=self.interpret), total, left, right
+            )
+        return found
+
     def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array) -> list[jax.Array]:
         from .kernel import run_head  # Mosaic GPU is not available in every environment
 

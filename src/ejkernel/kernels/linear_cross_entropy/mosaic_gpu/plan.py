@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static description of one launch, and the shared memory that it takes."""
+"""The static descriptions of launches, and the shared memory that they take."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import jax.numpy as jnp
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
@@ -106,6 +108,48 @@ class HeadPlan:
         """Return the bytes of shared memory that a block of threads takes."""
         operands = self.stages * STEP * (TILE_ROWS + self.block_n) * 2
         return operands + WARPGROUPS * self.out_slots * ROWS * ROW_BYTES + OVERHEAD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumPlan:
+    """The launch that adds a product to a sum.
+
+    Attributes:
+        steps: Steps of a tile.
+        rows, columns: Sizes of the sum, multiples of 64.
+        dtype, sum_dtype: Names of the dtypes of the operands and of the sum.
+    """
+
+    steps: int
+    rows: int
+    columns: int
+    dtype: str
+    sum_dtype: str
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a tile."""
+        return next(size for size in (256, 128, 64) if size <= self.columns)
+
+    @property
+    def piece(self) -> int:
+        """Columns that the epilogue stores at once: one swizzle."""
+        return ROW_BYTES // int(jnp.dtype(self.sum_dtype).itemsize)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return MULTIPROCESSORS
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the rows."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles that cover the columns."""
+        return -(-self.columns // self.block_n)
 
 
 def head_plan(

@@ -128,7 +128,7 @@ def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     logits = 2 * call.tokens * padded_columns(call.columns)
     if logits <= _LOGITS_BYTES:
         return MosaicGpuParams()
-    # The sum of two products is rounded once more than a single product, and takes no memory of its own.
+    # A sum in bfloat16 takes no memory of its own. Both products and their sum are rounded, which two chunks allow.
     halves = MosaicGpuParams(chunk=padded(-(-call.tokens // 2), TILE_ROWS), accumulation_dtype="bfloat16")
     if logits <= 2 * _LOGITS_BYTES and _sum_dtype(call, halves) == "bfloat16":
         return halves
