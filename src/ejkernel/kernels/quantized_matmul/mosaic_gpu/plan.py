@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, WARPGROUPS, padded
+import jax.numpy as jnp
+
+from ejkernel.kernels._hopper.device import MULTIPROCESSORS
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
@@ -109,6 +112,81 @@ class QuantizedPlan(ProductPlan):
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
         columns = self.tile_columns + (self.part_columns if self.promoted else 0)
         return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewRowsPlan:
+    """The launch of a product with at most 64 rows.
+
+    Attributes:
+        rows, inner, columns: Sizes, padded to what copies can begin and end with.
+        dtype, w_dtype, out_dtype: Names of the dtypes.
+        tile_columns: Columns of a tile.
+        stages: Pipeline stages.
+        promoted: As in `QuantizedPlan`.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: str
+    w_dtype: str
+    out_dtype: str
+    tile_columns: int
+    stages: int
+    promoted: int = 0
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the sums are int32."""
+        return self.dtype == "int8"
+
+    @property
+    def wide(self) -> bool:
+        """Whether the rows have 16 bits, so that the matrix is widened."""
+        return jnp.dtype(self.dtype).itemsize == 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: those of an instruction, or its columns if the result is transposed."""
+        return padded(self.rows, ROW_TILE) if self.wide else ROWS
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that share a tile's columns."""
+        if self.wide:
+            return self.tile_columns // ROWS
+        return 1 if self.tile_columns <= _PART else 2
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a consumer."""
+        return self.tile_columns // self.consumers
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.inner // STEP
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of the result."""
+        return -(-self.columns // self.tile_columns)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return min(MULTIPROCESSORS, self.column_tiles)
+
+    @property
+    def factors(self) -> int:
+        """See `QuantizedPlan`."""
+        return self.columns + self.tile_columns
+
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a block of threads."""
+        stage = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize + self.tile_columns * STEP
+        return self.stages * stage + self.tile_rows * self.tile_columns * jnp.dtype(self.out_dtype).itemsize + OVERHEAD
 
 
 def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
