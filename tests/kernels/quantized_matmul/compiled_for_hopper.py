@@ -47,6 +47,7 @@ def calls():
     yield "fast", quantized_matmul, *dense(("float8_e5m2", "float8_e4m3fn"), accumulation="fast")
     yield "integers", quantized_matmul, *dense(integers, preferred_element_type="float32")
     yield "blocks", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(128, 128))
+    yield "blocks of columns", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(1, 128))
     yield "groups promoted", quantized_grouped_matmul, *grouped(both)
     yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)

@@ -26,7 +26,6 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
 
 from .plan import STEP, FewRowsPlan
 
-
 _REGISTERS = {2: REGISTERS, 3: Registers(40, 152), 4: Registers(40, 112)}  # by the number of consumers
 
 

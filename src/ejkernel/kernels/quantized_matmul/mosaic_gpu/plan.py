@@ -16,6 +16,7 @@ from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMat
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 SCALES = 32  # float32 numbers of the least copy
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
@@ -28,12 +29,15 @@ class MosaicGpuParams:
     A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
     The launch is persistent: one block per multiprocessor takes tile after tile.
 
+    With `block_m=64` the consumers, one to four, share the columns of a tile instead, for calls of at most 64 rows.
+
     Attributes:
-        block_m: Rows of a tile, 128 or 256.
-        block_n: Columns of a tile: 64, 128, 192 or 256.
+        block_m: Rows of a tile: 64, 128 or 256.
+        block_n: Columns of a tile, a multiple of 32; of 64 unless `block_m` is 64.
         stages: Pipeline stages, each with 128 of `k`.
-        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
-        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once.
+        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest. Unused if `block_m` is 64.
+        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once. Unused if `block_m` is
+            64.
     """
 
     block_m: int = 128
@@ -45,9 +49,9 @@ class MosaicGpuParams:
     def __post_init__(self) -> None:
         check_parameters(
             self,
-            block_m=(128, 256),
-            block_n=(64, 128, 192, 256),
-            stages=range(2, 13),
+            block_m=(64, 128, 256),
+            block_n=range(32, 257, 32),
+            stages=range(2, 25),
             panel=range(1, 257),
             out_slots=range(1, 5),
         )
@@ -60,13 +64,15 @@ class QuantizedPlan(ProductPlan):
     Attributes:
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
         promoted: Steps whose products are summed in the tensor core; 0: all of them.
-        blocks: Whether scales are those of 1x128 and 128x128 blocks; else of rows and columns.
+        blocks: Whether scales are those of 1x128 blocks of rows; else of whole rows.
+        thin: Whether the blocks of `w` are 1x128, too; else 128x128.
         clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
     """
 
     w_dtype: str
     promoted: int
     blocks: bool = False
+    thin: bool = False
     clears: bool = False
 
     @property
@@ -104,9 +110,14 @@ class QuantizedPlan(ProductPlan):
         """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
         return self.tile_rows + SCALES
 
+    @property
+    def column_scales(self) -> int:
+        """Scales of columns that a step copies."""
+        return self.tile_columns if self.thin else SCALES
+
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        return super().shared_bytes() + self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
+        return super().shared_bytes() + self.stages * (self.scale_rows + self.column_scales) * 4 * self.blocks
 
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
@@ -209,6 +220,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
+        thin=blocks and call.w_block is not None and call.w_block[0] == 1,
     )
 
 
@@ -216,4 +228,21 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     """Return the plan of a launch for groups of rows."""
     return dataclasses.replace(
         quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
+    )
+
+
+def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPlan:
+    """Return the plan of a launch for at most 64 rows."""
+    integers = call.w_dtype == "int8"
+    return FewRowsPlan(
+        rows=call.rows,
+        inner=padded(call.inner, STEP),
+        columns=padded(call.columns, ALIGNED),
+        # Each 8-bit number is widened to the type that the fewest instructions convert it to.
+        dtype=call.x_dtype if call.is_narrow else "bfloat16" if integers else "float16",
+        w_dtype=call.w_dtype,
+        out_dtype=call.out_dtype,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
     )

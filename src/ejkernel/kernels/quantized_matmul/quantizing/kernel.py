@@ -7,7 +7,6 @@ instructions: a row's largest magnitude lies in four neighbouring threads either
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,41 +21,10 @@ from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 
-BLOCK = 128
-_HALF = BLOCK // 2  # rows that a warpgroup holds at once
+from .common import BLOCK
+from .mosaic_gpu import HALF, QuantizingPlan
+
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizingPlan:
-    """The description of one launch.
-
-    Attributes:
-        rows, columns: Of the matrix.
-        dtype: Name of the dtype of the matrix, of 16 bits.
-        values: Name of the dtype of the results.
-        transposed: Whether the transpose is quantised, too.
-        programs: Blocks of threads.
-        slots: Tiles that a block of threads has in flight.
-    """
-
-    rows: int
-    columns: int
-    dtype: str
-    values: str
-    transposed: bool
-    programs: int
-    slots: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles of rows, and of columns."""
-        return -(-self.rows // BLOCK), -(-self.columns // BLOCK)
-
-    @property
-    def copies(self) -> int:
-        """Copies per tile from shared to global memory."""
-        return 4 if self.transposed else 2
 
 
 class _Memory(NamedTuple):
@@ -80,7 +48,7 @@ def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = Non
     memory = _Memory(
         tiled((plan.slots, BLOCK, BLOCK), plan.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=plan.slots),
-        tiled((plan.copies, _HALF, BLOCK), plan.values),
+        tiled((plan.copies, HALF, BLOCK), plan.values),
     )
     return launch(
         kernel.run,
@@ -137,13 +105,13 @@ class _Kernel:
 
     def _rows(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's rows."""
-        rows = self.memory.tiles.at[slot, pl.ds(half * _HALF, _HALF)]
-        self._quantize(rows, half, self.results[:2], (row + half * _HALF, column))
+        rows = self.memory.tiles.at[slot, pl.ds(half * HALF, HALF)]
+        self._quantize(rows, half, self.results[:2], (row + half * HALF, column))
 
     def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's columns, as rows of the transpose."""
-        columns = self.memory.tiles.at[slot, :, pl.ds(half * _HALF, _HALF)]
-        self._quantize(columns.transpose((1, 0)), 2 + half, self.results[2:], (column + half * _HALF, row))
+        columns = self.memory.tiles.at[slot, :, pl.ds(half * HALF, HALF)]
+        self._quantize(columns.transpose((1, 0)), 2 + half, self.results[2:], (column + half * HALF, row))
 
     def _quantize(self, tile: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
         """Store 64 rows of 128 numbers, and their scales."""
@@ -158,6 +126,6 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
         # Rounding may lead beyond the largest number: the conversion saturates.
         buffer[...] = (wide * factor).astype(self.plan.values)
-        scales.at[lax.div(column, BLOCK), pl.ds(row, _HALF)][...] = scale
+        scales.at[lax.div(column, BLOCK), pl.ds(row, HALF)][...] = scale
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, values.at[pl.ds(row, _HALF), pl.ds(column, BLOCK)])
+        plgpu.copy_smem_to_gmem(buffer, values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])
