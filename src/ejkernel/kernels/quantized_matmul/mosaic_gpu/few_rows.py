@@ -26,7 +26,9 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
 
 from .plan import STEP, FewRowsPlan
 
-_REGISTERS = {2: REGISTERS, 3: Registers(40, 152), 4: Registers(40, 112)}  # by the number of consumers
+# By the number of consumers. All together must not exceed what the launch allocates, 96 for each thread of five
+# warpgroups: a consumer would wait for more for ever.
+_REGISTERS = {2: REGISTERS, 3: Registers(40, 152), 4: Registers(40, 104)}
 
 
 class _Memory(NamedTuple):

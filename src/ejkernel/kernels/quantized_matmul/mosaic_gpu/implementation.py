@@ -36,7 +36,7 @@ _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
-_FEW_ROWS_STAGES = 9  # deeper pipelines gained nothing
+_IN_FLIGHT = 160 * 1024  # bytes that few rows have in flight per multiprocessor: more gained nothing
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
@@ -141,8 +141,9 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
         """See `_Quantized`; for few rows, the width with which the multiprocessors read the fewest columns."""
         if not _has_few_rows(call):
             return super().heuristic(call)
-        fitting = [params for params in _few_rows_params(call) if params.stages <= _FEW_ROWS_STAGES]
-        deepest = {params.block_n: params for params in fitting}  # the last of each width has the most stages
+        plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
+        # The last of each width has the most stages.
+        deepest = {params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT}
 
         def columns(params: MosaicGpuParams) -> tuple[int, int]:
             plan = few_rows_plan(call, params)

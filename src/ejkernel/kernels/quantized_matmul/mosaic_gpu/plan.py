@@ -194,10 +194,18 @@ class FewRowsPlan:
         """See `QuantizedPlan`."""
         return self.columns + self.tile_columns
 
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a pipeline stage."""
+        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.tile_columns) * STEP
+
     def shared_bytes(self) -> int:
         """Return the shared memory of a block of threads."""
-        stage = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize + self.tile_columns * STEP
-        return self.stages * stage + self.tile_rows * self.tile_columns * jnp.dtype(self.out_dtype).itemsize + OVERHEAD
+        return (
+            self.stages * self.stage_bytes
+            + self.tile_rows * self.tile_columns * jnp.dtype(self.out_dtype).itemsize
+            + OVERHEAD
+        )
 
 
 def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:

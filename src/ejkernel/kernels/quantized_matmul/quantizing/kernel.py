@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
@@ -36,15 +37,15 @@ class _Memory(NamedTuple):
 
 
 def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = None) -> list[jax.Array]:
-    """Return the numbers `[m, k]` and their scales `[k / 128, m]`, and those of the transpose if the plan has it.
+    """Return the numbers `[m, k]` and their scales, and those of the transpose if the plan has it.
 
-    Scales have room for whole tiles.
+    Scales have rows for whole tiles.
     """
     (row_tiles, column_tiles), kernel = plan.grid, _Kernel(plan, backend_for(interpret))
     m, k = plan.rows, plan.columns
-    shapes = [((m, k), plan.values), ((column_tiles, row_tiles * BLOCK), "float32")]
+    shapes = [((m, k), plan.values), ((row_tiles * BLOCK, column_tiles), "float32")]
     if plan.transposed:
-        shapes += [((k, m), plan.values), ((row_tiles, column_tiles * BLOCK), "float32")]
+        shapes += [((k, m), plan.values), ((column_tiles * BLOCK, row_tiles), "float32")]
     memory = _Memory(
         tiled((plan.slots, BLOCK, BLOCK), plan.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=plan.slots),
@@ -126,6 +127,6 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
         # Rounding may lead beyond the largest number: the conversion saturates.
         buffer[...] = (wide * factor).astype(self.plan.values)
-        scales.at[lax.div(column, BLOCK), pl.ds(row, HALF)][...] = scale
+        compat.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])

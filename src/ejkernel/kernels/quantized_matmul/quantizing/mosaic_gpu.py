@@ -92,8 +92,7 @@ def quantized(call: QuantizeCall, x: jax.Array, params: QuantizeParams, *, inter
         with jax.enable_x64(False):  # the kernel counts in int32
             found = quantized_blocks(plan, x.reshape(plan.rows, plan.columns), interpret=interpret)
         sizes = (plan.rows, plan.columns)
-        # A product reads scales of consecutive rows together, and turns them back at no cost.
-        scales = [scale[:, :size].T for scale, size in zip(found[1::2], sizes, strict=False)]
+        scales = [scale[:size] for scale, size in zip(found[1::2], sizes, strict=False)]
         results = [found[0].reshape(x.shape), scales[0].reshape(*lead, -1), *found[2:3], *scales[1:]]
         return tuple(results)
 
