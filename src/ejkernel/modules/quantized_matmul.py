@@ -122,8 +122,9 @@ def quantize_both(
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
-    parts = _quantize_blocks(x, dtype=dtype, transposed=True, implementation=implementation, cfg=cfg)
-    return Quantized(*parts[:2], (1, _BLOCK)), Quantized(*parts[2:], (1, _BLOCK))
+    options: dict[str, Any] = {"dtype": dtype, "implementation": implementation, "cfg": cfg}
+    rows, row_scale, columns, column_scale = _quantize_blocks(x, transposed=True, **options)
+    return Quantized(rows, row_scale, (1, _BLOCK)), Quantized(columns, column_scale, (1, _BLOCK))
 
 
 @names_checked(_NAMES_ELSEWHERE)

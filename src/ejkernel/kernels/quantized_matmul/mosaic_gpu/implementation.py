@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -99,7 +99,7 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
         stages = _STAGES[block_n] - (block_n == 128 and not dense.scales_outside)
         return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
-    def space(self, call: _Call) -> ConfigSpace[MosaicGpuParams]:
+    def space(self, call: _Call) -> Collection[MosaicGpuParams]:
         """Return the search space."""
 
         def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
@@ -151,7 +151,7 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
 
         return min(deepest.values(), key=columns)
 
-    def space(self, call: QuantizedMatmulCall) -> ConfigSpace[MosaicGpuParams] | list[MosaicGpuParams]:
+    def space(self, call: QuantizedMatmulCall) -> Collection[MosaicGpuParams]:
         """See `_Quantized`."""
         few = list(_few_rows_params(call)) if _has_few_rows(call) else []
         return few if _is_wide(call) else [*few, *super().space(call)] if few else super().space(call)
