@@ -12,9 +12,11 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.kernels.quantized_matmul.quantizing import mosaic_gpu as launch
+from ejkernel.kernels.quantized_matmul.quantizing import plan as plans
 from ejkernel.kernels.quantized_matmul.quantizing.common import QuantizeCall
-from ejkernel.kernels.quantized_matmul.quantizing.mosaic_gpu import MosaicGpu, QuantizeParams
+from ejkernel.kernels.quantized_matmul.quantizing.mosaic_gpu import MosaicGpu
 from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks
+from ejkernel.kernels.quantized_matmul.quantizing.plan import QuantizeParams
 from ejkernel.modules import quantize, quantize_both
 
 pytestmark = pytest.mark.slow
@@ -60,7 +62,7 @@ def wide(results):
 def test_simulated_kernel_gives_the_numbers_of_plain_jax(
     mosaic, monkeypatch, shape, dtype, values, transposed, programs, races
 ):
-    monkeypatch.setattr(launch.hopper, "MULTIPROCESSORS", programs)
+    monkeypatch.setattr(plans, "MULTIPROCESSORS", programs)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype) * 30
     x = x.at[..., 3, :].set(0).at[..., 1, 130].set(jnp.inf)  # the interpreter's maximum ignores NaN
     call = quantize_blocks.describe(x, dtype=values, transposed=transposed)

@@ -23,7 +23,7 @@ from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 
 from .common import BLOCK
-from .mosaic_gpu import HALF, QuantizingPlan
+from .plan import HALF, QuantizingPlan
 
 _TINY = float(np.finfo(np.float32).tiny)
 

@@ -1,40 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation `mosaic_gpu`: supported calls, search space, and the description of a launch."""
+"""The implementation `mosaic_gpu`: supported calls, and the search space."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
-from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import BLOCK, QuantizeCall
+from .common import QuantizeCall
+from .plan import QuantizeParams, quantizing_plan
 
-HALF = BLOCK // 2  # rows that a warpgroup holds at once
 _COPIED = 16  # bytes between the rows that a copy addresses
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeParams:
-    """Launch parameters; they do not change the result.
-
-    Attributes:
-        tiles: Tiles of 128x128 numbers that a block of threads has in flight.
-        blocks: Blocks of threads per multiprocessor.
-    """
-
-    tiles: int = 2
-    blocks: int = 2
-
-    def __post_init__(self) -> None:
-        check_parameters(self, tiles=range(1, 5), blocks=range(1, 5))
 
 
 class MosaicGpu(Implementation[QuantizeCall]):
@@ -97,57 +78,3 @@ def quantized(call: QuantizeCall, x: jax.Array, params: QuantizeParams, *, inter
         return tuple(results)
 
     return one_by_one(compute, x)
-
-
-def quantizing_plan(call: QuantizeCall, params: QuantizeParams) -> QuantizingPlan:
-    """Return the plan of a launch."""
-    return QuantizingPlan(
-        rows=call.rows,
-        columns=call.columns,
-        dtype=call.dtype,
-        values=call.values,
-        transposed=call.transposed,
-        most_programs=hopper.MULTIPROCESSORS * params.blocks,
-        slots=params.tiles,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizingPlan:
-    """The description of one launch.
-
-    Attributes:
-        rows, columns: Of the matrix.
-        dtype: Name of the dtype of the matrix, of 16 bits.
-        values: Name of the dtype of the results.
-        transposed: Whether the transpose is quantised, too.
-        most_programs: Blocks of threads that fit on the GPU at once.
-        slots: Tiles that a block of threads has in flight.
-    """
-
-    rows: int
-    columns: int
-    dtype: str
-    values: str
-    transposed: bool
-    most_programs: int
-    slots: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles of rows, and of columns."""
-        return -(-self.rows // BLOCK), -(-self.columns // BLOCK)
-
-    @property
-    def programs(self) -> int:
-        """Blocks of threads."""
-        return min(self.most_programs, self.grid[0] * self.grid[1])
-
-    @property
-    def copies(self) -> int:
-        """Copies per tile from shared to global memory."""
-        return 4 if self.transposed else 2
-
-    def shared_bytes(self) -> int:
-        """Return the shared memory of a block of threads."""
-        return (self.slots * 2 * BLOCK + self.copies * HALF) * BLOCK + OVERHEAD
