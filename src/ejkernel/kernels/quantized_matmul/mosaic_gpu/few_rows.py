@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for at most 64 rows, as in decoding: its time is that of reading the matrix.
 
-Each block of threads has a tile of columns whose width suits the number of columns, so that all multiprocessors read
-about as much. Consumers share a tile's columns.
+A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
+as much. Consumers share a tile's columns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
 
 from .plan import STEP, FewRowsPlan
 
-# By the number of consumers. All together must not exceed what the launch allocates, 96 for each thread of five
-# warpgroups: a consumer would wait for more for ever.
+# By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
+# otherwise a consumer waits for ever.
 _REGISTERS = {2: REGISTERS, 3: Registers(40, 152), 4: Registers(40, 104)}
 
 
@@ -84,7 +84,7 @@ class FewRowsKernel:
         """Run this warpgroup as producer or consumer."""
         self.x, self.w, self.row_scale, self.column_scale = arrays
         [self.out], self.memory, self.pipeline = results, memory, memory.pipeline
-        # A start that is not known when compiling: TMA clips the rows that do not exist.
+        # Zero, but unknown to the compiler, which would refuse a tile of more rows than there are. TMA clips it.
         self.row = lax.min(lax.axis_index(PROGRAM), 0)
         warpgroup = lax.axis_index(WARPGROUP)
         consumers, registers = self.plan.consumers, _REGISTERS.get(self.plan.consumers)
