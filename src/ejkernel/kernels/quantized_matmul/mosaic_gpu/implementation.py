@@ -36,7 +36,8 @@ _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
-_IN_FLIGHT = 160 * 1024  # bytes that few rows have in flight per multiprocessor: more gained nothing
+# Bytes that few rows have in flight per multiprocessor, by whether they are wide.
+_IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
@@ -143,7 +144,9 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
             return super().heuristic(call)
         plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
         # The last of each width has the most stages.
-        deepest = {params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT}
+        deepest = {
+            params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT[plan.wide]
+        }
 
         def columns(params: MosaicGpuParams) -> tuple[int, int]:
             plan = few_rows_plan(call, params)
