@@ -3,7 +3,8 @@
 
 The contenders: our kernel with exact and with fast sums, on int8, and with other tiles; our plain JAX on widened
 operands; XLA's cuBLASLt call for float8 with scalar scales, XLA's product of float8 arrays without scales, and cuBLAS
-on bfloat16. "quantize" makes the rows' numbers and scales from bfloat16, as a layer does before each product.
+on bfloat16. "bfloat16 by" has rows of bfloat16; "thin blocks" are 1x128 of both operands. "quantize" makes the rows'
+numbers and scales from bfloat16, as a layer does before each product.
 
 Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
 times are those of a warm card, limited by power. `kernel_us` is the sum of the kernels of one call after a pause.
@@ -54,6 +55,8 @@ SHAPES = {
     "B": Shape(4096, 16384, 7168),
     "C": Shape(8192, 8192, 8192),
     "decode": Shape(64, 28672, 8192),
+    "decode, 16 rows": Shape(16, 28672, 8192),
+    "decode, short": Shape(64, 14336, 4096),
     "ragged": Shape(4999, 7176, 1920),
     "A": Shape(4096, 7168, 16384),
     "D": Shape(4096, 4096, 7168),
@@ -111,7 +114,10 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "blocks, block_n 128": functools.partial(ours, block_n=128, stages=5),
     "ejkernel xla": functools.partial(ours, implementation="xla"),
     "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
-    "ejkernel bfloat16 by int8": functools.partial(ours, implementation="xla"),
+    "ejkernel thin blocks": ours,
+    "ejkernel bfloat16 by int8": ours,
+    "ejkernel bfloat16 by float8": ours,
+    "xla bfloat16 by int8": functools.partial(ours, implementation="xla"),
     "block_n 192": functools.partial(ours, block_n=192, out_slots=3),
     "panel 8": functools.partial(ours, panel=8),
     "panel 32": functools.partial(ours, panel=32),
@@ -123,16 +129,19 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "quantize": lambda shape: lambda x, w: quantize(x),
 }
 FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
-BLOCKS = ("ejkernel blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
+BLOCKS = ("ejkernel blocks", "ejkernel thin blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
+WIDE = ("ejkernel bfloat16 by int8", "ejkernel bfloat16 by float8", "xla bfloat16 by int8")
 # The contenders of each process, by shape.
 OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "B": (FEW, BLOCKS, tuple(name for name in CONTENDERS if name not in (*FEW[1:], *BLOCKS))),
+    "B": (FEW, BLOCKS, tuple(name for name in CONTENDERS if name not in (*FEW[1:], *BLOCKS, *WIDE))),
     "C": (FEW, BLOCKS),
-    "decode": ((*FEW, "ejkernel bfloat16 by int8", "block_n 128", "block_n 192"),),
+    "decode": (FEW, WIDE),
+    "decode, 16 rows": (FEW, WIDE),
+    "decode, short": (FEW, WIDE),
     "ragged": ((*FEW[:3], "ejkernel xla"), BLOCKS[:1]),
     "A": (FEW,),
     "D": (FEW,),
-    "tiny": (tuple(CONTENDERS),),
+    "tiny": (tuple(name for name in CONTENDERS if name not in WIDE[:2]),),
 }
 
 
@@ -144,8 +153,10 @@ def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
     x, w = (jnp.where(positive, jnp.abs(a), a) for a in made)
     if kind == "bfloat16":
         return x, w
-    if kind == "wide rows":
-        return x, quantize(w, dtype="int8")
+    if kind.startswith("wide rows"):
+        return x, quantize(w, dtype=kind.removeprefix("wide rows by "))
+    if kind == "thin blocks":
+        return quantize(x, block=128), quantize(w, block=128)
     if kind == "blocks":
         return quantize(x, block=128), quantize(w, block=128, axis=(0, 1))
     return quantize(x, dtype=kind), quantize(w, dtype=kind)
@@ -153,7 +164,9 @@ def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
 
 def kind_of(name: str) -> str:
     """Return the kind of a contender's operands."""
-    kinds = {"cublas bfloat16": "bfloat16", "quantize": "bfloat16", "ejkernel bfloat16 by int8": "wide rows"}
+    if "bfloat16 by" in name:
+        return "wide rows by " + ("int8" if "int8" in name else "float8_e4m3fn")
+    kinds = {"cublas bfloat16": "bfloat16", "quantize": "bfloat16", "ejkernel thin blocks": "thin blocks"}
     return kinds.get(name) or ("blocks" if "blocks" in name else "int8" if "int8" in name else "float8_e4m3fn")
 
 
@@ -198,7 +211,7 @@ def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
 
 def error(name: str, program: Function, x: Any, w: Any) -> float:
     """Return a contender's error on some operands."""
-    factor = SCALAR if name == RIVAL else float(name.startswith("xla"))
+    factor = SCALAR if name == RIVAL else float(name.startswith("xla float8"))
     return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
 
 
@@ -226,7 +239,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """Return cuBLASLt's time relative to ours."""
     found = {}
     for kind in ("us", "kernel_us"):
-        for name in (EXACT, FAST, "ejkernel int8", "ejkernel blocks"):
+        for name in (EXACT, FAST, "ejkernel int8", "ejkernel blocks", "ejkernel thin blocks", *WIDE):
             pair = rows.get(RIVAL, {}).get(kind), rows.get(name, {}).get(kind)
             if pair[0] and pair[1]:
                 found[f"rival / {name}, {kind}"] = round(pair[0] / pair[1], 3)
@@ -235,7 +248,7 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 
 def sizes_named(key: str) -> str:
     """Return the sizes of a shape, by the key of its result."""
-    return " x ".join(map(str, SHAPES[key.split()[0]]))
+    return " x ".join(map(str, SHAPES[key.rpartition("#")[0]]))
 
 
 def table(found: dict[str, Any], title: Callable[[str], str] = sizes_named) -> str:
@@ -281,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {"environment": report.environment()}
     for shape in args.shapes:
         for number, names in enumerate([args.contenders] if args.contenders else OF_SHAPE[shape]):
-            key = f"{shape} {number}" if number else shape
+            key = f"{shape}#{number}"
             if time.perf_counter() - start > args.start_within:
                 continue
             found[key] = measured_apart(shape, names, args.seconds)

@@ -135,14 +135,15 @@ def _quantized(
     w: str = "float8_e4m3fn",
     scales: tuple[tuple[int, ...], ...] = ((4096, 1), (2048, 1)),
     transpose_w: bool = True,
+    rows: int = 4096,
     **options: Any,
 ) -> Built:
-    """Return a product of 4,096 rows, of 1,024 and 2,048 columns; `x=""` is an operand in `dtype` without scales."""
+    """Return a product of rows, of 1,024 and 2,048 columns; `x=""` is an operand in `dtype` without scales."""
     matrix = (2048, 1024) if transpose_w else (1024, 2048)
     own = {} if not x else {"x_scale": _array("float32", *scales[0])}
     own |= {"w_scale": _array("float32", *(scales[1] if transpose_w else scales[1][::-1]))}
     out = {"transpose_w": transpose_w, "preferred_element_type": dtype, **options}
-    return (_array(x or dtype, 4096, 1024), _array(w, *matrix)), own | out
+    return (_array(x or dtype, rows, 1024), _array(w, *matrix)), own | out
 
 
 def _rows(dtype: str, vectors: int, *, dim: int = 4096, weight: str = "", residual: bool = False) -> Built:
@@ -299,8 +300,10 @@ CALLS: dict[str, Page] = {
                 "`float8_e4m3fn` by `int8`": {"w": "int8"},
                 "one scale for each array": {"scales": ((1, 1), (1, 1))},
                 "1x128 by 128x128 blocks": {"scales": ((4096, 8), (16, 8))},
+                "1x128 by 1x128 blocks": {"scales": ((4096, 8), (2048, 8))},
                 "other blocks along `k`": {"scales": ((4096, 16), (2048, 16))},
                 "rows in 16 or 32 bits": {"x": ""},
+                "64 rows in bfloat16": {"x": "", "rows": 64},
                 "`w` as `[k, n]`": {"transpose_w": False},
                 '`accumulation="fast"`': {"accumulation": "fast"},
             },

@@ -18,6 +18,7 @@ OPERATIONS = {
     "layer_norm": [modules.LayerNorm],
     "linear_cross_entropy": [modules.LinearCrossEntropy],
     "paged_attention": [modules.PagedAttention],
+    "quantize_both": [modules.Quantize],
     "quantized_matmul": [modules.QuantizedMatmul],
     "rms_norm": [modules.RmsNorm],
     "token_log_probs": [modules.LinearCrossEntropy],

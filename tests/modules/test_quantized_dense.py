@@ -37,6 +37,21 @@ def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_
     assert relative(layer(x, w), expected) < 1e-5
 
 
+def test_a_trained_layer_with_blocks_follows_the_gradients_of_the_plain_one():
+    x, w, target = normal(3, 8, 200), normal(200, 32, seed=1), normal(3, 8, 32, seed=2)
+    x = x.at[0, 0, 0].set(1e4)  # an outlier, which would leave the other numbers of its row few digits in e5m2
+
+    def gradients(layer):
+        return jax.jit(jax.grad(lambda x, w: (layer(x, w) * target).sum(), (0, 1)))(x.astype(jnp.bfloat16), w)
+
+    blocks = lambda x, w: quantized_dense(x, w, block=128)  # noqa: E731
+    for actual, expected in zip(gradients(blocks), gradients(lambda x, w: x @ w), strict=True):
+        assert actual.dtype == expected.dtype
+        assert relative(actual.astype(jnp.float32), expected.astype(jnp.float32)) < 0.08
+    squares = quantize(w, block=128, axis=(0, 1)).dequantize()
+    assert relative(blocks(x, w), quantize(x, block=128).dequantize() @ squares) < 1e-5
+
+
 def test_a_trained_layer_learns():
     x, wanted, w = normal(64, 32), normal(32, 16, seed=1), jnp.zeros((32, 16))
     step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: jnp.square(quantized_dense(x, w) - x @ wanted).sum() / 64)(w))
@@ -131,6 +146,7 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
         ({"w": normal(2, 16, 4)}, "w a matrix"),
         ({"w": normal(8, 4)}, r"w a matrix \[k, n\]; got .*\[8, 4\]"),
         ({"implementation": "cudnn"}, "implementation must be one of"),
+        ({"block": 64}, "block must be 128 or None"),
         ({"scaling": 16}, "scaling must be DelayedScaling or None, got 16"),
         ({"scaling": DelayedScaling.start(), "dtype": "int8"}, "must be float8_e4m3fn or float8_e5m2 with scaling"),
     ):

@@ -37,10 +37,13 @@ from .paged_attention import paged_plan as paged_plan
 from .quantized_dense import DelayedScaling as DelayedScaling
 from .quantized_dense import quantized_dense as quantized_dense
 from .quantized_dense import quantized_grouped_dense as quantized_grouped_dense
+from .quantized_matmul import Quantize as Quantize
+from .quantized_matmul import QuantizeConfig as QuantizeConfig
 from .quantized_matmul import Quantized as Quantized
 from .quantized_matmul import QuantizedMatmul as QuantizedMatmul
 from .quantized_matmul import QuantizedMatmulConfig as QuantizedMatmulConfig
 from .quantized_matmul import quantize as quantize
+from .quantized_matmul import quantize_both as quantize_both
 from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 from .rms_norm import RmsNorm as RmsNorm
@@ -68,6 +71,8 @@ __all__ = [
     "PagedAttention",
     "PagedAttentionConfig",
     "PagedPlan",
+    "Quantize",
+    "QuantizeConfig",
     "Quantized",
     "QuantizedGroupedMatmul",
     "QuantizedGroupedMatmulConfig",
@@ -86,6 +91,7 @@ __all__ = [
     "paged_attention",
     "paged_plan",
     "quantize",
+    "quantize_both",
     "quantized_dense",
     "quantized_grouped_dense",
     "quantized_matmul",

@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._options import type_text
-from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize, quantize_by
+from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
 from .grouped_matmul import grouped_matmul, grouped_matmul_wgrad
-from .quantized_matmul import quantized_matmul
+from .quantized_matmul import quantize, quantize_both, quantized_matmul
 
 _FLOATS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -57,6 +58,7 @@ def quantized_dense(
     dtype: DTypeLike = "float8_e4m3fn",
     gradient_dtype: DTypeLike = "float8_e5m2",
     scaling: DelayedScaling | None = None,
+    block: Literal[128] | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*rows n"]:
@@ -73,6 +75,10 @@ def quantized_dense(
         loss = lambda w, scaling: jnp.square(quantized_dense(x, w, scaling=scaling) - y).mean()
         gradient, scaling = jax.grad(loss, (0, 1))(w, scaling)
 
+    **Blocks**: with `block=128`, 128 consecutive numbers of `x` and of gradients share a scale, and 128x128 numbers of
+    `w`, from the current numbers, so an outlier coarsens few others. `quantize_both` makes the rows and the columns of
+    `x` in one pass; the gradient keeps the columns, in 8 bits.
+
     Numbers beyond the range are clipped; infinity becomes NaN. Under `jit` over a mesh the magnitudes are those of
     whole arrays. Inside `jax.shard_map`, and where gradients of several calls are added, histories would be added too:
     use current scaling there.
@@ -86,6 +92,7 @@ def quantized_dense(
         gradient_dtype: Dtype of the result's gradient in products: `float8_e5m2` has more range, `float8_e4m3fn` more
             digits.
         scaling: The history of delayed scaling, for float8 dtypes; `None`: current scaling.
+        block: 128 for scales of blocks, `None` for those of rows and columns.
         accumulation: As in `quantized_matmul`.
         implementation: As in `quantized_matmul`, for all three products.
 
@@ -100,8 +107,10 @@ def quantized_dense(
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
     x, w = jnp.asarray(x), jnp.asarray(w)
+    if block not in (None, BLOCK) or (block and scaling is not None):
+        raise ArgumentError(f"block must be {BLOCK} or None, and None with scaling; got {block!r}.")
     if scaling is None:
-        return _dense(recipe, x, w)
+        return (_blocked if block else _dense)(recipe, x, w)
     if not isinstance(scaling, DelayedScaling):
         raise ArgumentError(f"scaling must be DelayedScaling or None, got {scaling!r}; use DelayedScaling.start().")
     if not {recipe.dtype, recipe.gradient_dtype} <= set(_FLOATS):
@@ -180,6 +189,11 @@ def _recipe(dtype: Any, gradient_dtype: Any, accumulation: Any, implementation: 
     )
 
 
+def _empty(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return empty arrays, residuals that hold the dtypes of gradients."""
+    return tuple(jnp.zeros(0, array.dtype) for array in arrays)
+
+
 def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
@@ -226,6 +240,36 @@ def _grouped_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
+# Blocks.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+    return recipe.product(quantize(x, dtype=recipe.dtype, block=BLOCK), _squares(recipe, w), x.dtype)
+
+
+def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    (rows, columns), squares = quantize_both(_rows(x), dtype=recipe.dtype), _squares(recipe, w)
+    out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], -1)
+    return out, (columns, squares, *_empty(x, w))
+
+
+def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
+    columns, squares, x, w = residuals
+    rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype)
+    turned = Quantized(squares.values.T, squares.scale.T, squares.block)
+    dx = recipe.product(rows, turned, x.dtype).reshape(*dout.shape[:-1], -1)
+    return dx, recipe.product(columns, gradients, w.dtype)
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _squares(recipe: _Recipe, w: jax.Array) -> Quantized:
+    """Return the matrix as `[n, k]` in blocks of 128x128."""
+    return quantize(w.T, dtype=recipe.dtype, block=BLOCK, axis=(0, 1))
+
+
 # Delayed scaling.
 
 
@@ -239,8 +283,7 @@ def _delayed_forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     x8, w8 = _by_history(x, scaling.x, recipe.dtype), _by_history(w, scaling.w, recipe.dtype)
     following = DelayedScaling(_added(scaling.x, x), _added(scaling.w, w), scaling.gradient)
-    like = jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype)  # the dtypes of the gradients
-    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, like)
+    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, _empty(x, w))
 
 
 def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantized_matmul`: matrix products of 8-bit numbers with scales; `quantize` and `Quantized` make and hold these."""
+"""`quantized_matmul`: matrix products of 8-bit numbers with scales; `quantize` and `quantize_both` make these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
+from ejkernel.kernels._hopper import DTYPES as _NARROW
+from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
@@ -21,7 +24,11 @@ from ejkernel.kernels.quantized_matmul.quantized import (
     without_gradient,
 )
 from ejkernel.kernels.quantized_matmul.quantized import Quantized as Quantized
-from ejkernel.kernels.quantized_matmul.quantized import quantize as quantize
+from ejkernel.kernels.quantized_matmul.quantized import quantize as _quantize
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK as _BLOCK
+from ejkernel.kernels.quantized_matmul.quantizing.operation import Quantize as Quantize
+from ejkernel.kernels.quantized_matmul.quantizing.operation import QuantizeConfig as QuantizeConfig
+from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks as _quantize_blocks
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -40,6 +47,84 @@ _NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
     "transpose_rhs": "transpose_w",
     "config": "cfg",
 }
+
+
+def quantize(
+    x: Float[Array, ...],
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    block: int | Sequence[int | None] | None = None,
+    axis: int | Sequence[int] | None = -1,
+    scale_dtype: DTypeLike = "float32",
+    stochastic: Array | Literal[False] = False,
+) -> Quantized:
+    """Return `x` in 8 bits, with scales that map the largest magnitude of each block to the dtype's largest number.
+
+    For a product, the scales must not vary along the contracted axis, except by blocks:
+
+        quantize(x)                                         # x [m, k]: a scale for each row
+        quantize(w, axis=0)                                 # w [k, n]: a scale for each column
+        quantize(x, block=128)                              # 1x128 blocks
+        quantize(w, block=(128, 128), axis=(0, 1))          # 128x128 blocks
+        quantize(x, axis=None)                              # one scale
+
+    The error of a number is at most half a unit in its last place: `scale / 2` for int8, and for float8 the larger of
+    `|x| * 2**-4` (e4m3) or `|x| * 2**-3` (e5m2) and half the least positive number, `scale * 2**-10` or
+    `scale * 2**-17`; twice that if `stochastic`. A block of zeros stays zero. A block with NaN or infinity becomes NaN.
+    Scales are at least the dtype's smallest normal number.
+
+    `quantize` has no gradient: `jax.grad` through it raises. Use `quantized_dense` to train.
+
+    Args:
+        x: A floating-point array.
+        dtype: `float8_e4m3fn`, `float8_e5m2` or `int8`.
+        block: How many elements along each axis of `axis` share a scale; `None` is all of them. An integer counts for
+            each of these axes.
+        axis: The axis along which elements share a scale, or several; `None` is all axes.
+        scale_dtype: Dtype of the scales: float32 or bfloat16.
+        stochastic: A PRNG key to round up or down at random, with the right mean; `False` rounds to nearest even.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: The call is differentiated.
+    """
+    usual = stochastic is False and scale_dtype in ("float32", jnp.float32) and block == _BLOCK and is_integer(axis)
+    if usual and is_array(x) and str(x.dtype) in _NARROW and x.shape and axis in (-1, len(x.shape) - 1):
+        values, scale = _quantize_blocks(x, dtype=dtype)
+        return Quantized(values, scale, (1,) * (len(x.shape) - 1) + (_BLOCK,))
+    return _quantize(x, dtype=dtype, block=block, axis=axis, scale_dtype=scale_dtype, stochastic=stochastic)
+
+
+def quantize_both(
+    x: Float[Array, "m k"],
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    implementation: str | Sequence[str] | None = None,
+    cfg: QuantizeConfig | None = None,
+) -> tuple[Quantized, Quantized]:
+    """Return `quantize(x, block=128)` and `quantize(x.T, block=128)`, which a kernel makes in one pass over `x`.
+
+        x8, x8t = quantize_both(x)     # [m, k] for a product of rows, [k, m] for the gradient of its matrix
+
+    On Hopper GPUs `mosaic_gpu` runs bfloat16 and float16 matrices to float8, if 16 divides both sizes. It multiplies by
+    the reciprocal of a scale where `xla` divides, so some numbers halfway between two others are rounded to the other.
+
+    Args:
+        x: The matrix, in bfloat16, float16 or float32.
+        dtype: As for `quantize`.
+        implementation: As for `quantized_matmul`.
+        cfg: The configuration of this call; `None` looks one up.
+
+    Returns:
+        The rows and the columns in 8 bits, each with a float32 scale for 128 consecutive numbers.
+
+    Raises:
+        ArgumentError: An argument has the wrong shape, dtype or value.
+        UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "implementation": implementation, "cfg": cfg}
+    rows, row_scale, columns, column_scale = _quantize_blocks(x, transposed=True, **options)
+    return Quantized(rows, row_scale, (1, _BLOCK)), Quantized(columns, column_scale, (1, _BLOCK))
 
 
 @names_checked(_NAMES_ELSEWHERE)

@@ -14,7 +14,8 @@ import numpy as np
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
 from ejkernel.kernels.quantized_matmul.quantized import scale_shape
-from ejkernel.ops import Invocation
+from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks
+from ejkernel.ops import ConfigSpace, Invocation
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
@@ -22,12 +23,14 @@ M, N, K = 8192, 8192, 7168 + 128  # an odd number of steps
 GROUPS = 8
 
 
-def dense(dtypes, **options):
+def dense(dtypes, rows=M, **options):
     """Return the arguments of a product."""
-    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((M, K), (N, K)), dtypes, strict=True))
-    options = {"x_block": (1, None), "w_block": (1, None), "transpose_w": True, **options}
-    shapes = [scale_shape(array.shape, options[name]) for array, name in ((x, "x_block"), (w, "w_block"))]
-    return (x, w, *[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]), options
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((rows, K), (N, K)), dtypes, strict=True))
+    own = {} if dtypes[0] == "bfloat16" else {"x_block": (1, None)}
+    options = {**own, "w_block": (1, None), "transpose_w": True, **options}
+    blocks = (x, options.get("x_block")), (w, options["w_block"])
+    shapes = [block and scale_shape(array.shape, block) for array, block in blocks]
+    return (x, w, *[shape and jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]), options
 
 
 def grouped(dtypes, **options):
@@ -47,11 +50,25 @@ def calls():
     yield "fast", quantized_matmul, *dense(("float8_e5m2", "float8_e4m3fn"), accumulation="fast")
     yield "integers", quantized_matmul, *dense(integers, preferred_element_type="float32")
     yield "blocks", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(128, 128))
+    yield "blocks of columns", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(1, 128))
+    yield "few rows", quantized_matmul, *dense(both, rows=64)
+    for w in both[0], "int8":
+        yield f"few wide rows by {w}", quantized_matmul, *dense(("bfloat16", w), rows=64)
+    x = jax.ShapeDtypeStruct((M, K), "bfloat16")
+    yield "quantising", quantize_blocks, (x,), {"transposed": True}
     yield "groups promoted", quantized_grouped_matmul, *grouped(both)
     yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)
     blocks = {"lhs_block": (1, 128), "rhs_block": (1, 128, 128)}
     yield "groups with blocks", quantized_grouped_matmul, *grouped(both, **blocks)
+
+
+def sampled(space, number):
+    """Return some parameters of a space."""
+    rng = np.random.default_rng(0)
+    if isinstance(space, ConfigSpace):
+        return space.sample(rng, number)
+    return [space[i] for i in rng.permutation(len(space))[:number]]
 
 
 def main(others: int) -> None:
@@ -61,7 +78,7 @@ def main(others: int) -> None:
         inv = Invocation(kernel=operation, args=args, kwargs=options, device=target.fingerprint)
         first = operation.heuristic_cfg(inv)
         space = operation.implementations["mosaic_gpu"].space(operation.call_of(inv))
-        for params in [first.fwd, *space.sample(np.random.default_rng(0), others)]:
+        for params in [first.fwd, *sampled(space, others)]:
             print(f"compiling {name}: {params}", flush=True)
             cfg = operation.config_type(implementation="mosaic_gpu", fwd=params)
             compile_for(inv, Choice(config=cfg, platform="gpu"), target)

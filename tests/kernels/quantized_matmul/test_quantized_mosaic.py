@@ -17,10 +17,11 @@ from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import plan as plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
-from ejkernel.kernels.quantized_matmul.quantized import quantize
+from ejkernel.kernels.quantized_matmul.quantized import Quantized, quantize
 from ejkernel.modules import QuantizedMatmulConfig
 from ejkernel.ops import ConfigError
 
@@ -50,6 +51,7 @@ def mosaic(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu
 
     monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
     return mosaic_gpu
 
 
@@ -57,16 +59,18 @@ def operands(shape, dtypes, *, positive=False, axis=-1, block=None):
     m, n, k = shape
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(size), jnp.float32) for size in ((m, k), (n, k))]
+    arrays = [jnp.abs(a) if positive else a for a in arrays]
     return [
-        quantize(jnp.abs(a) if positive else a, dtype=dtype, axis=axis, block=block)
+        a.astype(dtype) if "float16" in dtype else quantize(a, dtype=dtype, axis=axis, block=block)
         for a, dtype in zip(arrays, dtypes, strict=True)
     ]
 
 
 def error(mosaic, x, w, params, *, races=False, **options):
     """Return the kernel's error relative to the float32 product."""
+    values, scale, block = (x.values, x.scale, x.block) if isinstance(x, Quantized) else (x, None, None)
     args, options = quantized_matmul.prepare(
-        x.values, w.values, x.scale, w.scale, x_block=x.block, w_block=w.block, transpose_w=True, **options
+        values, w.values, scale, w.scale, x_block=block, w_block=w.block, transpose_w=True, **options
     )
     options.pop("implementation")
     call = quantized_matmul.describe(*args, **options)
@@ -74,7 +78,8 @@ def error(mosaic, x, w, params, *, races=False, **options):
     found = program(call, params, mosaic.InterpretGPUParams(detect_races=races))(*args)
     assert found.dtype == call.out_dtype
     assert not (races and compat.simulated_races())
-    expected = jnp.matmul(x.dequantize(), w.dequantize().T, precision="highest")
+    wide = x.dequantize() if isinstance(x, Quantized) else x.astype(jnp.float32)
+    expected = jnp.matmul(wide, w.dequantize().T, precision="highest")
     return float(jnp.linalg.norm(found.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
 
 
@@ -96,6 +101,12 @@ SIMULATED = {
         {"block_m": 256, "block_n": 64, "out_slots": 1},
         {"preferred_element_type": "float32"},
     ),
+    "few rows": ((20, 450, 300), (E4M3, E4M3), {"block_m": 64, "block_n": 160, "stages": 3}, {}),
+    "few rows, fast": ((64, 72, 256), (E5M2, E4M3), {"block_m": 64, "block_n": 32}, {"accumulation": "fast"}),
+    "few rows, int8": ((7, 200, 384), ("int8", "int8"), {"block_m": 64, "block_n": 96, "stages": 2}, {}),
+    "few wide rows, int8": ((33, 300, 130), ("bfloat16", "int8"), {"block_m": 64, "block_n": 128}, {}),
+    "few wide rows, e4m3": ((20, 200, 300), ("bfloat16", E4M3), {"block_m": 64, "block_n": 64, "stages": 2}, {}),
+    "few wide rows, e5m2": ((64, 500, 256), ("float16", E5M2), {"block_m": 64, "block_n": 256, "stages": 3}, {}),
     "int8, float16": ((130, 264, 256), ("int8", "int8"), {"block_n": 256}, {"preferred_element_type": "float16"}),
 }
 
@@ -119,7 +130,8 @@ def test_simulated_products_match_the_float32_product(mosaic, name, positive):
 )
 def test_simulated_blocks_match_the_float32_product(mosaic, shape, params):
     x, w = operands(shape, (E4M3, E5M2), positive=True, block=128)
-    w = quantize(w.dequantize() * jnp.exp(jnp.arange(shape[1]) % 5)[:, None], block=128, axis=(0, 1))
+    axes = -1 if shape[0] < 64 else (0, 1)  # 1x128 blocks of both operands, or 128x128 of the second
+    w = quantize(w.dequantize() * jnp.exp(jnp.arange(shape[1]) % 5)[:, None], block=128, axis=axes)
     assert error(mosaic, x, w, MosaicGpuParams(**params), preferred_element_type="float32") < 1e-5
 
 
@@ -144,14 +156,24 @@ def test_simulated_kernel_has_no_races(mosaic, accumulation):
     assert error(mosaic, x, w, MosaicGpuParams(stages=2), races=True, accumulation=accumulation) < 3e-3
 
 
+@pytest.mark.parametrize("dtype", [E4M3, "bfloat16"])
+def test_simulated_few_rows_have_no_races(mosaic, dtype):
+    x, w = operands((24, 200, 640), (dtype, E4M3))
+    assert error(mosaic, x, w, MosaicGpuParams(block_m=64, block_n=64, stages=2), races=True) < 3e-3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"x_dtype": "bfloat16", "x_block": None}, "x is bfloat16 and w is float8_e4m3fn"),
+        ({"x_dtype": "float16", "w_dtype": "int8", "x_block": None, "rows": 8}, "x is float16 and w is int8"),
         ({"x_dtype": "int8"}, "two float8 or two int8 operands"),
         ({"transpose_w": False}, "pass [n, k] with transpose_w=True"),
         ({"x_block": (1, 64)}, "scales vary along k"),
-        ({"x_block": (1, 128), "w_block": (128, 128), "x_dtype": "int8", "w_dtype": "int8"}, "float8 blocks of 1x128"),
+        (
+            {"x_block": (1, 128), "w_block": (128, 128), "x_dtype": "int8", "w_dtype": "int8"},
+            "1x128 by 128x128 or 1x128",
+        ),
         ({"rows": 0}, "x or w is empty"),
         ({"x_dtype": "int8", "w_dtype": "int8", "inner": 2**18}, "may overflow where k exceeds 133144"),
         ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
@@ -172,6 +194,8 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(mosa
         ({"stages": 8}, "bytes of shared memory"),
         ({"out_slots": 3, "stages": 2}, "out_slots must divide 4"),
         ({"block_m": 256, "block_n": 128, "stages": 2}, "registers per thread for sums"),
+        ({"block_n": 96}, "a multiple of 64, got (128, 96)"),
+        ({"block_m": 64}, "at most 64 rows with a scale each, got 4096"),
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(params, message):
@@ -185,16 +209,31 @@ def test_blocks_take_one_part_of_columns():
     assert "block_n of at most 192" in MosaicGpu().params_fault(call, MosaicGpuParams(stages=3))
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"block_m": 64, "stages": 12}, "bytes of shared memory"),
+        ({"block_m": 64, "block_n": 96, "stages": 2}, "a multiple of 64 for rows of 16 bits, got 96"),
+        ({"block_n": 64}, "block_m must be 64 for rows of 16 bits, got 128"),
+    ],
+)
+def test_parameters_that_do_not_fit_few_rows_are_refused(params, message):
+    call = dataclasses.replace(CALL, rows=64, x_dtype="bfloat16", x_block=None)
+    assert message in (MosaicGpu().params_fault(call, MosaicGpuParams(**params)) or "")
+
+
 def test_parameters_outside_their_ranges_are_refused():
-    with pytest.raises(ConfigError, match="block_n must be 64, 128, 192 or 256"):
-        QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(block_n=96))
+    with pytest.raises(ConfigError, match="block_n must be"):
+        QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(block_n=100))
 
 
 def test_heuristics_and_spaces_hold_valid_parameters():
     for columns in (8, 64, 200, 1024, 28672):
         blocks = {"x_block": (1, 128), "w_block": (128, 128)}
         integers = {"x_dtype": "int8", "w_dtype": "int8"}
-        for change in ({}, {"fast": True}, integers, {"out_dtype": "float32"}, blocks):
+        thin = {"x_block": (1, 128), "w_block": (1, 128)}
+        few = [{"rows": 9}, {"rows": 64, "x_dtype": "bfloat16", "x_block": None}]
+        for change in ({}, {"fast": True}, integers, {"out_dtype": "float32"}, blocks, thin, *few):
             call = dataclasses.replace(CALL, columns=columns, **change)
             space = MosaicGpu().space(call)
             assert MosaicGpu().params_fault(call, MosaicGpu().heuristic(call)) is None

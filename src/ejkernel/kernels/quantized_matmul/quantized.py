@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Quantized`: 8-bit numbers with scales, and `quantize`, which makes them.
+"""`Quantized`: 8-bit numbers with scales, and plain JAX that makes them.
 
 A scale is a factor, `x = values * scale`, of a block of elements. Blocks are cut from the start of each axis; the last
 one may be shorter. The scales form an array of the same rank, with an entry per block.
@@ -94,36 +94,7 @@ def quantize(
     scale_dtype: DTypeLike = "float32",
     stochastic: jax.Array | Literal[False] = False,
 ) -> Quantized:
-    """Return `x` in 8 bits, with scales that map the largest magnitude of each block to the dtype's largest number.
-
-    For a product, the scales must not vary along the contracted axis, except by blocks:
-
-        quantize(x)                                         # x [m, k]: a scale for each row
-        quantize(w, axis=0)                                 # w [k, n]: a scale for each column
-        quantize(x, block=128)                              # 1x128 blocks
-        quantize(w, block=(128, 128), axis=(0, 1))          # 128x128 blocks
-        quantize(x, axis=None)                              # one scale
-
-    The error of a number is at most half a unit in its last place: `scale / 2` for int8, and for float8 the larger of
-    `|x| * 2**-4` (e4m3) or `|x| * 2**-3` (e5m2) and half the least positive number, `scale * 2**-10` or
-    `scale * 2**-17`; twice that if `stochastic`. A block of zeros stays zero. A block with NaN or infinity becomes NaN.
-    Scales are at least the dtype's smallest normal number.
-
-    `quantize` has no gradient: `jax.grad` through it raises. Use `quantized_dense` to train.
-
-    Args:
-        x: A floating-point array.
-        dtype: `float8_e4m3fn`, `float8_e5m2` or `int8`.
-        block: How many elements along each axis of `axis` share a scale; `None` is all of them. An integer counts for
-            each of these axes.
-        axis: The axis along which elements share a scale, or several; `None` is all axes.
-        scale_dtype: Dtype of the scales: float32 or bfloat16.
-        stochastic: A PRNG key to round up or down at random, with the right mean; `False` rounds to nearest even.
-
-    Raises:
-        ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: The call is differentiated.
-    """
+    """See `ejkernel.modules.quantize`; this is its plain JAX."""
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
         raise ArgumentError(f"x must be a floating-point array of 16 bits or more, got {type_text(x)}.")
     name, scales = (

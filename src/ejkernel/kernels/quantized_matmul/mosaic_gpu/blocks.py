@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel with scales of 1x128 blocks of `x` and 128x128 blocks of `w`.
+"""The kernel with scales of 1x128 blocks of `x`, and of 128x128 or 1x128 blocks of `w`.
 
 A step is a block long. Its scales arrive in shared memory with its operands: reading them from global memory a step
 ahead was much slower in a prototype. The products of a step are scaled as they are added to the float32 sums.
@@ -19,7 +19,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
 
 from .kernel import QuantizedKernel
-from .plan import SCALES, STEP
+from .plan import STEP
 
 _PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
 _ALIGNED = 4  # a copy to shared memory begins at a multiple of 16 bytes
@@ -31,7 +31,7 @@ class BlocksMemory(NamedTuple):
     Attributes:
         lhs, rhs, out, pipeline: As there.
         x_scale: A scale for each row of a tile, and up to three rows before it.
-        w_scale: A scale for each block of a tile's columns.
+        w_scale: A scale for each block of a tile's columns, or for each column.
     """
 
     lhs: Any
@@ -50,7 +50,7 @@ class BlocksKernel(QuantizedKernel):
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
         plan, base = self.plan, super().memory_types()
-        scales = [plgpu.SMEM((plan.stages, size), jnp.float32) for size in (plan.scale_rows, SCALES)]
+        scales = [plgpu.SMEM((plan.stages, size), jnp.float32) for size in (plan.scale_rows, plan.column_scales)]
         return BlocksMemory(base.lhs, base.rhs, base.out, base.pipeline, *scales)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
@@ -66,8 +66,8 @@ class BlocksKernel(QuantizedKernel):
         rows = pl.ds(tile.row - lax.rem(tile.row, _ALIGNED), plan.scale_rows)
         full = self.pipeline.full.at[stage]
         plgpu.copy_gmem_to_smem(self.x_scales.at[index, rows], memory.x_scale.at[stage], full, **whole)
-        column = lax.div(tile.column, plan.tile_columns)
         number = index if plan.groups == 1 else tile.group * plan.steps + index
+        column = pl.ds(tile.column, plan.tile_columns) if plan.thin else lax.div(tile.column, plan.tile_columns)
         plgpu.copy_gmem_to_smem(self.w_scales.at[number, column], memory.w_scale.at[stage], full, **whole)
         return following
 
@@ -81,12 +81,24 @@ class BlocksKernel(QuantizedKernel):
             stage = self.pipeline.stage(step + i)
             self.pipeline.consumer_wait(stage)
             of_rows = plgpu.load(memory.x_scale.at[stage, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-            factors = [of_rows * memory.w_scale[stage, lax.div(first + start, STEP)] for start in starts]
-            found = self._part(0, [stage], warpgroup)
-            return [
-                total + found[:, start : start + _PIECE] * lax.broadcast_in_dim(factor, shape, [0])
-                for total, start, factor in zip(sums, starts, factors, strict=True)
-            ]
+            found, scaled = self._products(0, [stage], warpgroup), []
+            for total, start in zip(sums, starts, strict=True):
+                piece, of_piece = found[:, start : start + _PIECE], self._of_columns(stage, start, first)
+                if plan.thin:
+                    piece, factor = piece * lax.broadcast_in_dim(of_piece, shape, [1]), of_rows
+                else:
+                    factor = of_rows * of_piece
+                scaled.append(total + piece * lax.broadcast_in_dim(factor, shape, [0]))
+            # The arrival comes after all reads of the stage's scales, which it orders before the next copies.
+            self.pipeline.consumer_release(stage)
+            return scaled
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         return list(lax.fori_loop(0, plan.steps, one, [zeros] * len(starts)))
+
+    def _of_columns(self, stage: Any, start: int, first: Any) -> Any:
+        """Return the scales of a piece of columns, which begins at `start`: one number, or one for each."""
+        scales = self.memory.w_scale
+        if not self.plan.thin:
+            return scales[stage, lax.div(first + start, STEP)]
+        return plgpu.load(scales.at[stage, pl.ds(start, _PIECE)], layout=plgpu.Layout.WGMMA.reduce(0))

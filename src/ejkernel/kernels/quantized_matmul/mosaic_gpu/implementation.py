@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection, Iterator
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -16,15 +18,26 @@ from ejkernel.ops.implementation import Implementation, OperationCall
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
-from .plan import STEP, MosaicGpuParams, QuantizedPlan, grouped_plan, quantized_plan
+from .plan import (
+    FEW_ROWS,
+    STEP,
+    FewRowsPlan,
+    MosaicGpuParams,
+    QuantizedPlan,
+    few_rows_plan,
+    grouped_plan,
+    quantized_plan,
+)
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
-_BLOCKS = ((1, STEP), (STEP, STEP))
+_BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
+# Bytes that few rows have in flight per multiprocessor, by whether they are wide.
+_IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
@@ -57,6 +70,8 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
 
     def params_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
+        if params.block_m == FEW_ROWS or params.block_n not in _WIDTHS:
+            return f"block_m, block_n must be 128 or 256 and a multiple of 64, got {params.block_m, params.block_n}."
         plan = self.plan(call, params)
         if plan.shared_bytes() > hopper.SHARED_MEMORY:
             return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
@@ -85,7 +100,7 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
         stages = _STAGES[block_n] - (block_n == 128 and not dense.scales_outside)
         return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
-    def space(self, call: _Call) -> ConfigSpace[MosaicGpuParams]:
+    def space(self, call: _Call) -> Collection[MosaicGpuParams]:
         """Return the search space."""
 
         def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
@@ -103,7 +118,46 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
 
 
 class MosaicGpu(_Quantized[QuantizedMatmulCall]):
-    """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs."""
+    """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs.
+
+    At most 64 rows, as in decoding, have their own kernel; these rows may have 16 bits.
+    """
+
+    def unsupported(self, call: QuantizedMatmulCall) -> str | None:
+        """See `_Quantized`."""
+        # Apart from the dtype of its rows, a call with few rows of 16 bits is supported like one with 8-bit rows.
+        as_narrow = dataclasses.replace(call, x_dtype=call.w_dtype, x_block=(1, None)) if _is_wide(call) else call
+        return super().unsupported(as_narrow)
+
+    def params_fault(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> str | None:
+        """See `_Quantized`."""
+        if params.block_m != FEW_ROWS:
+            wide = f"block_m must be {FEW_ROWS} for rows of 16 bits, got {params.block_m}."
+            return wide if _is_wide(call) else super().params_fault(call, params)
+        if not _has_few_rows(call):
+            return f"block_m={FEW_ROWS} is for at most {FEW_ROWS} rows with a scale each, got {call.rows}."
+        return _few_rows_fault(few_rows_plan(call, params))
+
+    def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
+        """See `_Quantized`; for few rows, the width with which the multiprocessors read the fewest columns."""
+        if not _has_few_rows(call):
+            return super().heuristic(call)
+        plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
+        # The last of each width has the most stages.
+        deepest = {
+            params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT[plan.wide]
+        }
+
+        def columns(params: MosaicGpuParams) -> tuple[int, int]:
+            plan = few_rows_plan(call, params)
+            return -(-plan.column_tiles // plan.programs) * params.block_n, -params.block_n
+
+        return min(deepest.values(), key=columns)
+
+    def space(self, call: QuantizedMatmulCall) -> Collection[MosaicGpuParams]:
+        """See `_Quantized`."""
+        few = list(_few_rows_params(call)) if _has_few_rows(call) else []
+        return few if _is_wide(call) else [*few, *super().space(call)] if few else super().space(call)
 
     def dense(self, call: QuantizedMatmulCall) -> QuantizedMatmulCall:
         """See `_Quantized`."""
@@ -149,6 +203,35 @@ class MosaicGpuGrouped(_Quantized[QuantizedGroupedMatmulCall]):
         return launch.grouped_product(call, args, params), ()
 
 
+def _is_wide(call: QuantizedMatmulCall) -> bool:
+    """Return whether few rows of 16 bits meet an 8-bit matrix whose widened numbers multiply them exactly."""
+    dtypes = ("bfloat16",) if call.w_dtype == "int8" else ("bfloat16", "float16")
+    return call.x_dtype in dtypes and call.w_block is not None and _has_few_rows(call)
+
+
+def _has_few_rows(call: QuantizedMatmulCall) -> bool:
+    return call.scales_outside and is_known(call.rows) and call.rows <= FEW_ROWS
+
+
+def _few_rows_params(call: QuantizedMatmulCall) -> Iterator[MosaicGpuParams]:
+    """Yield all parameters for few rows, by width and stages."""
+    for block_n in range(32, 257, 32):
+        for stages in range(2, 13):
+            params = MosaicGpuParams(block_m=FEW_ROWS, block_n=block_n, stages=stages)
+            if _few_rows_fault(few_rows_plan(call, params)) is None:
+                yield params
+
+
+def _few_rows_fault(plan: FewRowsPlan) -> str | None:
+    if plan.shared_bytes() > hopper.SHARED_MEMORY:
+        return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
+    if plan.wide and plan.tile_columns % FEW_ROWS:
+        return f"block_n must be a multiple of {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
+    if plan.stages < plan.promoted:
+        return f"stages must be at least {plan.promoted}, got {plan.stages}."
+    return None
+
+
 def _register_fault(plan: QuantizedPlan) -> str | None:
     sums = plan.sums_per_thread()
     if sums > _MOST_SUMS:
@@ -162,12 +245,12 @@ def _operands_reason(call: QuantizedMatmulCall, x: str, w: str, transpose: str) 
     if not call.is_narrow or (call.x_dtype == "int8") != (call.w_dtype == "int8"):
         return (
             f"{x} is {call.x_dtype} and {w} is {call.w_dtype}; 'mosaic_gpu' multiplies two float8 or two int8 "
-            "operands; quantise both, or use 'xla'."
+            f"operands, or {FEW_ROWS} dense rows of 16 bits by columns with a scale each; quantise both, or use 'xla'."
         )
-    if not call.scales_outside and ((call.x_block, call.w_block) != _BLOCKS or call.is_integer):
+    if not call.scales_outside and ((call.x_block, call.w_block) not in _BLOCKS or call.is_integer):
         return (
             f"scales vary along k in blocks {call.x_block} of {call.x_dtype} and {call.w_block}; 'mosaic_gpu' has "
-            "float8 blocks of 1x128 by 128x128; quantise whole rows, or use 'xla'."
+            "float8 blocks of 1x128 by 128x128 or 1x128; quantise whole rows, or use 'xla'."
         )
     if not call.transpose_w:
         return (

@@ -119,17 +119,21 @@ class QuantizedKernel(ProductKernel):
 
     def _part(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         """Return the products of one part over some stages; the last part releases them."""
+        found = self._products(part, stages, warpgroup)
+        if part == self.plan.parts - 1:
+            for stage in stages:
+                self.pipeline.consumer_release(stage)
+        return found
+
+    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
+        """Return the products of one part over some stages."""
 
         def products(accumulator: Any) -> Any:
             for stage in stages:
                 self._multiply(accumulator, stage, warpgroup, part)
             return accumulator[...]
 
-        found = pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.part_columns), jnp.float32))
-        if part == self.plan.parts - 1:
-            for stage in stages:
-                self.pipeline.consumer_release(stage)
-        return found
+        return pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.part_columns), jnp.float32))
 
     def _pieces(
         self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.tile_shapes import padded
+from ejkernel.kernels._hopper.tile_shapes import ROWS, padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
@@ -18,7 +19,17 @@ from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
-from .plan import ROW_TILE, SCALES, STEP, MosaicGpuParams, QuantizedPlan, grouped_plan, quantized_plan
+from .plan import (
+    FEW_ROWS,
+    ROW_TILE,
+    SCALES,
+    STEP,
+    MosaicGpuParams,
+    QuantizedPlan,
+    few_rows_plan,
+    grouped_plan,
+    quantized_plan,
+)
 
 
 class _Operands(NamedTuple):
@@ -38,19 +49,58 @@ def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, 
 
     Args:
         call: The call.
-        arrays: `x [m, k]`, `w [n, k]` and their scales.
+        arrays: `x [m, k]`, `w [n, k]` and their scales; that of `x` is `None` if `x` has 16 bits.
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
     blocks: Any = call.x_block, (1, *(call.w_block or ()))
 
-    def compute(x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
+    def compute(x: jax.Array, w: jax.Array, *given: jax.Array) -> jax.Array:
+        *factors, w_scale = given
+        if params.block_m == FEW_ROWS:
+            return _few_rows(call, params, (x, w, *factors, w_scale), interpret)
+        [x_scale] = factors
         sizes = jnp.full((1,), call.rows, jnp.int32)
         operands = _Operands(x, w[None], sizes, x_scale, w_scale[None], *blocks)
         return _multiplied(quantized_plan(call, params), operands, interpret)[: call.rows, : call.columns]
 
-    found: jax.Array = one_by_one(compute, *arrays)
+    found: jax.Array = one_by_one(compute, *(array for array in arrays if array is not None))
     return found
+
+
+def _few_rows(
+    call: QuantizedMatmulCall, params: MosaicGpuParams, arrays: Sequence[jax.Array], interpret: Any
+) -> jax.Array:
+    """Return the product of at most 64 rows."""
+    from .few_rows import multiply  # Mosaic GPU is not available in every environment
+
+    plan, (x, w, *x_scale, w_scale) = few_rows_plan(call, params), arrays
+    with jax.enable_x64(False):  # the kernel counts in int32
+        room, columns = call.rows + ROWS, call.columns
+        if plan.wide:
+            x, of_rows = _fitting(x, plan.dtype)
+            of_rows = jnp.pad(of_rows, (0, room - call.rows))
+        else:
+            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), room)
+        of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
+        x, w = _padded(x, (call.rows, plan.inner)), _padded(w, (columns, plan.inner))
+        return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
+
+
+def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return rows in the dtype of the products, and a factor for each.
+
+    The factors are powers of two: in float16 a row loses digits only of
+    numbers that are 2**28 times smaller than its largest.
+    """
+    if x.dtype == dtype:
+        return x, jnp.ones(x.shape[0], jnp.float32)
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=1)
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = jnp.maximum(lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
+    power = jnp.where(jnp.isfinite(largest), power, 1.0) * 2.0**-14
+    return (wide / power[:, None]).astype(dtype), power
 
 
 def grouped_product(
@@ -89,7 +139,7 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
         w = _padded(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
-            scales = _of_rows(given.x_scale, plan), _of_tiles(given.w_scale, plan)
+            scales = _of_rows(given.x_scale, plan), (_of_columns if plan.thin else _of_tiles)(given.w_scale, plan)
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
             of_rows = _factors(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
@@ -123,6 +173,12 @@ def _of_rows(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
     """Return the scales of 1x128 blocks as `[steps, rows]`, so that those of a tile's step lie together."""
     room = padded(plan.rows + plan.scale_rows, 4) - scale.shape[0]
     return jnp.pad(scale.astype(jnp.float32).T, ((0, 0), (0, room)))
+
+
+def _of_columns(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
+    """Return the scales of 1x128 blocks of columns as `[groups * steps, columns]`, with room for whole tiles."""
+    of_steps = jnp.swapaxes(scale.astype(jnp.float32), 1, 2).reshape(-1, scale.shape[1])
+    return jnp.pad(of_steps, ((0, 0), (0, plan.column_tiles * plan.tile_columns - scale.shape[1])))
 
 
 def _of_tiles(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, WARPGROUPS, padded
+import jax.numpy as jnp
+
+from ejkernel.kernels._hopper.device import MULTIPROCESSORS
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
@@ -13,6 +16,7 @@ from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMat
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 SCALES = 32  # float32 numbers of the least copy
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
@@ -25,12 +29,15 @@ class MosaicGpuParams:
     A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
     The launch is persistent: one block per multiprocessor takes tile after tile.
 
+    With `block_m=64` the consumers, one to four, share the columns of a tile instead, for calls of at most 64 rows.
+
     Attributes:
-        block_m: Rows of a tile, 128 or 256.
-        block_n: Columns of a tile: 64, 128, 192 or 256.
+        block_m: Rows of a tile: 64, 128 or 256.
+        block_n: Columns of a tile, a multiple of 32; of 64 unless `block_m` is 64.
         stages: Pipeline stages, each with 128 of `k`.
-        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
-        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once.
+        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest. Unused if `block_m` is 64.
+        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once. Unused if `block_m` is
+            64.
     """
 
     block_m: int = 128
@@ -42,9 +49,9 @@ class MosaicGpuParams:
     def __post_init__(self) -> None:
         check_parameters(
             self,
-            block_m=(128, 256),
-            block_n=(64, 128, 192, 256),
-            stages=range(2, 13),
+            block_m=(64, 128, 256),
+            block_n=range(32, 257, 32),
+            stages=range(2, 25),
             panel=range(1, 257),
             out_slots=range(1, 5),
         )
@@ -57,13 +64,15 @@ class QuantizedPlan(ProductPlan):
     Attributes:
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
         promoted: Steps whose products are summed in the tensor core; 0: all of them.
-        blocks: Whether scales are those of 1x128 and 128x128 blocks; else of rows and columns.
+        blocks: Whether scales are those of 1x128 blocks of rows; else of whole rows.
+        thin: Whether the blocks of `w` are 1x128, too; else 128x128.
         clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
     """
 
     w_dtype: str
     promoted: int
     blocks: bool = False
+    thin: bool = False
     clears: bool = False
 
     @property
@@ -101,14 +110,102 @@ class QuantizedPlan(ProductPlan):
         """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
         return self.tile_rows + SCALES
 
+    @property
+    def column_scales(self) -> int:
+        """Scales of columns that a step copies."""
+        return self.tile_columns if self.thin else SCALES
+
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        return super().shared_bytes() + self.stages * (self.scale_rows + SCALES) * 4 * self.blocks
+        return super().shared_bytes() + self.stages * (self.scale_rows + self.column_scales) * 4 * self.blocks
 
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
         columns = self.tile_columns + (self.part_columns if self.promoted else 0)
         return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewRowsPlan:
+    """The launch of a product with at most 64 rows.
+
+    Attributes:
+        rows, inner, columns: Sizes, padded to what copies can begin and end with.
+        dtype, w_dtype, out_dtype: Names of the dtypes.
+        tile_columns: Columns of a tile.
+        stages: Pipeline stages.
+        promoted: As in `QuantizedPlan`.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: str
+    w_dtype: str
+    out_dtype: str
+    tile_columns: int
+    stages: int
+    promoted: int = 0
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the sums are int32."""
+        return self.dtype == "int8"
+
+    @property
+    def wide(self) -> bool:
+        """Whether the rows have 16 bits, so that the matrix is widened."""
+        return jnp.dtype(self.dtype).itemsize == 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: those of an instruction, or its columns if the result is transposed."""
+        return padded(self.rows, ROW_TILE) if self.wide else ROWS
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that share a tile's columns."""
+        if self.wide:
+            return self.tile_columns // ROWS
+        return 1 if self.tile_columns <= _PART else 2
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a consumer."""
+        return self.tile_columns // self.consumers
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.inner // STEP
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of the result."""
+        return -(-self.columns // self.tile_columns)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return min(MULTIPROCESSORS, self.column_tiles)
+
+    @property
+    def factors(self) -> int:
+        """See `QuantizedPlan`."""
+        return self.columns + self.tile_columns
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a pipeline stage."""
+        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.tile_columns) * STEP
+
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a block of threads."""
+        return (
+            self.stages * self.stage_bytes
+            + self.tile_rows * self.tile_columns * jnp.dtype(self.out_dtype).itemsize
+            + OVERHEAD
+        )
 
 
 def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
@@ -131,6 +228,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
+        thin=blocks and call.w_block is not None and call.w_block[0] == 1,
     )
 
 
@@ -138,4 +236,21 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     """Return the plan of a launch for groups of rows."""
     return dataclasses.replace(
         quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
+    )
+
+
+def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPlan:
+    """Return the plan of a launch for at most 64 rows."""
+    integers = call.w_dtype == "int8"
+    return FewRowsPlan(
+        rows=call.rows,
+        inner=padded(call.inner, STEP),
+        columns=padded(call.columns, ALIGNED),
+        # Each 8-bit number is widened to the type that the fewest instructions convert it to.
+        dtype=call.x_dtype if call.is_narrow else "bfloat16" if integers else "float16",
+        w_dtype=call.w_dtype,
+        out_dtype=call.out_dtype,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
     )

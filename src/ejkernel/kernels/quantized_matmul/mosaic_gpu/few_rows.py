@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel for at most 64 rows, as in decoding: its time is that of reading the matrix.
+
+A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
+as much. Consumers share a tile's columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import compat
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.device import Registers
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
+from ejkernel.kernels._hopper.products import multiply_stages
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
+
+from .plan import STEP, FewRowsPlan
+
+# By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
+# otherwise a consumer waits for ever.
+_REGISTERS = {2: REGISTERS, 3: Registers(40, 152), 4: Registers(40, 104)}
+
+
+class _Memory(NamedTuple):
+    """Pipeline stages of the operands, their barriers, and the buffers of the epilogue.
+
+    Attributes:
+        x: All rows.
+        w: The columns of each consumer.
+        out: The result, per consumer.
+        pipeline: The barriers of the stages.
+    """
+
+    x: Any
+    w: Any
+    out: Any
+    pipeline: Pipeline
+
+
+def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> jax.Array:
+    """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns."""
+    kernel = (WideRowsKernel if plan.wide else FewRowsKernel)(plan, backend_for(interpret))
+    [out] = launch(
+        kernel.run,
+        arrays,
+        [jax.ShapeDtypeStruct((plan.rows, plan.columns), jnp.dtype(plan.out_dtype))],
+        name="quantized_matmul_few_rows",
+        programs=plan.programs,
+        memory=kernel.memory_types(),
+        consumers=plan.consumers,
+        lane_semantics=True,
+        interpret=interpret,
+    )
+    return out
+
+
+class FewRowsKernel:
+    """The program of one block of threads."""
+
+    def __init__(self, plan: FewRowsPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+
+    def memory_types(self) -> _Memory:
+        """Return the types of shared memory and barriers."""
+        plan = self.plan
+        return _Memory(
+            x=tiled((plan.stages, plan.tile_rows, STEP), plan.dtype),
+            w=tiled((plan.stages, plan.consumers, plan.part_columns, STEP), plan.w_dtype),
+            out=plgpu.SMEM((plan.consumers, plan.tile_rows, plan.part_columns), jnp.dtype(plan.out_dtype)),
+            pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers + 1),
+        )
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
+        """Run this warpgroup as producer or consumer."""
+        self.x, self.w, self.row_scale, self.column_scale = arrays
+        [self.out], self.memory, self.pipeline = results, memory, memory.pipeline
+        # Zero, but unknown to the compiler, which would refuse a tile of more rows than there are. TMA clips it.
+        self.row = lax.min(lax.axis_index(PROGRAM), 0)
+        warpgroup = lax.axis_index(WARPGROUP)
+        consumers, registers = self.plan.consumers, _REGISTERS.get(self.plan.consumers)
+        dispatch_warpgroup(warpgroup, consumers, registers, producer=self._produce, consumer=self._consume)
+
+    def _each_tile(self, body: Any) -> Any:
+        """Call `body(column, step)` for each tile of this block of threads; return the number of steps."""
+        plan, program = self.plan, lax.axis_index(PROGRAM)
+        count = lax.div(plan.column_tiles - program + (plan.programs - 1), plan.programs)
+
+        @pl.loop(0, count)
+        def _tile(i: Any) -> None:
+            body((program + i * plan.programs) * plan.tile_columns, i * plan.steps)
+
+        return count * plan.steps
+
+    def _produce(self) -> None:
+        plan, memory = self.plan, self.memory
+
+        def copy(column: Any, first: Any) -> None:
+            @pl.loop(0, plan.steps)
+            def _step(i: Any) -> None:
+                stage, along = self.pipeline.producer_acquire(first + i), pl.ds(i * STEP, STEP)
+                full = self.pipeline.full.at[stage]
+                for part in range(plan.consumers):
+                    columns = pl.ds(column + part * plan.part_columns, plan.part_columns)
+                    plgpu.copy_gmem_to_smem(self.w.at[columns, along], memory.w.at[stage, part], full)
+                plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.row, plan.tile_rows), along], memory.x.at[stage], full)
+
+        producer_tail(self._each_tile(copy), self.pipeline)
+
+    def _consume(self, warpgroup: Any) -> None:
+        plan = self.plan
+
+        def compute(column: Any, first: Any) -> None:
+            columns = pl.ds(column + warpgroup * plan.part_columns, plan.part_columns)
+            values = self._computed(first, columns, warpgroup).astype(plan.out_dtype)
+            buffer = self.memory.out.at[warpgroup]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide else buffer, values)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[pl.ds(self.row, plan.tile_rows), columns])
+
+        self._each_tile(compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _factors(self, columns: Any, shape: tuple[int, int], *, axis: int) -> Any:
+        """Return the products of both factors; rows of `x` lie along `axis`."""
+        found = []
+        for ref, own in (
+            (self.row_scale.at[pl.ds(self.row, self.plan.tile_rows)], axis),
+            (self.column_scale.at[columns], 1 - axis),
+        ):
+            layout = plgpu.Layout.WGMMA.reduce(1 - own)
+            found.append(lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [own]))
+        return found[0] * found[1]
+
+    def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
+        """Return this warpgroup's part of a tile of the result."""
+        factors = self._factors(columns, (ROWS, self.plan.part_columns), axis=0)
+        return factors * (self._promoted(first, warpgroup) if self.plan.promoted else self._summed(first, warpgroup))
+
+    def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
+        plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
+
+    def _summed(self, first: Any, warpgroup: Any) -> Any:
+        """Return the products, summed in the tensor core."""
+        plan = self.plan
+
+        def products(accumulator: Any) -> Any:
+            multiply_stages(
+                self.pipeline, first, plan.steps, lambda stage: self._multiply(accumulator, stage, warpgroup)
+            )
+            return accumulator[...]
+
+        sums = jnp.int32 if plan.is_integer else jnp.float32
+        return pl.run_scoped(products, plgpu.ACC((ROWS, plan.part_columns), sums)).astype(jnp.float32)
+
+    def _promoted(self, first: Any, warpgroup: Any) -> Any:
+        """Return the products, summed in float32."""
+        plan, shape = self.plan, (ROWS, self.plan.part_columns)
+
+        def chunk(start: Any, length: int, total: Any) -> Any:
+            stages = [self.pipeline.stage(start + i) for i in range(length)]
+
+            def products(accumulator: Any) -> Any:
+                for stage in stages:
+                    self.pipeline.consumer_wait(stage)
+                    self._multiply(accumulator, stage, warpgroup)
+                return accumulator[...]
+
+            found = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
+            for stage in stages:
+                self.pipeline.consumer_release(stage)
+            return total + found
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        chunks, rest = divmod(plan.steps, plan.promoted)
+        sums = chunk(first, rest, zeros) if rest else zeros
+        body = functools.partial(self._following, chunk, first + rest)
+        return lax.fori_loop(0, chunks, body, sums)
+
+    def _following(self, chunk: Any, first: Any, i: Any, sums: Any) -> Any:
+        return chunk(first + i * self.plan.promoted, self.plan.promoted, sums)
+
+
+class WideRowsKernel(FewRowsKernel):
+    """The same for rows of 16 bits: consumers widen the matrix in registers, and compute the transposed result."""
+
+    def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
+        plan, memory, shape = self.plan, self.memory, (ROWS, self.plan.tile_rows)
+
+        def one(i: Any, sums: Any) -> Any:
+            stage = self.pipeline.stage(first + i)
+            self.pipeline.consumer_wait(stage)
+            narrow = plgpu.load(memory.w.at[stage, warpgroup], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            wide = plgpu.layout_cast(narrow.astype(plan.dtype), plgpu.Layout.WGMMA)
+            rows = memory.x.at[stage].transpose((1, 0))
+            [found] = self.backend.accumulate(lambda sums: self.backend.multiply(sums[0], wide, rows), sums)
+            self.pipeline.consumer_release(stage)
+            return found
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        found = lax.fori_loop(0, plan.steps, one, zeros)
+        return found * self._factors(columns, shape, axis=1)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel that quantises 1x128 blocks of a matrix, and of its transpose, in one pass.
+
+A tile of 128x128 numbers arrives in shared memory once. It is read row by row, and then transposed, by the same
+instructions: a row's largest magnitude lies in four neighbouring threads either way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import compat
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
+from ejkernel.kernels.quantized_matmul.quantized import LARGEST
+
+from .common import BLOCK
+from .plan import HALF, QuantizingPlan
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class _Memory(NamedTuple):
+    """Tiles in flight, their barriers, and a buffer for each copy to global memory."""
+
+    tiles: Any
+    full: Any
+    out: Any
+
+
+def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = None) -> list[jax.Array]:
+    """Return the numbers `[m, k]` and their scales, and those of the transpose if the plan has it.
+
+    Scales have rows for whole tiles.
+    """
+    (row_tiles, column_tiles), kernel = plan.grid, _Kernel(plan, backend_for(interpret))
+    m, k = plan.rows, plan.columns
+    shapes = [((m, k), plan.values), ((row_tiles * BLOCK, column_tiles), "float32")]
+    if plan.transposed:
+        shapes += [((k, m), plan.values), ((column_tiles * BLOCK, row_tiles), "float32")]
+    memory = _Memory(
+        tiled((plan.slots, BLOCK, BLOCK), plan.dtype),
+        plgpu.Barrier(num_arrivals=1, num_barriers=plan.slots),
+        tiled((plan.copies, HALF, BLOCK), plan.values),
+    )
+    return launch(
+        kernel.run,
+        [x],
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes],
+        name="quantize",
+        programs=plan.programs,
+        memory=memory,
+        lane_semantics=True,
+        interpret=interpret,
+    )
+
+
+class _Kernel:
+    """The program of one block of threads, a single warpgroup."""
+
+    def __init__(self, plan: QuantizingPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
+        """Quantise every `programs`-th tile."""
+        plan, self.memory, self.results = self.plan, memory, results
+        [self.x] = arrays
+        first = lax.axis_index(PROGRAM)
+        count = lax.div(plan.grid[0] * plan.grid[1] - first + (plan.programs - 1), plan.programs)
+        for i in range(plan.slots):
+            pl.when(i < count)(functools.partial(self._fetch, first, jnp.int32(i)))
+
+        @pl.loop(0, count)
+        def _tile(i: Any) -> None:
+            slot = lax.rem(i, plan.slots)
+            plgpu.barrier_wait(memory.full.at[slot])
+            row, column = self._start(first, i)
+            for half in range(2):
+                self._rows(slot, half, row, column)
+            if plan.transposed:
+                for half in range(2):
+                    self._columns(slot, half, row, column)
+            # All threads have read the tile: the last store waited for them.
+            pl.when(i + plan.slots < count)(lambda: self._fetch(first, i + plan.slots))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _start(self, first: Any, i: Any) -> tuple[Any, Any]:
+        """Return the first row and column of this block's tile `i`."""
+        number, columns = first + i * self.plan.programs, self.plan.grid[1]
+        row = lax.div(number, columns)
+        return row * BLOCK, (number - row * columns) * BLOCK
+
+    def _fetch(self, first: Any, i: Any) -> None:
+        (row, column), slot = self._start(first, i), lax.rem(i, self.plan.slots)
+        source = self.x.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+        plgpu.copy_gmem_to_smem(source, self.memory.tiles.at[slot], self.memory.full.at[slot])
+
+    def _rows(self, slot: Any, half: int, row: Any, column: Any) -> None:
+        """Quantise half of a tile's rows."""
+        rows = self.memory.tiles.at[slot, pl.ds(half * HALF, HALF)]
+        self._quantize(rows, half, self.results[:2], (row + half * HALF, column))
+
+    def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
+        """Quantise half of a tile's columns, as rows of the transpose."""
+        columns = self.memory.tiles.at[slot, :, pl.ds(half * HALF, HALF)]
+        self._quantize(columns.transpose((1, 0)), 2 + half, self.results[2:], (column + half * HALF, row))
+
+    def _quantize(self, tile: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
+        """Store 64 rows of 128 numbers, and their scales."""
+        (values, scales), (row, column) = results, at
+        wide = plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        largest, top = jnp.max(jnp.abs(wide), axis=1), LARGEST[self.plan.values]
+        scale = jnp.maximum(largest * (1 / top), _TINY)
+        scale = jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
+        factor = lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])
+        buffer = self.memory.out.at[slot]
+        # The copy that last read this buffer is the oldest of all.
+        plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
+        # Rounding may lead beyond the largest number: the conversion saturates.
+        buffer[...] = (wide * factor).astype(self.plan.values)
+        compat.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])

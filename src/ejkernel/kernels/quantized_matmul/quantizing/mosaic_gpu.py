@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation `mosaic_gpu`: supported calls, and the search space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._varying import one_by_one
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from .common import QuantizeCall
+from .plan import QuantizeParams, quantizing_plan
+
+_COPIED = 16  # bytes between the rows that a copy addresses
+
+
+class MosaicGpu(Implementation[QuantizeCall]):
+    """One pass over the matrix on Hopper GPUs."""
+
+    name = "mosaic_gpu"
+    params = QuantizeParams
+
+    def unsupported(self, call: QuantizeCall) -> str | None:
+        """Return why the kernel does not run the call, and an alternative; `None` if it does."""
+        if not is_known(call.rows, call.columns):
+            return "it needs static shapes, and this program is exported with symbolic ones; use 'xla'."
+        if reason := hopper.unavailable(call, "x", "'xla'"):
+            return reason
+        if call.dtype not in hopper.DTYPES or call.values == "int8":
+            return f"it quantises bfloat16 and float16 to float8, got {call.dtype} to {call.values}; use 'xla'."
+        sizes = (call.rows, call.columns) if call.transposed else (call.columns,)
+        if 0 in (call.rows, call.columns) or any(size % _COPIED for size in sizes):
+            return f"its copies need sizes that {_COPIED} divides, and x is {call.rows} x {call.columns}; use 'xla'."
+        return None if call.rows * call.columns < 2**38 else "it counts tiles in int32; use 'xla'."
+
+    def params_fault(self, call: QuantizeCall, params: QuantizeParams) -> str | None:
+        """Return why the call cannot run with these parameters; `None` if it can."""
+        needed = params.blocks * quantizing_plan(call, params).shared_bytes()
+        if needed > hopper.SHARED_MEMORY:
+            return f"its blocks need {needed} of {hopper.SHARED_MEMORY} bytes of shared memory."
+        return None
+
+    def space(self, call: QuantizeCall) -> list[QuantizeParams]:
+        """Return all parameters that fit, the default first."""
+        found = [QuantizeParams(tiles=tiles, blocks=blocks) for tiles in range(1, 5) for blocks in range(1, 5)]
+        fitting = [params for params in found if self.params_fault(call, params) is None]
+        return sorted(fitting, key=lambda params: params != self.heuristic(call))
+
+    def forward(self, call: QuantizeCall, /, *args: Any, params: QuantizeParams) -> tuple[Any, Any]:
+        """Return the results, without residuals."""
+        return quantized(call, args[0], params), ()
+
+
+def quantized(call: QuantizeCall, x: jax.Array, params: QuantizeParams, *, interpret: Any = None) -> Any:
+    """Return the results of a call, as the operation says.
+
+    Args:
+        call: The call.
+        x: The array.
+        params: Launch parameters that `params_fault` accepts.
+        interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
+    """
+    from .kernel import quantized_blocks  # Mosaic GPU is not available in every environment
+
+    plan = quantizing_plan(call, params)
+
+    def compute(x: jax.Array) -> tuple[jax.Array, ...]:
+        lead = x.shape[:-1]
+        with jax.enable_x64(False):  # the kernel counts in int32
+            found = quantized_blocks(plan, x.reshape(plan.rows, plan.columns), interpret=interpret)
+        sizes = (plan.rows, plan.columns)
+        scales = [scale[:size] for scale, size in zip(found[1::2], sizes, strict=False)]
+        results = [found[0].reshape(x.shape), scales[0].reshape(*lead, -1), *found[2:3], *scales[1:]]
+        return tuple(results)
+
+    return one_by_one(compute, x)

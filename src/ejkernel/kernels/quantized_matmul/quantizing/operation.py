@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation behind `quantize` with 1x128 blocks and `quantize_both`.
+
+The contract of an implementation. It sees `x [..., m, k]` and returns its numbers in `call.values` and their scales
+`[..., m, ceil(k / 128)]` in float32; if `call.transposed`, `x` is a matrix, and the same of `x.T` follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._options import canonical_flag, type_text
+from ejkernel.kernels.quantized_matmul.quantized import LARGEST, canonical_dtype
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.types import Cost
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.values.signature import is_array, is_known
+
+from .common import QuantizeCall
+from .xla import quantized_blocks
+
+_Invocation = Invocation["QuantizeConfig", Any]
+OPERANDS = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig(OperationConfig):
+    """Configuration of one call that quantises blocks; only `fwd` counts, because there is no gradient."""
+
+    implementation: str = "xla"
+
+
+class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
+    """The operation behind `quantize_both`; see there for the arguments."""
+
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
+            "xla": f"{__package__}.xla:Xla",
+        }
+    )
+    why_no_gradient = "rounding has none. Use quantized_dense to train, or jax.lax.stop_gradient on x."
+
+    def __init__(self) -> None:
+        super().__init__(name="quantize")
+
+    def prepare(
+        self, x: Any, *, dtype: Any = "float8_e4m3fn", transposed: Any = False, implementation: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments."""
+        transposed = canonical_flag("transposed", transposed)
+        rank = 2 if transposed else 1
+        if not is_array(x) or str(x.dtype) not in OPERANDS or len(x.shape) < rank or (transposed and len(x.shape) > 2):
+            wanted = "a matrix" if transposed else "an array"
+            raise ArgumentError(f"x must be {wanted} in {', '.join(OPERANDS)}; got {type_text(x)}.")
+        return (x,), {
+            "dtype": canonical_dtype("dtype", dtype, tuple(LARGEST)),
+            "transposed": transposed,
+            "implementation": self.requested(implementation),
+        }
+
+    def describe(self, x: Any, *, dtype: str, transposed: bool) -> QuantizeCall:
+        """Return the sizes and dtypes of a call."""
+        return QuantizeCall(
+            rows=math.prod(x.shape[:-1]),
+            columns=x.shape[-1],
+            dtype=str(x.dtype),
+            values=dtype,
+            transposed=transposed,
+        )
+
+    def reference(self, *args: Any, **options: Any) -> Any:
+        """Return the results in plain JAX."""
+        [x] = args
+        return quantized_blocks(x, options["dtype"], transposed=options["transposed"])
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
+        """Return a rule that splits the rows; with a transposed copy, whose blocks lie along them, no rule."""
+        return None if inv.kwargs["transposed"] else ShardingRule("... k -> ... k, ... _", split="...")
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the bytes of the call: each array is read or written once."""
+        call = self.call_of(inv)
+        if not is_known(call.rows, call.columns):
+            return None
+        numbers = call.examples * call.rows * call.columns * (2 if call.transposed else 1)
+        return Cost(flops=3 * numbers, bytes=inv.input_bytes + numbers + numbers // 32)
+
+    def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with 1024 rows of 1024 elements."""
+        return (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16),), {}
+
+
+quantize_blocks = Quantize()
