@@ -27,6 +27,7 @@ from ejkernel.kernels.paged_attention.schedule import BLOCK
 from .memory import (
     BY_ROW,
     LAYOUT,
+    NARROW_LAYOUT,
     Barriers,
     Buffers,
     Inputs,
@@ -195,7 +196,7 @@ class _Kernel:
         """Return the sums with one more block of keys."""
         plan, backend, pipeline = self.plan, self.backend, self.barriers.cache
         pipeline.consumer_wait(stage)
-        scores, exponent = self._scores(item, stage)
+        scores, exponent = self._scores(item, block, stage)
         edge = (block + 1) * BLOCK > item.position + 1
         if plan.window is not None:
             edge = edge | (block * BLOCK < item.position + plan.tile_tokens - 1 - plan.window)
@@ -205,26 +206,39 @@ class _Kernel:
         decay = jnp.exp2(state.top - top)
         total = state.total * across(decay, state.total.shape) + weights
         acc = state.acc * across(decay, state.acc.shape)
-        self.buffers.weights.transpose((1, 0))[...] = weights.astype(plan.dtype)
-        self._clear_hidden_values(item, block, stage)
+        self.buffers.weights.transpose((1, 0))[...] = weights.astype(plan.product_dtype)
+        if plan.is_narrow:
+            values = self.buffers.values
+        else:
+            self._clear_hidden_values(item, block, stage)
+            values = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim, plan.head_dim)]
         plgpu.commit_smem()
-        values = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim, plan.head_dim)].transpose((1, 0))
+        if plan.is_narrow:
+            pipeline.consumer_release(stage)
 
         def multiply(sums: Any) -> None:
-            backend.multiply(sums[0], values, self.buffers.weights.transpose((1, 0)))
+            backend.multiply(sums[0], values.transpose((1, 0)), self.buffers.weights.transpose((1, 0)))
 
         (acc,) = backend.accumulate(multiply, acc)
-        pipeline.consumer_release(stage)
+        if not plan.is_narrow:
+            pipeline.consumer_release(stage)
         return State(acc, top, total)
 
-    def _scores(self, item: Item, stage: Any) -> tuple[Any, Any]:
+    def _scores(self, item: Item, block: Any, stage: Any) -> tuple[Any, Any]:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
         plan, backend = self.plan, self.backend
 
+        wide = plgpu.layout_cast(self._widened(stage, 0), LAYOUT) if plan.is_narrow else None
+
         def multiply(scores: Any) -> Any:
             for piece in range(plan.pieces):
-                key = self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)]
+                columns = pl.ds(piece * PIECE, PIECE)
+                key: Any = self.buffers.cache.at[stage, :, columns]
+                if wide is not None:
+                    key = wide[:, piece * PIECE : (piece + 1) * PIECE] if plan.pieces > 1 else wide
                 backend.multiply(scores, key, self.q_tiles.at[self.slot, piece].transpose((1, 0)))
+            if plan.is_narrow:
+                self._widen_values(item, block, stage)  # during the product
             return backend.read(scores, pending=0)
 
         scores = backend.with_accumulators(multiply, (BLOCK, plan.rows))
@@ -234,6 +248,23 @@ class _Kernel:
         if plan.soft_cap is None:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
+
+    def _widened(self, stage: Any, kind: int) -> Any:
+        """Return the keys (0) or values (1) of a block in registers, `[BLOCK, head_dim]` in `NARROW_LAYOUT`."""
+        plan = self.plan
+        part = self.buffers.cache.at[stage, :, pl.ds(kind * plan.head_dim, plan.head_dim)]
+        return plgpu.load(part, layout=NARROW_LAYOUT, optimized=False).astype(plan.product_dtype)
+
+    def _widen_values(self, item: Item, block: Any, stage: Any) -> None:
+        """Widen the values of a block, with zeros for those that no row sees."""
+
+        def visible(values: Any) -> Any:
+            key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=NARROW_LAYOUT)
+            return jnp.where(seen(key), values, jnp.zeros_like(values))
+
+        hidden, seen = self._seen(item, block)
+        values = self._widened(stage, 1)
+        self.buffers.values[...] = lax.cond(hidden, visible, lambda x: x, values)
 
     def _visible(self, item: Item, block: Any, scores: Any) -> Any:
         """Return scores with minus infinity where a row does not see a key."""
@@ -249,22 +280,26 @@ class _Kernel:
     def _clear_hidden_values(self, item: Item, block: Any, stage: Any) -> None:
         """Zero values that no row sees: a weight of zero does not cancel a NaN."""
         plan = self.plan
-        stop = item.stop - block * BLOCK
-        hidden = stop < BLOCK
-        if plan.window is not None:
-            first = jnp.maximum(item.position - plan.window, 0) - block * BLOCK
-            hidden = hidden | (first > 0)
+        hidden, seen = self._seen(item, block)
 
         @pl.when(hidden)
         def _clear() -> None:
             key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, PIECE), 0, layout=LAYOUT)
-            keep = key < stop
-            if plan.window is not None:
-                keep = keep & (key >= first)
+            keep = seen(key)
             for piece in range(plan.pieces):
                 part = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim + piece * PIECE, PIECE)]
                 values = plgpu.load(part, layout=LAYOUT, optimized=False)
                 part[...] = jnp.where(keep, values, jnp.zeros_like(values))
+
+    def _seen(self, item: Item, block: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return whether a block has keys that no row sees, and a function from keys to whether some row sees them."""
+        plan = self.plan
+        stop = item.stop - block * BLOCK
+        hidden = stop < BLOCK
+        if plan.window is None:
+            return hidden, lambda key: key < stop
+        first = jnp.maximum(item.position - plan.window, 0) - block * BLOCK
+        return hidden | (first > 0), lambda key: (key < stop) & (key >= first)
 
     def _finish(self, item: Item, state: State) -> None:
         total, begins = state.total.sum(axis=0), self.work.begins(item)

@@ -63,7 +63,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     inputs = Inputs(
         tiles=made.tiles,
         programs=made.programs,
-        q=operands.q,
+        q=_in_range(operands.q, plan.product_dtype),
         cache=cache.reshape(-1, plan.kv_heads, 2 * plan.head_dim),
         table=operands.page_table,
         sinks=sinks,
@@ -76,6 +76,14 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
+
+
+def _in_range(q: jax.Array, dtype: str) -> jax.Array:
+    """Return queries in another dtype; numbers beyond its range become its largest."""
+    if q.dtype == dtype:
+        return q
+    most = jnp.finfo(dtype).max.astype(q.dtype)
+    return jnp.clip(q, -most, most).astype(dtype)
 
 
 def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, interpret: Any) -> Any:

@@ -21,6 +21,7 @@ from ejkernel.kernels.paged_attention.schedule import BLOCK, Share, Tile
 from .plan import PIECE, LaunchPlan
 
 LAYOUT = plgpu.Layout.WGMMA
+NARROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X  # of numbers of 8 bits that become an operand of `LAYOUT`
 BY_ROW = LAYOUT.reduce(0)  # one number per column of the products, which are the rows of a tile
 
 
@@ -241,6 +242,7 @@ class Buffers(NamedTuple):
 
     q: Any  # [query buffers, pieces, rows, PIECE]
     cache: Any  # [stages, BLOCK, 2 * head_dim]
+    values: Any  # [BLOCK, head_dim]: widened; `None` if the cache has 16 bits
     weights: Any  # [rows, BLOCK]
     share: Any  # [head_dim, rows]
     out: Any  # [pieces, rows, PIECE]
@@ -249,9 +251,10 @@ class Buffers(NamedTuple):
     def types(cls, plan: LaunchPlan, backend: Backend) -> Buffers:
         """Return the types of the buffers."""
         return cls(
-            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.dtype),
-            cache=tiled((plan.stages, BLOCK, 2 * plan.head_dim), plan.dtype),
-            weights=tiled((plan.rows, BLOCK), plan.dtype),
+            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.product_dtype),
+            cache=tiled((plan.stages, BLOCK, 2 * plan.head_dim), plan.cache_dtype, plan.cache_swizzle),
+            values=tiled((BLOCK, plan.head_dim), plan.product_dtype) if plan.is_narrow else None,
+            weights=tiled((plan.rows, BLOCK), plan.product_dtype),
             share=plgpu.SMEM((plan.head_dim, plan.rows), jnp.float32),
             out=piece_types(backend, (plan.pieces, plan.rows), plan.dtype),
         )

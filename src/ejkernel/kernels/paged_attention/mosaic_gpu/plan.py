@@ -17,6 +17,8 @@ from ejkernel.kernels.paged_attention.schedule import BLOCK
 from .params import MosaicGpuParams
 
 PREFILL = ForwardParams(persistent=True, query_buffers=2)
+NARROW = ("int8", "float8_e4m3fn")
+SWIZZLE = 128  # bytes, the widest
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
 
 
@@ -31,7 +33,8 @@ class LaunchPlan:
         tokens, heads, kv_heads, head_dim: Sizes of the queries and the cache.
         pages, page_size, columns: Sizes of the cache and the page table.
         tile_tokens: Query tokens of a tile.
-        dtype: Dtype of queries, cache and output.
+        dtype: Dtype of queries and output.
+        cache_dtype: Dtype of the cache.
         scale, soft_cap, window: As in the call.
         sinks, scales, return_lse: Whether the launch has sinks, scales of keys and values, and returns the log-sum-exp.
         stages, query_buffers: As in the parameters.
@@ -47,6 +50,7 @@ class LaunchPlan:
     columns: int
     tile_tokens: int
     dtype: str
+    cache_dtype: str
     scale: float
     soft_cap: float | None
     window: int | None
@@ -78,6 +82,24 @@ class LaunchPlan:
         return self.head_dim // PIECE
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the cache has 8 bits, so that keys and values are widened."""
+        return self.cache_dtype in NARROW
+
+    @property
+    def product_dtype(self) -> str:
+        """Dtype of the operands of both products: one that holds every number of the cache.
+
+        Hopper widens float8 to float16 alone.
+        """
+        return "float16" if self.cache_dtype == "float8_e4m3fn" else self.dtype
+
+    @property
+    def cache_swizzle(self) -> int:
+        """Bytes of a swizzle of the cache: keys and values begin with one."""
+        return min(self.head_dim * (1 if self.is_narrow else 2), SWIZZLE)
+
+    @property
     def copies(self) -> int:
         """Copies that fill one pipeline stage."""
         return max(BLOCK // self.page_size, 1)
@@ -85,7 +107,8 @@ class LaunchPlan:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
-        blocks = self.stages * BLOCK * 2 * self.head_dim * 2
+        blocks = self.stages * BLOCK * 2 * self.head_dim * (1 if self.is_narrow else 2)
+        blocks += BLOCK * self.head_dim * 2 if self.is_narrow else 0  # values, widened
         queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
         results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
         return blocks + queries + weights + results + OVERHEAD
@@ -104,6 +127,7 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         columns=call.table[1],
         tile_tokens=tile_tokens,
         dtype=call.dtype,
+        cache_dtype=call.cache_dtype,
         scale=call.scale,
         soft_cap=call.soft_cap,
         window=call.window,
