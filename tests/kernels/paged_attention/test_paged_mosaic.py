@@ -40,8 +40,8 @@ def simulated(monkeypatch):
     simulate_hopper(monkeypatch)
 
 
-def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None):
-    """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns."""
+def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None, cache="bfloat16"):
+    """Return a batch with NaN (127 in int8) in each slot that no token sees, and indices outside of the cache in unused columns."""
     rng = np.random.default_rng(0)
     columns = -(-max(lengths) // page) + 1
     table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
@@ -53,9 +53,11 @@ def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3,
         row[: first // page] = rng.choice(OUTSIDE, first // page)
         used = -(-length // page)
         row[used:] = rng.choice(OUTSIDE, columns - used)
+    if cache == "int8":
+        pages = np.nan_to_num(np.round(40 * pages), nan=127).clip(-127, 127)
     q = rng.standard_normal((sum(queries) + padding, heads[0], head_dim))
     integers = table, np.concatenate([[0], np.cumsum(queries)]), lengths
-    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, "bfloat16"), *(jnp.asarray(x, jnp.int32) for x in integers)
+    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, cache), *(jnp.asarray(x, jnp.int32) for x in integers)
 
 
 def results(args, params=SMALL, **options):
@@ -83,6 +85,8 @@ def assert_near(found, wanted):
         ({}, {}),
         ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
         ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
+        ({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}),
+        ({"cache": "int8", "page": 8, "head_dim": 128, "window": 40}, {"sliding_window": 40, "k_scale": 0.02}),
     ],
 )
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
@@ -210,7 +214,7 @@ def test_prefill_tiles_with_the_most_keys_come_first():
     [
         ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
         ({"dtype": "float32", "cache_dtype": "float32"}, "q has dtype float32"),
-        ({"cache_dtype": "int8"}, "kv_pages has dtype int8"),
+        ({"cache_dtype": "int8", "q": (65, 32, 128)}, "kv_pages has dtype int8"),
         ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "value_dim=64: not available"),
         ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
         ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),

@@ -197,6 +197,8 @@ class _Kernel:
         plan, backend, pipeline = self.plan, self.backend, self.barriers.cache
         pipeline.consumer_wait(stage)
         scores, exponent = self._scores(item, block, stage)
+        if plan.is_narrow:
+            self._widen_values(item, block, stage)
         edge = (block + 1) * BLOCK > item.position + 1
         if plan.window is not None:
             edge = edge | (block * BLOCK < item.position + plan.tile_tokens - 1 - plan.window)
@@ -228,17 +230,15 @@ class _Kernel:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
         plan, backend = self.plan, self.backend
 
-        wide = plgpu.layout_cast(self._widened(stage, 0), LAYOUT) if plan.is_narrow else None
+        narrow = self._narrow(stage, 0) if plan.is_narrow else None
 
         def multiply(scores: Any) -> Any:
             for piece in range(plan.pieces):
                 columns = pl.ds(piece * PIECE, PIECE)
                 key: Any = self.buffers.cache.at[stage, :, columns]
-                if wide is not None:
-                    key = wide[:, piece * PIECE : (piece + 1) * PIECE] if plan.pieces > 1 else wide
+                if narrow is not None:
+                    key = plgpu.layout_cast(self._widened(narrow, piece), LAYOUT)
                 backend.multiply(scores, key, self.q_tiles.at[self.slot, piece].transpose((1, 0)))
-            if plan.is_narrow:
-                self._widen_values(item, block, stage)  # during the product
             return backend.read(scores, pending=0)
 
         scores = backend.with_accumulators(multiply, (BLOCK, plan.rows))
@@ -249,11 +249,16 @@ class _Kernel:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
 
-    def _widened(self, stage: Any, kind: int) -> Any:
+    def _narrow(self, stage: Any, kind: int) -> Any:
         """Return the keys (0) or values (1) of a block in registers, `[BLOCK, head_dim]` in `NARROW_LAYOUT`."""
         plan = self.plan
         part = self.buffers.cache.at[stage, :, pl.ds(kind * plan.head_dim, plan.head_dim)]
-        return plgpu.load(part, layout=NARROW_LAYOUT, optimized=False).astype(plan.product_dtype)
+        return plgpu.load(part, layout=NARROW_LAYOUT, optimized=False)
+
+    def _widened(self, narrow: Any, piece: int) -> Any:
+        """Return some columns of keys or values in the dtype of the products."""
+        part = narrow[:, piece * PIECE : (piece + 1) * PIECE] if self.plan.pieces > 1 else narrow
+        return part.astype(self.plan.product_dtype)
 
     def _widen_values(self, item: Item, block: Any, stage: Any) -> None:
         """Widen the values of a block, with zeros for those that no row sees."""
@@ -263,8 +268,10 @@ class _Kernel:
             return jnp.where(seen(key), values, jnp.zeros_like(values))
 
         hidden, seen = self._seen(item, block)
-        values = self._widened(stage, 1)
-        self.buffers.values[...] = lax.cond(hidden, visible, lambda x: x, values)
+        narrow = self._narrow(stage, 1)
+        for piece in range(self.plan.pieces):
+            values = lax.cond(hidden, visible, lambda x: x, self._widened(narrow, piece))
+            self.buffers.values.at[:, pl.ds(piece * PIECE, PIECE)][...] = values
 
     def _visible(self, item: Item, block: Any, scores: Any) -> Any:
         """Return scores with minus infinity where a row does not see a key."""
