@@ -41,7 +41,10 @@ def simulated(monkeypatch):
 
 
 def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None, cache="bfloat16"):
-    """Return a batch with NaN (127 in int8) in each slot that no token sees, and indices outside of the cache in unused columns."""
+    """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns.
+
+    In int8 the slots have 127.
+    """
     rng = np.random.default_rng(0)
     columns = -(-max(lengths) // page) + 1
     table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
