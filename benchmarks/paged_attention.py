@@ -331,7 +331,8 @@ def poisoned(
         pages[row[:used]] = own.reshape(used, *pages.shape[1:])
         row[used:] = rng.choice([-1, 10**9, -(2**31), 2**31 - 1, 0], columns - used)
     table[5, 0] = -7  # this sequence gives zeros
-    q = rng.standard_normal((counts.sum() + 5, heads[0], head_dim))
+    padding = 5 if cache is None else 0  # with 8 bits, `mosaic_gpu` takes no more tokens than sequences
+    q = rng.standard_normal((counts.sum() + padding, heads[0], head_dim))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     return (
         jnp.asarray(q, dtype),

@@ -230,14 +230,14 @@ class _Kernel:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
         plan, backend = self.plan, self.backend
 
-        narrow = self._narrow(stage, 0) if plan.is_narrow else None
+        narrow = self._narrow(stage, 0, LAYOUT) if plan.is_narrow else None
 
         def multiply(scores: Any) -> Any:
             for piece in range(plan.pieces):
                 columns = pl.ds(piece * PIECE, PIECE)
                 key: Any = self.buffers.cache.at[stage, :, columns]
                 if narrow is not None:
-                    key = plgpu.layout_cast(self._widened(narrow, piece), LAYOUT)
+                    key = self._widened(narrow, piece)
                 backend.multiply(scores, key, self.q_tiles.at[self.slot, piece].transpose((1, 0)))
             return backend.read(scores, pending=0)
 
@@ -249,11 +249,11 @@ class _Kernel:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
 
-    def _narrow(self, stage: Any, kind: int) -> Any:
-        """Return the keys (0) or values (1) of a block in registers, `[BLOCK, head_dim]` in `NARROW_LAYOUT`."""
+    def _narrow(self, stage: Any, kind: int, layout: Any) -> Any:
+        """Return the keys (0) or values (1) of a block in registers, `[BLOCK, head_dim]`."""
         plan = self.plan
         part = self.buffers.cache.at[stage, :, pl.ds(kind * plan.head_dim, plan.head_dim)]
-        return plgpu.load(part, layout=NARROW_LAYOUT, optimized=False)
+        return plgpu.load(part, layout=layout, optimized=False)
 
     def _widened(self, narrow: Any, piece: int) -> Any:
         """Return some columns of keys or values in the dtype of the products."""
@@ -268,7 +268,7 @@ class _Kernel:
             return jnp.where(seen(key), values, jnp.zeros_like(values))
 
         hidden, seen = self._seen(item, block)
-        narrow = self._narrow(stage, 1)
+        narrow = self._narrow(stage, 1, NARROW_LAYOUT)
         for piece in range(self.plan.pieces):
             values = lax.cond(hidden, visible, lambda x: x, self._widened(narrow, piece))
             self.buffers.values.at[:, pl.ds(piece * PIECE, PIECE)][...] = values
