@@ -18,7 +18,6 @@ from .params import MosaicGpuParams
 
 PREFILL = ForwardParams(persistent=True, query_buffers=2)
 NARROW = ("int8", "float8_e4m3fn")
-SWIZZLE = 128  # bytes, the widest
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
 
 
@@ -30,7 +29,10 @@ class LaunchPlan:
     with one KV head.
 
     Attributes:
-        tokens, heads, kv_heads, head_dim: Sizes of the queries and the cache.
+        tokens, heads, kv_heads: Sizes of the queries and the cache.
+        head_dim: Columns of queries and output. With 8 bits, the two halves of a row of the cache have 128 columns at
+            least; a smaller head is computed as one of 128 whose keys and values are the whole row.
+        row: Columns of a row of the cache.
         pages, page_size, columns: Sizes of the cache and the page table.
         tile_tokens: Query tokens of a tile.
         dtype: Dtype of queries and output.
@@ -45,6 +47,7 @@ class LaunchPlan:
     heads: int
     kv_heads: int
     head_dim: int
+    row: int
     pages: int
     page_size: int
     columns: int
@@ -88,16 +91,18 @@ class LaunchPlan:
 
     @property
     def product_dtype(self) -> str:
-        """Dtype of the operands of both products: one that holds every number of the cache.
-
-        Hopper widens float8 to float16 alone.
-        """
-        return "float16" if self.cache_dtype == "float8_e4m3fn" else self.dtype
+        """Dtype of the operands of both products; float16 holds every number of 8 bits."""
+        return "float16" if self.is_narrow else self.dtype
 
     @property
-    def cache_swizzle(self) -> int:
-        """Bytes of a swizzle of the cache: keys and values begin with one."""
-        return min(self.head_dim * (1 if self.is_narrow else 2), SWIZZLE)
+    def parts(self) -> int:
+        """Arrays that hold the sum of weighted values: with 8 bits, one for even columns and one for odd ones."""
+        return 2 if self.is_narrow else 1
+
+    @property
+    def value_column(self) -> int:
+        """The first column of a row of the cache with values, or with keys and values."""
+        return self.row - self.head_dim
 
     @property
     def copies(self) -> int:
@@ -107,8 +112,7 @@ class LaunchPlan:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
-        blocks = self.stages * BLOCK * 2 * self.head_dim * (1 if self.is_narrow else 2)
-        blocks += BLOCK * self.head_dim * 2 if self.is_narrow else 0  # values, widened
+        blocks = self.stages * BLOCK * self.row * (1 if self.is_narrow else 2)
         queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
         results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
         return blocks + queries + weights + results + OVERHEAD
@@ -121,7 +125,8 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         tokens=call.q[0],
         heads=call.q[1],
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=max(head_dim, 2 * PIECE) if call.cache_dtype in NARROW else head_dim,
+        row=2 * head_dim,
         pages=pages,
         page_size=page_size,
         columns=call.table[1],
