@@ -19,7 +19,7 @@ from ejkernel.kernels.paged_attention import reference, schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
-from ejkernel.modules import PagedAttention
+from ejkernel.modules import PagedAttention, append_to_pages
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
 SMALL = MosaicGpuParams(stages=2, query_buffers=1)
@@ -95,6 +95,21 @@ def assert_near(found, wanted):
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
     assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
+    """The whole prompt is appended, and its last token attends: near to attention without a cache."""
+    count, kv_heads, head_dim = 20, 2, 64
+    q, k, v = (jax.random.normal(jax.random.key(i), (count, kv_heads, head_dim), jnp.bfloat16) for i in range(3))
+    cache, table = jnp.full((3, 8, kv_heads, 2, head_dim), 99, jnp.int8), jnp.array([[2, 0, 1]])
+    scales = {name: jnp.abs(x).max((0, 2)) / 127 for name, x in (("k_scale", k), ("v_scale", v))}
+    cache = append_to_pages(cache, k, v, table, jnp.array([0, count]), jnp.array([count]), **scales)
+    (out, _), _ = results((q[-1:], cache, table, jnp.array([0, 1]), jnp.array([count])), **scales)
+    wide = (x.astype(jnp.float32)[None] for x in (q[-1:], k, v))
+    want = np.asarray(jax.nn.dot_product_attention(*wide)[0])
+    assert np.linalg.norm(out - want) <= 0.02 * np.linalg.norm(want)
 
 
 @pytest.mark.slow
