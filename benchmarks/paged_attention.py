@@ -35,8 +35,9 @@ from ejkernel.modules import PagedAttentionConfig, PagedPlan, flash_attention, p
 
 OURS, PLAN = "mosaic_gpu", "paged_plan"
 CUDNN, FLASH = "cudnn, contiguous", "flash_attention, contiguous"
-CHECKS = ("check decode", "check options", "check mixed")
+CHECKS = ("check decode", "check options", "check narrow", "check mixed")
 RUNS, CHECKED_TOKENS = 11, 12
+SPREAD = 40  # the standard deviation of int8 numbers
 Function = Callable[..., Any]
 
 
@@ -48,10 +49,20 @@ class Case:
     queries: tuple[int, ...] | None = None  # None: one each
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
+    cache: str = "bfloat16"  # with 8 bits, of scaled keys and values
     options: tuple[tuple[str, Any], ...] = ()
     pages: tuple[int, ...] = (16, 64)
     contenders: tuple[str, ...] = ("xla", CUDNN)
     stages: tuple[int, ...] = ()
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Scales of keys and values."""
+        if self.cache == "bfloat16":
+            return {}
+        return (
+            {"k_scale": 1 / SPREAD, "v_scale": 0.5 / SPREAD} if self.cache == "int8" else {"k_scale": 1, "v_scale": 0.5}
+        )
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -65,6 +76,8 @@ def _ragged(count: int, low: int, high: int) -> tuple[int, ...]:
 
 CASES = {
     "64 x 4k": Case(lengths=(4096,) * 64, stages=(2,)),
+    "64 x 4k, float8": Case(lengths=(4096,) * 64, cache="float8_e4m3fn", contenders=(), stages=(3, 6)),
+    "64 x 4k, int8": Case(lengths=(4096,) * 64, cache="int8", contenders=(), stages=(3, 6)),
     "256 x 1k": Case(lengths=(1024,) * 256, contenders=(CUDNN,)),
     "64 x 4k, 64/8, D64": Case(lengths=(4096,) * 64, heads=(64, 8), head_dim=64, contenders=(CUDNN,), stages=(5,)),
     "128 ragged": Case(lengths=_ragged(128, 128, 8192), contenders=(CUDNN,)),
@@ -95,10 +108,14 @@ def batch_of(case: Case, page_size: int) -> tuple[jax.Array, ...]:
     for row, count, end in zip(table, needed, np.cumsum(needed), strict=True):
         row[:count] = order[end - count : end]
     shape = (len(order), page_size, kv_heads, 2, case.head_dim)
-    cache = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(0))
+    cache = jax.jit(lambda key: _narrowed(jax.random.normal(key, shape, jnp.bfloat16), case.cache))(jax.random.key(0))
     q = jax.random.normal(jax.random.key(1), (sum(case.counts), heads, case.head_dim), jnp.bfloat16)
     offsets = np.concatenate([[0], np.cumsum(case.counts)])
     return q, cache, *(jnp.asarray(x, jnp.int32) for x in (table, offsets, case.lengths))
+
+
+def _narrowed(x: jax.Array, dtype: str) -> jax.Array:
+    return jnp.clip(jnp.round(x * SPREAD), -127, 127).astype(dtype) if dtype == "int8" else x.astype(dtype)
 
 
 def ours(case: Case, implementation: str, stages: int | None = None) -> Function:
@@ -109,7 +126,7 @@ def ours(case: Case, implementation: str, stages: int | None = None) -> Function
 
         cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
     return lambda args, plan: paged_attention(
-        *args, plan=plan, implementation=implementation, cfg=cfg, **dict(case.options)
+        *args, plan=plan, implementation=implementation, cfg=cfg, **case.scales, **dict(case.options)
     )
 
 
@@ -149,10 +166,10 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
     both = np.asarray(cache[table[sequence]].astype(jnp.float32))
     both = both.reshape(-1, *both.shape[2:])[first : last + 1]
     query = np.asarray(q[token].astype(jnp.float32)).reshape(both.shape[1], -1, both.shape[-1])
-    logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * both.shape[-1] ** -0.5
+    logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * (both.shape[-1] ** -0.5 * case.scales.get("k_scale", 1))
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     out: np.ndarray[Any, Any] = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), both[:, :, 1])
-    return np.reshape(out, q.shape[1:])
+    return np.reshape(out * case.scales.get("v_scale", 1), q.shape[1:])
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -190,7 +207,7 @@ def seen_bytes(case: Case) -> int:
     """Return the bytes of the keys and values that some token sees."""
     window = dict(case.options).get("sliding_window", 1 << 30)
     keys: int = sum(min(length, window + count) for length, count in zip(case.lengths, case.counts, strict=True))
-    return 2 * 2 * keys * case.heads[1] * case.head_dim
+    return 2 * keys * case.heads[1] * case.head_dim * jnp.dtype(case.cache).itemsize
 
 
 def plan_of(*args: jax.Array, window: int | None) -> PagedPlan:
@@ -253,6 +270,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "return_lse": True,
     },
     "scales, float16, MQA": {"group": "options", "dtype": "float16", "scaled": True, "heads": (16, 1)},
+    "float8": {"group": "narrow", "cache": "float8_e4m3fn", "scaled": True, "return_lse": True},
+    "int8, page 64, window, sinks": {
+        "group": "narrow",
+        "cache": "int8",
+        "scaled": True,
+        "page_size": 64,
+        "sliding_window": 100,
+        "sinks": True,
+    },
+    "float8, D64, cap": {
+        "group": "narrow",
+        "cache": "float8_e4m3fn",
+        "head_dim": 64,
+        "heads": (16, 2),
+        "logits_soft_cap": 3.0,
+    },
+    "int8, float16, D64, MQA": {
+        "group": "narrow",
+        "cache": "int8",
+        "dtype": "float16",
+        "head_dim": 64,
+        "heads": (16, 1),
+        "scaled": True,
+    },
     "page 256, lse": {"group": "options", "page_size": 256, "return_lse": True},
     "few tokens": {"group": "mixed", "most": 3, "return_lse": True},
     "mixed": {"group": "mixed", "most": 300, "return_lse": True, "sinks": True},
@@ -268,7 +309,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def poisoned(
-    rng: np.random.Generator, *, page_size: int, heads: tuple[int, int], head_dim: int, most: int, dtype: str
+    rng: np.random.Generator,
+    *,
+    page_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    most: int,
+    dtype: str,
+    cache: str | None,
 ) -> tuple[jax.Array, ...]:
     """Return a batch with NaN in unused slots, and indices outside of the cache where no page is needed."""
     lengths = rng.choice([0, 1, page_size - 1, page_size, page_size + 1, 64, 640, *rng.integers(0, 1500, 9)], 24)
@@ -283,11 +331,14 @@ def poisoned(
         pages[row[:used]] = own.reshape(used, *pages.shape[1:])
         row[used:] = rng.choice([-1, 10**9, -(2**31), 2**31 - 1, 0], columns - used)
     table[5, 0] = -7  # this sequence gives zeros
-    q = rng.standard_normal((counts.sum() + 5, heads[0], head_dim))
+    padding = 5 if cache is None else 0  # with 8 bits, `mosaic_gpu` takes no more tokens than sequences
+    q = rng.standard_normal((counts.sum() + padding, heads[0], head_dim))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     return (
         jnp.asarray(q, dtype),
-        jnp.asarray(pages, dtype),
+        jnp.asarray(np.nan_to_num(np.round(pages * SPREAD), nan=127).clip(-127, 127), cache)
+        if cache == "int8"
+        else jnp.asarray(pages, cache or dtype),
         *(jnp.asarray(x, jnp.int32) for x in (table, offsets, lengths)),
     )
 
@@ -301,13 +352,16 @@ def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
             key: given[key] for key in ("sliding_window", "logits_soft_cap", "return_lse") if key in given
         }
         shape: dict[str, Any] = {"page_size": 16, "heads": (32, 8), "head_dim": 128, "most": 1, "dtype": "bfloat16"}
+        shape["cache"] = None
         shape |= {key: given[key] for key in shape if key in given}
         heads, kv_heads = shape["heads"]
         args = poisoned(np.random.default_rng(len(name)), **shape)
         if "sinks" in given:
             options["sinks"] = jnp.linspace(-1, 1, heads)
         if "scaled" in given:
-            options |= {"k_scale": jnp.linspace(0.5, 2, kv_heads), "v_scale": jnp.linspace(2, 0.5, kv_heads)}
+            unit = 1 / SPREAD if shape["cache"] == "int8" else 1.0
+            scale = jnp.linspace(0.5 * unit, 2 * unit, kv_heads)
+            options |= {"k_scale": scale, "v_scale": scale[::-1]}
         wide = [x.astype(jnp.float32) if x.dtype == shape["dtype"] else x for x in args]
         with jax.default_matmul_precision("highest"):
             want = jax.tree.leaves(jax.jit(functools.partial(paged_attention, implementation="xla", **options))(*wide))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.compat.programs import is_partitioned
 from ejkernel.compat.tracing import varying_axes
@@ -161,6 +162,56 @@ def store_as_it_is(target: Any, values: Any) -> None:
         target[...] = values
     else:
         store(target, values, optimized=False)
+
+
+# PTX from a register with two pairs to the two first or second numbers in float16; `BYTES` is what prmt selects.
+_WIDEN = {
+    # float8 is the only type that has an instruction, and float16 its only target.
+    "float8_e4m3fn": "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; cvt.rn.f16x2.e4m3x2 $0, low;",
+    # With its sign flipped, an integer in the low bits of 1024 is 1152 more than itself.
+    "int8": "prmt.b32 pairs, $1, $1, BYTES; lop3.b32 pairs, pairs, 0x00ff00ff, 0x64806480, 0x6a; "
+    "mov.b32 bias, 0x64806480; sub.rn.f16x2 $0, pairs, bias;",
+}
+_BYTES = {"float8_e4m3fn": ("0x0020", "0x0031"), "int8": ("0x3210", "0x0301")}
+
+
+def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
+    """Return the first and the second numbers of pairs of 8 bits, in float16, in a Mosaic GPU kernel.
+
+    Args:
+        pairs: int16, in the layout of a product's result; that of the results.
+        dtype: The dtype of the numbers, float8_e4m3fn or int8.
+    """
+    from jax.experimental.mosaic import gpu
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.pallas import mosaic_gpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    plgpu: Any = mosaic_gpu  # as in `_hopper.launch`
+    layout = plgpu.Layout.WGMMA
+    half = plgpu.ShapeDtypeStruct(pairs.shape, jnp.float16, layout=layout)
+
+    def widened(register: Any, selected: str) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        text = _WIDEN[dtype].replace("BYTES", selected)
+        text = f"{{ .reg .b32 pairs, bias; .reg .b16 low, high; {text} }}"
+        made = llvm.inline_asm(word, [utils.bitcast(register, word)], text, "=r,r")
+        return utils.bitcast(made, ir.VectorType.get((2,), ir.F16Type.get()))
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))  # type: ignore[untyped-decorator]
+    def split(context: Any, pairs: Any) -> tuple[Any, ...]:
+        del context
+        found = []
+        for selected in _BYTES[dtype]:
+            registers = np.empty_like(pairs.registers)
+            for index, register in np.ndenumerate(pairs.registers):
+                registers[index] = widened(register, selected)
+            found.append(gpu.FragmentedArray(_registers=registers, _layout=pairs.layout, _is_signed=None))
+        return tuple(found)
+
+    first, second = split(pairs)
+    return first, second
 
 
 def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:

@@ -15,11 +15,13 @@ ALL = {"logits_soft_cap": 30.0, "sliding_window": 1000, "return_lse": True}
 
 
 def calls():
-    """Return name, tokens, heads, KV heads, head_dim, page size, and whether the call has all options."""
+    """Return name, tokens, heads, KV heads, head_dim, page size, whether the call has all options, and the cache."""
     yield "decode", 16, 32, 8, 128, 16, False
     yield "decode, all options", 16, 32, 8, 128, 64, True
     yield "decode, head_dim 64", 16, 64, 8, 64, 64, False
     yield "decode, 64 heads per KV head", 16, 64, 1, 128, 16, False
+    yield "decode, float8", 16, 32, 8, 128, 16, False, "float8_e4m3fn"
+    yield "decode, int8, all options", 16, 32, 8, 128, 64, True, "int8"
     yield "few tokens", 64, 32, 8, 128, 16, False
     yield "mixed", 1000, 32, 8, 128, 16, False
     yield "mixed, all options, head_dim 64", 1000, 12, 4, 64, 64, True
@@ -27,13 +29,13 @@ def calls():
 
 def main() -> None:
     target = Target.named("nvidia_h200")
-    for name, tokens, heads, kv_heads, head_dim, page_size, with_all in calls():
+    for name, tokens, heads, kv_heads, head_dim, page_size, with_all, *cache in calls():
         like = jax.ShapeDtypeStruct
-        cache = like((SEQUENCES * COLUMNS, page_size, kv_heads, 2, head_dim), "bfloat16")
+        pages = like((SEQUENCES * COLUMNS, page_size, kv_heads, 2, head_dim), *(cache or ["bfloat16"]))
         integers = (like(shape, "int32") for shape in ((SEQUENCES, COLUMNS), (SEQUENCES + 1,), (SEQUENCES,)))
         options = ALL | {"sinks": like((heads,), "float32"), "k_scale": 0.5, "v_scale": 0.5} if with_all else {}
         q = like((tokens, heads, head_dim), "bfloat16")
-        args, options = paged_attention.prepare(q, cache, *integers, implementation="mosaic_gpu", **options)
+        args, options = paged_attention.prepare(q, pages, *integers, implementation="mosaic_gpu", **options)
         inv = Invocation(kernel=paged_attention, args=args, kwargs=options, device=target.fingerprint)
         print(f"compiling {name}", flush=True)
         compile_for(inv, Choice(config=paged_attention.heuristic_cfg(inv), platform="gpu"), target, only_once=True)

@@ -19,7 +19,7 @@ from ejkernel.kernels.paged_attention import reference, schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
-from ejkernel.modules import PagedAttention
+from ejkernel.modules import PagedAttention, append_to_pages
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
 SMALL = MosaicGpuParams(stages=2, query_buffers=1)
@@ -40,8 +40,11 @@ def simulated(monkeypatch):
     simulate_hopper(monkeypatch)
 
 
-def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None):
-    """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns."""
+def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None, cache="bfloat16"):
+    """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns.
+
+    In int8 the slots have 127.
+    """
     rng = np.random.default_rng(0)
     columns = -(-max(lengths) // page) + 1
     table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
@@ -53,9 +56,11 @@ def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3,
         row[: first // page] = rng.choice(OUTSIDE, first // page)
         used = -(-length // page)
         row[used:] = rng.choice(OUTSIDE, columns - used)
+    if cache == "int8":
+        pages = np.nan_to_num(np.round(40 * pages), nan=127).clip(-127, 127)
     q = rng.standard_normal((sum(queries) + padding, heads[0], head_dim))
     integers = table, np.concatenate([[0], np.cumsum(queries)]), lengths
-    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, "bfloat16"), *(jnp.asarray(x, jnp.int32) for x in integers)
+    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, cache), *(jnp.asarray(x, jnp.int32) for x in integers)
 
 
 def results(args, params=SMALL, **options):
@@ -83,11 +88,28 @@ def assert_near(found, wanted):
         ({}, {}),
         ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
         ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
+        ({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}),
+        ({"cache": "int8", "page": 8, "head_dim": 128, "window": 40}, {"sliding_window": 40, "k_scale": 0.02}),
     ],
 )
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
     assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
+    """The whole prompt is appended, and its last token attends: near to attention without a cache."""
+    count, kv_heads, head_dim = 20, 2, 64
+    q, k, v = (jax.random.normal(jax.random.key(i), (count, kv_heads, head_dim), jnp.bfloat16) for i in range(3))
+    cache, table = jnp.full((3, 8, kv_heads, 2, head_dim), 99, jnp.int8), jnp.array([[2, 0, 1]])
+    scales = {name: jnp.abs(x).max((0, 2)) / 127 for name, x in (("k_scale", k), ("v_scale", v))}
+    cache = append_to_pages(cache, k, v, table, jnp.array([0, count]), jnp.array([count]), **scales)
+    (out, _), _ = results((q[-1:], cache, table, jnp.array([0, 1]), jnp.array([count])), **scales)
+    wide = (x.astype(jnp.float32)[None] for x in (q[-1:], k, v))
+    want = np.asarray(jax.nn.dot_product_attention(*wide)[0])
+    assert np.linalg.norm(out - want) <= 0.02 * np.linalg.norm(want)
 
 
 @pytest.mark.slow
@@ -210,7 +232,7 @@ def test_prefill_tiles_with_the_most_keys_come_first():
     [
         ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
         ({"dtype": "float32", "cache_dtype": "float32"}, "q has dtype float32"),
-        ({"cache_dtype": "int8"}, "kv_pages has dtype int8"),
+        ({"cache_dtype": "int8", "q": (65, 32, 128)}, "kv_pages has dtype int8"),
         ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "value_dim=64: not available"),
         ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
         ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel import compat
+
 from .launch import plgpu
 
 Accumulators = Sequence[Any]
@@ -67,6 +69,18 @@ class Hopper:
         """Return the views of an `aliased` buffer, in the order of its types."""
         del count
         return tuple(buffer)
+
+    def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
+        """Return columns of a stage of an `aliased` buffer whose second view has pairs of 8-bit numbers, as int16."""
+        pairs = buffer[1].at[stage, :, columns]
+        loaded: jax.Array = plgpu.load(
+            pairs.transpose((1, 0)) if transposed else pairs, layout=plgpu.Layout.WGMMA, optimized=False
+        )
+        return loaded
+
+    def widened(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+        """Return the first and the second numbers of pairs, in float16."""
+        return compat.widened_pairs(pairs, dtype)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
@@ -131,6 +145,18 @@ class Interpreter:
     def views(self, buffer: Any, count: int) -> tuple[Any, ...]:
         """See `Hopper.views`."""
         return (buffer,) * count
+
+    def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
+        """See `Hopper.load_pairs`; `buffer` has the first view's type."""
+        block = buffer[stage]
+        pairs = lax.bitcast_convert_type(block.reshape(len(block), -1, 2), jnp.int16)
+        pairs = lax.slice_in_dim(pairs, columns.start, columns.start + columns.size, axis=1)
+        return pairs.T if transposed else pairs
+
+    def widened(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+        """See `Hopper.widened`."""
+        wide = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(jnp.float16)
+        return wide[..., 0], wide[..., 1]
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """See `Hopper.tile`; the view is a matrix here."""

@@ -60,7 +60,7 @@ class Results(NamedTuple):
 class State(NamedTuple):
     """Running sums of the softmax of a tile."""
 
-    acc: Any  # [head_dim, rows]
+    acc: tuple[Any, ...]  # [head_dim, rows], or its even and its odd rows
     top: Any  # [rows], to the base 2
     total: Any  # [BLOCK, rows]: summed over the first axis at the end, since that needs several warps
 
@@ -107,6 +107,8 @@ class _Kernel:
     def run(self, inputs: Inputs, results: Results, memory: tuple[Buffers, Barriers]) -> None:
         """Run this warpgroup as producer or consumer."""
         self.inputs, self.results, (self.buffers, self.barriers) = inputs, results, memory
+        cache = self.buffers.cache
+        self.blocks = self.backend.views(cache, 2)[0] if self.plan.is_narrow else cache
         self.q_tiles, self.q_rows = self.backend.views(self.buffers.q, 2)
         self.program = lax.axis_index(PROGRAM)
         self.work = Work.of(inputs.programs, self.program)
@@ -153,7 +155,7 @@ class _Kernel:
         stage = pipeline.producer_acquire(step)
         for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
             source = self.inputs.cache.at[pl.ds(row, size), item.head]
-            target = self.buffers.cache.at[stage, pl.ds(copy * size, size)]
+            target = self.blocks.at[stage, pl.ds(copy * size, size)]
             if plan.copies == 1:
                 plgpu.copy_gmem_to_smem(source, target, pipeline.full.at[stage])
             else:
@@ -175,7 +177,8 @@ class _Kernel:
         pipeline.consumer_wait(self.slot)
         low, high = self.work.span(item)
         state = State(
-            plgpu.layout_cast(jnp.full((plan.head_dim, plan.rows), 0, jnp.float32), LAYOUT),
+            (plgpu.layout_cast(jnp.full((plan.head_dim // plan.parts, plan.rows), 0, jnp.float32), LAYOUT),)
+            * plan.parts,
             plgpu.layout_cast(jnp.full((plan.rows,), _LOWEST, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.full((BLOCK, plan.rows), 0, jnp.float32), LAYOUT),
         )
@@ -196,6 +199,7 @@ class _Kernel:
         plan, backend, pipeline = self.plan, self.backend, self.barriers.cache
         pipeline.consumer_wait(stage)
         scores, exponent = self._scores(item, stage)
+        pairs = self._seen_pairs(item, block, stage) if plan.is_narrow else None
         edge = (block + 1) * BLOCK > item.position + 1
         if plan.window is not None:
             edge = edge | (block * BLOCK < item.position + plan.tile_tokens - 1 - plan.window)
@@ -204,26 +208,39 @@ class _Kernel:
         weights = jnp.exp2(scores * exponent - across(top, scores.shape))
         decay = jnp.exp2(state.top - top)
         total = state.total * across(decay, state.total.shape) + weights
-        acc = state.acc * across(decay, state.acc.shape)
-        self.buffers.weights.transpose((1, 0))[...] = weights.astype(plan.dtype)
-        self._clear_hidden_values(item, block, stage)
+        acc = [part * across(decay, part.shape) for part in state.acc]
+        self.buffers.weights.transpose((1, 0))[...] = weights.astype(plan.product_dtype)
+        if pairs is None:
+            self._clear_hidden_values(item, block, stage)
         plgpu.commit_smem()
-        values = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim, plan.head_dim)].transpose((1, 0))
+        if pairs is None:
+            columns = pl.ds(plan.value_column, plan.head_dim)
+            values = [self.buffers.cache.at[stage, :, columns].transpose((1, 0))]
+        else:
+            pipeline.consumer_release(stage)  # the values are in registers
+            values = backend.widened(pairs, plan.cache_dtype)
 
         def multiply(sums: Any) -> None:
-            backend.multiply(sums[0], values, self.buffers.weights.transpose((1, 0)))
+            for part, value in zip(sums, values, strict=True):
+                backend.multiply(part, value, self.buffers.weights.transpose((1, 0)))
 
-        (acc,) = backend.accumulate(multiply, acc)
-        pipeline.consumer_release(stage)
-        return State(acc, top, total)
+        acc = backend.accumulate(multiply, *acc)
+        if pairs is None:
+            pipeline.consumer_release(stage)
+        return State(tuple(acc), top, total)
 
     def _scores(self, item: Item, stage: Any) -> tuple[Any, Any]:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
         plan, backend = self.plan, self.backend
 
+        if plan.is_narrow:
+            pairs = backend.load_pairs(self.buffers.cache, stage, pl.ds(0, plan.head_dim // 2))
+            keys = backend.widened(pairs, plan.cache_dtype)
+        else:
+            keys = [self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)] for piece in range(plan.pieces)]
+
         def multiply(scores: Any) -> Any:
-            for piece in range(plan.pieces):
-                key = self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)]
+            for piece, key in enumerate(keys):
                 backend.multiply(scores, key, self.q_tiles.at[self.slot, piece].transpose((1, 0)))
             return backend.read(scores, pending=0)
 
@@ -234,6 +251,19 @@ class _Kernel:
         if plan.soft_cap is None:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
+
+    def _seen_pairs(self, item: Item, block: Any, stage: Any) -> Any:
+        """Return the values of a block, `[head_dim / 2, BLOCK]` pairs, with zeros for keys that no row sees."""
+        plan = self.plan
+        columns = pl.ds(plan.value_column // 2, plan.head_dim // 2)
+        pairs = self.backend.load_pairs(self.buffers.cache, stage, columns, transposed=True)
+
+        def visible(pairs: Any) -> Any:
+            key = plgpu.broadcasted_iota(jnp.int32, pairs.shape, 1, layout=LAYOUT)
+            return jnp.where(seen(key), pairs, jnp.zeros_like(pairs))
+
+        hidden, seen = self._seen(item, block)
+        return lax.cond(hidden, visible, lambda x: x, pairs)
 
     def _visible(self, item: Item, block: Any, scores: Any) -> Any:
         """Return scores with minus infinity where a row does not see a key."""
@@ -249,22 +279,26 @@ class _Kernel:
     def _clear_hidden_values(self, item: Item, block: Any, stage: Any) -> None:
         """Zero values that no row sees: a weight of zero does not cancel a NaN."""
         plan = self.plan
-        stop = item.stop - block * BLOCK
-        hidden = stop < BLOCK
-        if plan.window is not None:
-            first = jnp.maximum(item.position - plan.window, 0) - block * BLOCK
-            hidden = hidden | (first > 0)
+        hidden, seen = self._seen(item, block)
 
         @pl.when(hidden)
         def _clear() -> None:
             key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, PIECE), 0, layout=LAYOUT)
-            keep = key < stop
-            if plan.window is not None:
-                keep = keep & (key >= first)
+            keep = seen(key)
             for piece in range(plan.pieces):
                 part = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim + piece * PIECE, PIECE)]
                 values = plgpu.load(part, layout=LAYOUT, optimized=False)
                 part[...] = jnp.where(keep, values, jnp.zeros_like(values))
+
+    def _seen(self, item: Item, block: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return whether a block has keys that no row sees, and a function from keys to whether some row sees them."""
+        plan = self.plan
+        stop = item.stop - block * BLOCK
+        hidden = stop < BLOCK
+        if plan.window is None:
+            return hidden, lambda key: key < stop
+        first = jnp.maximum(item.position - plan.window, 0) - block * BLOCK
+        return hidden | (first > 0), lambda key: (key < stop) & (key >= first)
 
     def _finish(self, item: Item, state: State) -> None:
         total, begins = state.total.sum(axis=0), self.work.begins(item)
@@ -280,7 +314,9 @@ class _Kernel:
             empty = total == 0.0
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             factor = jnp.where(empty, 0.0, 1 / total)
-            compat.store_as_it_is(self.buffers.share, state.acc * across(factor, state.acc.shape))
+            for part, sums in enumerate(state.acc):
+                rows = pl.ds(part * len(sums), len(sums))
+                compat.store_as_it_is(self.buffers.share.at[rows], sums * across(factor, sums.shape))
             plgpu.commit_smem()
             self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
             lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))

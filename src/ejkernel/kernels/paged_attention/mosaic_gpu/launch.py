@@ -38,7 +38,8 @@ def attention(
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
         lse = jnp.where(padding, -jnp.inf, lse)
-    return unsliced(jax.freeze(out)), lse
+    whole = unsliced(jax.freeze(out))
+    return _in_order(whole, call.q[2]) if plan.is_narrow else whole, lse
 
 
 def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
@@ -63,8 +64,8 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     inputs = Inputs(
         tiles=made.tiles,
         programs=made.programs,
-        q=operands.q,
-        cache=cache.reshape(-1, plan.kv_heads, 2 * plan.head_dim),
+        q=_even_first(plan, operands.q) if plan.is_narrow else operands.q,
+        cache=cache.reshape(-1, plan.kv_heads, plan.row),
         table=operands.page_table,
         sinks=sinks,
         k_scale=operands.k_scale,
@@ -76,6 +77,20 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
+
+
+def _even_first(plan: LaunchPlan, q: jax.Array) -> jax.Array:
+    """Return queries in the dtype of the products, even columns first; numbers beyond its range become its largest."""
+    most = float(jnp.finfo(plan.product_dtype).max)
+    q = jnp.clip(q.astype(jnp.float32), -most, most).astype(plan.product_dtype)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.head_dim - q.shape[2])))
+    return q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape)
+
+
+def _in_order(out: jax.Array, head_dim: int) -> jax.Array:
+    """Return an output with even columns first in the order of the values, the last `head_dim` columns."""
+    shape = out.shape
+    return out.reshape(*shape[:2], 2, -1).swapaxes(2, 3).reshape(shape)[..., shape[2] - head_dim :]
 
 
 def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, interpret: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Inputs(NamedTuple):
     Attributes:
         tiles, programs: As in `Schedule`.
         q: `[tokens, heads, head_dim]`.
-        cache: `[pages * page_size, kv_heads, 2 * head_dim]`.
+        cache: `[pages * page_size, kv_heads, row]`.
         table: `[sequences, pages]`.
         sinks: `[kv_heads, rows]`, times `LOG2_E`.
         k_scale, v_scale: `[kv_heads]`.
@@ -180,6 +181,15 @@ def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
     return backend.aliased(tiled((*shape, PIECE), dtype), swizzled((*shape, PIECE), dtype))
 
 
+def pieces(parts: Sequence[Any]) -> list[Any]:
+    """Return the rows of these arrays in pieces."""
+    found = []
+    for part in parts:
+        whole = len(part) == PIECE
+        found += [part] if whole else [part[row : row + PIECE] for row in range(0, len(part), PIECE)]
+    return found
+
+
 def across(by_row: Any, shape: tuple[int, ...]) -> Any:
     """Return one number per row of a tile, broadcast along the products' first axis."""
     return lax.broadcast_in_dim(by_row, shape, [1])
@@ -202,12 +212,12 @@ class TileStore:
         self.plan, self.backend, self.inputs, self.outputs = plan, backend, inputs, outputs
         self.tiles, self.rows = backend.views(buffer, 2)
 
-    def store(self, item: Item, acc: Any, top: Any, total: Any) -> None:
+    def store(self, item: Item, acc: tuple[Any, ...], top: Any, total: Any) -> None:
         """Store `acc / total`, with sinks and scales, and the log-sum-exp.
 
         Args:
             item: The item.
-            acc: `[head_dim, rows]`: the sum of weighted values.
+            acc: The sum of weighted values, `[head_dim, rows]` as one array or several.
             top: `[rows]`: the maximum to which weights are relative, to the base 2.
             total: `[rows]`: the sum of the weights; 0 for a row without keys.
         """
@@ -217,10 +227,9 @@ class TileStore:
         factor, lse = normalisation(top, total, sinks)
         if self.inputs.v_scale is not None:
             factor = factor * self.inputs.v_scale[item.head]
-        out = (acc * across(factor, acc.shape)).astype(self.plan.dtype)
+        out = [(part * across(factor, part.shape)).astype(self.plan.dtype) for part in acc]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for piece in range(self.plan.pieces):
-            part = out[piece * PIECE : (piece + 1) * PIECE] if self.plan.pieces > 1 else out
+        for piece, part in enumerate(pieces(out)):
             self.tiles.at[piece].transpose((1, 0))[...] = part
         plgpu.commit_smem()
         for token in range(self.plan.tile_tokens):
@@ -236,11 +245,18 @@ class TileStore:
             self.backend.store_to_memory(source, self.outputs.out.at[item.token + token, heads, columns])
 
 
+def _cache_types(plan: LaunchPlan, backend: Backend) -> Any:
+    """Return shared memory for blocks of the cache; with 8 bits, also a view of pairs of numbers as int16."""
+    shape = plan.stages, BLOCK
+    cache = tiled((*shape, plan.row), plan.cache_dtype)
+    return backend.aliased(cache, tiled((*shape, plan.row // 2), jnp.int16)) if plan.is_narrow else cache
+
+
 class Buffers(NamedTuple):
     """Shared memory of the first kernel."""
 
     q: Any  # [query buffers, pieces, rows, PIECE]
-    cache: Any  # [stages, BLOCK, 2 * head_dim]
+    cache: Any  # [stages, BLOCK, row]; with 8 bits also a view of pairs
     weights: Any  # [rows, BLOCK]
     share: Any  # [head_dim, rows]
     out: Any  # [pieces, rows, PIECE]
@@ -249,9 +265,9 @@ class Buffers(NamedTuple):
     def types(cls, plan: LaunchPlan, backend: Backend) -> Buffers:
         """Return the types of the buffers."""
         return cls(
-            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.dtype),
-            cache=tiled((plan.stages, BLOCK, 2 * plan.head_dim), plan.dtype),
-            weights=tiled((plan.rows, BLOCK), plan.dtype),
+            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.product_dtype),
+            cache=_cache_types(plan, backend),
+            weights=tiled((plan.rows, BLOCK), plan.product_dtype),
             share=plgpu.SMEM((plan.head_dim, plan.rows), jnp.float32),
             out=piece_types(backend, (plan.pieces, plan.rows), plan.dtype),
         )

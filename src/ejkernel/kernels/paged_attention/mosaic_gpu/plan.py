@@ -17,6 +17,7 @@ from ejkernel.kernels.paged_attention.schedule import BLOCK
 from .params import MosaicGpuParams
 
 PREFILL = ForwardParams(persistent=True, query_buffers=2)
+NARROW = ("int8", "float8_e4m3fn")
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
 
 
@@ -28,10 +29,14 @@ class LaunchPlan:
     with one KV head.
 
     Attributes:
-        tokens, heads, kv_heads, head_dim: Sizes of the queries and the cache.
+        tokens, heads, kv_heads: Sizes of the queries and the cache.
+        head_dim: Columns of queries and output. With 8 bits, the two halves of a row of the cache have 128 columns at
+            least; a smaller head is computed as one of 128 whose keys and values are the whole row.
+        row: Columns of a row of the cache.
         pages, page_size, columns: Sizes of the cache and the page table.
         tile_tokens: Query tokens of a tile.
-        dtype: Dtype of queries, cache and output.
+        dtype: Dtype of queries and output.
+        cache_dtype: Dtype of the cache.
         scale, soft_cap, window: As in the call.
         sinks, scales, return_lse: Whether the launch has sinks, scales of keys and values, and returns the log-sum-exp.
         stages, query_buffers: As in the parameters.
@@ -42,11 +47,13 @@ class LaunchPlan:
     heads: int
     kv_heads: int
     head_dim: int
+    row: int
     pages: int
     page_size: int
     columns: int
     tile_tokens: int
     dtype: str
+    cache_dtype: str
     scale: float
     soft_cap: float | None
     window: int | None
@@ -78,6 +85,26 @@ class LaunchPlan:
         return self.head_dim // PIECE
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the cache has 8 bits, so that keys and values are widened."""
+        return self.cache_dtype in NARROW
+
+    @property
+    def product_dtype(self) -> str:
+        """Dtype of the operands of both products; float16 holds every number of 8 bits."""
+        return "float16" if self.is_narrow else self.dtype
+
+    @property
+    def parts(self) -> int:
+        """Arrays that hold the sum of weighted values: with 8 bits, one for even columns and one for odd ones."""
+        return 2 if self.is_narrow else 1
+
+    @property
+    def value_column(self) -> int:
+        """The first column of a row of the cache with values, or with keys and values."""
+        return self.row - self.head_dim
+
+    @property
     def copies(self) -> int:
         """Copies that fill one pipeline stage."""
         return max(BLOCK // self.page_size, 1)
@@ -85,7 +112,7 @@ class LaunchPlan:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
-        blocks = self.stages * BLOCK * 2 * self.head_dim * 2
+        blocks = self.stages * BLOCK * self.row * (1 if self.is_narrow else 2)
         queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
         results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
         return blocks + queries + weights + results + OVERHEAD
@@ -98,12 +125,14 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         tokens=call.q[0],
         heads=call.q[1],
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=max(head_dim, 2 * PIECE) if call.cache_dtype in NARROW else head_dim,
+        row=2 * head_dim,
         pages=pages,
         page_size=page_size,
         columns=call.table[1],
         tile_tokens=tile_tokens,
         dtype=call.dtype,
+        cache_dtype=call.cache_dtype,
         scale=call.scale,
         soft_cap=call.soft_cap,
         window=call.window,

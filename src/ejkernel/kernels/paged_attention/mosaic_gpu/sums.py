@@ -70,7 +70,7 @@ class _Kernel:
         rounds = quotient(count + self.together - 1, self.together)
         state = lax.fori_loop(0, rounds, functools.partial(self._add, count), state)
         outputs = Outputs(self.given.out, self.given.lse)
-        TileStore(plan, self.backend, self.given, outputs, buffer).store(item, *state)
+        TileStore(plan, self.backend, self.given, outputs, buffer).store(item, (state.acc,), state.top, state.total)
         plgpu.wait_smem_to_gmem(0)
 
     def _add(self, count: Any, index: Any, state: _State) -> _State:

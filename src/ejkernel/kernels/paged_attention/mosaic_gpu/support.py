@@ -28,8 +28,11 @@ def _arguments_reason(call: PagedCall) -> str | None:
     pages, page_size = call.pages[:2]
     if call.dtype not in hopper.DTYPES:
         return f"q has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
-    if call.cache_dtype != call.dtype:
-        return f"kv_pages has dtype {call.cache_dtype}, and 'mosaic_gpu' takes a cache of q's, {call.dtype}; use 'xla'."
+    if call.cache_dtype != call.dtype and call.q[0] > call.table[0]:
+        return (
+            f"kv_pages has dtype {call.cache_dtype}, and 'mosaic_gpu' takes such a cache with one new token for each "
+            f"sequence, got {call.q[0]} for {call.table[0]}; use 'xla'."
+        )
     if call.value_dim is not None:
         return f"value_dim={call.value_dim}: not available with implementation='mosaic_gpu'; use 'xla'."
     if call.q[2] not in _HEAD_DIMS:
