@@ -47,6 +47,20 @@ class Hopper:
         value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
         return value
 
+    def compute_now(self, by_row: jax.Array) -> None:
+        """Compute an array, one number per row of a product, before the next wait for products.
+
+        The machine code's compiler moves such a wait before arithmetic that does not need the products, which then no
+        longer overlaps with them. It keeps the order of the wait and an instruction with an effect.
+        """
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),))
+        def use(_: Any, found: Any) -> None:
+            for register in found.registers.flat:
+                _use_register(register)
+
+        use(by_row)
+
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""
         plgpu.copy_gmem_to_smem(source, target, barrier, predicate=condition)
@@ -110,6 +124,9 @@ class Interpreter:
         del pending
         value: jax.Array = accumulator[...]
         return value
+
+    def compute_now(self, by_row: jax.Array) -> None:
+        """See `Hopper.compute_now`."""
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""
@@ -178,6 +195,15 @@ class _CellSlice:
         del index
         start = [piece.start or 0 for piece in self._index]
         self._cell.value = lax.dynamic_update_slice(self._cell.value, value, start)
+
+
+def _use_register(register: Any) -> None:
+    """Emit an instruction that needs a float32 register; it would count an event for a profiler if that were below 0."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import llvm
+
+    code = "{ .reg .pred below; setp.lt.f32 below, $0, 0f00000000; @below pmevent 0; }"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [register], code, "f", has_side_effects=True)
 
 
 Backend = Hopper | Interpreter

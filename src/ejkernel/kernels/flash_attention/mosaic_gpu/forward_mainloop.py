@@ -142,6 +142,7 @@ class ForwardConsumer:
             barriers.key.consumer_release(stage)
             logits = self._logits(found, block, stage, masked)
             row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
+            backend.compute_now(row_sum)
             total = backend.read(acc, pending=0)
             # Rounded only now: registers that a product in flight reads must not be written.
             return total, row_max, row_sum, weights.astype(self.plan.dtype), decay
