@@ -6,7 +6,7 @@ A kernel has one source. Everything that depends on where it runs is a method of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,19 +46,6 @@ class Hopper:
         """Return an accumulator's value once at most `pending` products are in flight."""
         value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
         return value
-
-    def compute_now(self, array: jax.Array) -> None:
-        """Compute an array in the layout of a product before the next wait for products.
-
-        The machine code's compiler moves such a wait before arithmetic that does not need the products, which then no
-        longer overlaps with them. It keeps the order of the wait and an instruction with an effect.
-        """
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
-        def use(_: Any, found: Any) -> None:
-            _use_registers(found.registers.flat)
-
-        use(array)
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""
@@ -123,9 +110,6 @@ class Interpreter:
         del pending
         value: jax.Array = accumulator[...]
         return value
-
-    def compute_now(self, array: jax.Array) -> None:
-        """See `Hopper.compute_now`."""
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""
@@ -194,26 +178,6 @@ class _CellSlice:
         del index
         start = [piece.start or 0 for piece in self._index]
         self._cell.value = lax.dynamic_update_slice(self._cell.value, value, start)
-
-
-def _use_registers(registers: Iterable[Any]) -> None:
-    """Emit an instruction that needs all of these; it counts an event for a profiler if a number has a sign."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import llvm, vector
-
-    word = ir.IntegerType.get_signless(32)
-
-    def words(register: Any) -> Iterator[Any]:
-        count = register.type.shape[0] * register.type.element_type.width // 32
-        cast = vector.bitcast(ir.VectorType.get((count,), word), register)
-        for i in range(count):
-            yield vector.extract(cast, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-
-    found = [one for register in registers for one in words(register)]
-    joined = " ".join(f"or.b32 all, all, ${i};" for i in range(1, len(found)))
-    code = "{ .reg .pred sign; .reg .b32 all; mov.b32 all, $0; " + joined
-    code += " setp.lt.s32 sign, all, 0; @sign pmevent 0; }"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), found, code, ",".join("r" * len(found)), has_side_effects=True)
 
 
 Backend = Hopper | Interpreter

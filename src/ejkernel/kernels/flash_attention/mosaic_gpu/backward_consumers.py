@@ -78,10 +78,9 @@ class KeysKernel(KeyBlockKernel):
             terms = self.score_terms(block, step, tile, mask, warpgroup)
             weights, slope = probabilities(self.problem, block.arrays, tile, raw, terms, masked)
             keep = dropout_keeps(self.problem, block.arrays, tile)
-            used = (weights if keep is None else jnp.where(keep, weights, 0.0)).astype(self.problem.dtype)
-            self.backend.compute_now(used)
             dscores = self.backend.read(dweights, pending=0)
-            matrices.multiply(dvalue, used, dout)
+            used = weights if keep is None else jnp.where(keep, weights, 0.0)
+            matrices.multiply(dvalue, used.astype(self.problem.dtype), dout)
             if keep is not None:
                 # A dropped weight has no cotangent; only delta remains.
                 dscores = jnp.where(keep, dscores, self.row(tile, memory.delta.at[dout_stage]))

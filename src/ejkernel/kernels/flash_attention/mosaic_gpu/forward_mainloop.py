@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from .plan import ROWS
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-_LANES = 8  # columns of a product that are in different threads, or registers of a pair
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
@@ -33,7 +31,7 @@ class _SoftmaxState(NamedTuple):
     Attributes:
         acc: Sum of weighted values, except for the last block's: `[rows, value_dim]` in float32.
         row_max: Largest logit, in the units of `ForwardConsumer._exponent`.
-        row_sum: Sums of the weights of every eighth column; their sum over a row waits for the last block.
+        row_sum: Sum of the weights.
         weights: Weights of the last block, in the dtype of the values.
         step: How many blocks this warpgroup has visited in all its tiles.
     """
@@ -120,7 +118,7 @@ class ForwardConsumer:
         self.barriers.key.consumer_release(stage)
         nothing = plgpu.layout_cast(jnp.full((ROWS, self.plan.value_dim), 0, jnp.float32), _LAYOUT)
         row_max = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _BY_ROW)
-        row_sum = plgpu.layout_cast(jnp.full((ROWS, _LANES), 0, jnp.float32), _LAYOUT)
+        row_sum = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
         row_max, row_sum, weights, _ = self._softmax(logits, self.tile.blocks.first, row_max, row_sum)
         return _SoftmaxState(nothing, row_max, row_sum, weights.astype(self.plan.dtype), step + 1)
@@ -144,7 +142,6 @@ class ForwardConsumer:
             barriers.key.consumer_release(stage)
             logits = self._logits(found, block, stage, masked)
             row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
-            backend.compute_now(row_sum)
             total = backend.read(acc, pending=0)
             # Rounded only now: registers that a product in flight reads must not be written.
             return total, row_max, row_sum, weights.astype(self.plan.dtype), decay
@@ -191,7 +188,6 @@ class ForwardConsumer:
     def _epilogue(self, state: _SoftmaxState) -> None:
         """Store output and log-sum-exp."""
         params, memory = self.params, self.memory
-        state = state._replace(row_sum=state.row_sum.sum(axis=1))
         share, lse = self._normalized(state) if self.inputs.sinks is None else self._with_sink(state)
         out = state.acc * along_rows(share, state.acc.shape)
         if params.persistent and not self.plan.frees_late:  # copies of the previous tile may still read the buffer
@@ -307,7 +303,7 @@ class ForwardConsumer:
             weights = jnp.exp2(logits * exponent - along_rows(new_max, logits.shape))
             decay = jnp.exp2(row_max - new_max)
         # The sum is over all weights: a dropout applies to the result of the softmax.
-        row_sum = row_sum * along_rows(decay, row_sum.shape) + _by_lane(weights)
+        row_sum = row_sum * decay + weights.sum(axis=1)
         if self.inputs.dropout is not None:
             weights = jnp.where(self._dropout_keeps(block), weights, 0.0)
         return new_max, row_sum, weights, decay
@@ -362,11 +358,6 @@ class ForwardConsumer:
         elif self.plan.hides_tail:
             conditions.append(key < self.plan.keys - start)
         return conditions
-
-
-def _by_lane(weights: Any) -> Any:
-    """Return the sums of every eighth column, which a thread adds up alone."""
-    return functools.reduce(jnp.add, (weights[:, i : i + _LANES] for i in range(0, weights.shape[1], _LANES)))
 
 
 def along_rows(by_row: Any, shape: tuple[int, ...]) -> Any:
