@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
-from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
+from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -40,7 +40,7 @@ _WIDEST = 256  # head dimension of our kernels and cuDNN
 
 def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
-    names = [*CASES, *drawn_names(7, 40), *drawn_names(24, 114)]
+    names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
     return [name for name in names if is_open(case_named(name))]
 
 
