@@ -382,12 +382,13 @@ def test_heads_with_masks_of_their_own_are_not_packed():
 
 
 @pytest.mark.parametrize(
-    ("batch", "queries", "rules"),
-    [(8, 2048, Rules(scale=0.1, left=1023, right=0)), (12, 3319, CAUSAL)],
+    ("query", "rules"),
+    [((8, 2048, 8, 64), Rules(scale=0.1, left=1023, right=0)), ((12, 3319, 2, 40), CAUSAL)],
     ids=["window", "causal"],
 )
-def test_the_tiles_of_several_examples_are_dealt_evenly(batch, queries, rules):
-    call = dataclasses.replace(FINE, query=(batch, queries, 2, 64), key=(batch, queries, 2, 64), rules=rules)
+def test_the_tiles_of_several_examples_are_dealt_evenly(query, rules):
+    key = (*query[:2], 1, query[3])
+    call = dataclasses.replace(FINE, query=query, key=key, value=key, rules=rules)
     assert plan.imbalance(plan.forward_plan(call, ForwardParams(persistent=True, warpgroups=3))) < 1.08
 
 
