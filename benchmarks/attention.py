@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +178,50 @@ class Entry:
             return self.lowered().compile()
 
 
+AnyEntry = TypeVar("AnyEntry", bound=Entry)
+
+
+def compiled_in_parallel(entries: Sequence[AnyEntry], processes: int | None) -> dict[AnyEntry, Program | str]:
+    """Return the program of each entry, or the reason for having none.
+
+    XLA tries its algorithms on the device, whose memory all processes share: what fails for want of it is compiled
+    again by fewer processes, at last by one.
+    """
+    found: dict[AnyEntry, Program | str] = {}
+    left, most = list(entries), processes or os.cpu_count() or 1
+    for count in sorted({most, min(most, 4), 1}, reverse=True):
+        found |= _compiled(left, count)
+        left = [entry for entry in left if _lacked_memory(found[entry])]
+        if not left:
+            break
+    return found
+
+
+def _compiled(entries: Sequence[AnyEntry], processes: int) -> dict[AnyEntry, Program | str]:
+    """Return the same, by this many processes."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, context, _return_memory) as pool:
+        jobs = {entry: pool.submit(entry.compiled) for entry in entries}
+        return {entry: _result_of(job) for entry, job in jobs.items()}
+
+
+def _return_memory() -> None:
+    """Make this process, which has not yet initialised its device, return memory as soon as a program is compiled."""
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+
+
+def _result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
+    try:
+        return job.result()
+    except concurrent.futures.BrokenExecutor as error:
+        return error_text(error)
+
+
+def _lacked_memory(found: Program | str) -> bool:
+    # The second is XLA's error if all algorithms fail, for whatever reason.
+    return isinstance(found, str) and ("RESOURCE_EXHAUSTED" in found or "NOT_FOUND" in found)
+
+
 def measured(entries: Sequence[Entry], programs: dict[str, Program | str], rounds: int) -> dict[str, Any]:
     """Return each contender's median in microseconds, or why it has none, and how ours stand."""
     case, backward = case_named(entries[0].case), entries[0].direction != "forward"
@@ -288,18 +332,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
     cases = args.cases if args.draw is None else drawn_names(args.draw, args.count)
     found: Found = {}
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
-    with concurrent.futures.ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        entries = {
-            (case, direction): [Entry(case, direction, name, args.cache) for name in names]
-            for case in cases
-            for direction in DIRECTIONS
-        }
-        jobs = {key: [pool.submit(entry.compiled) for entry in each] for key, each in entries.items()}
-        concurrent.futures.wait([job for each in jobs.values() for job in each])
+    entries = {
+        (case, direction): [Entry(case, direction, name, args.cache) for name in names]
+        for case in cases
+        for direction in DIRECTIONS
+    }
+    programs = compiled_in_parallel([entry for each in entries.values() for entry in each], args.processes)
     for (name, direction), each in entries.items():
-        ready = {entry.contender: result_of(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
-        case = measured(each, ready, args.rounds)
+        case = measured(each, {entry.contender: programs[entry] for entry in each}, args.rounds)
         found.setdefault(direction, {})[name] = case
         print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
         if args.out is not None:  # save after each case, since a later one may end the process
@@ -307,14 +347,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.write(args.out, f"attention_{report.platform_name()}", kept, table(found))
     print(table(found))
     return 0
-
-
-def result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
-    """Return the compiled program, or the reason of its failure."""
-    try:
-        return job.result()
-    except concurrent.futures.BrokenExecutor as error:
-        return error_text(error)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,22 @@ CASES = {
     "triangle": _case(256, (4, 4), 32, 256, causal=False, shared=True),
 }
 
+# Kinds of which few were drawn at random; only the choice's grid has them.
+GRID_CASES = {
+    "window 512 D64 2k": _case(2048, (16, 2), 64, 8, window=512),
+    "window 1k D64 4k": _case(4096, (16, 4), 64, 4, window=1024),
+    "window 1k D64 8k": _case(8192, (32, 4), 64, 1, window=1024),
+    "window 256 D64 1k": _case(1024, (8, 2), 64, 32, window=256),
+    "causal D64 2k one key head": _case(2048, (8, 1), 64, 8),
+    "full D64 4k one key head": _case(4096, (4, 1), 64, 2, causal=False),
+    "full D64 6k": _case(6144, (8, 8), 64, 1, causal=False),
+    "full D120 4k": _case(4096, (16, 2), 120, 2, causal=False),
+    "full D104 3000": _case(3000, (8, 8), 104, 4, causal=False),
+    "full D72 4k": _case(4096, (16, 4), 72, 2, causal=False),
+    "causal D40 3000": _case(3000, (8, 8), 40, 4),
+    "full D256 3383": _case(3383, (8, 8), 256, 2, causal=False),
+}
+
 
 def drawn(seed: int, number: int) -> Case:
     """Return a case drawn at random from the kinds that models use; the same for the same numbers."""
@@ -209,8 +225,9 @@ def drawn_names(seed: int, count: int) -> list[str]:
 
 def case_named(name: str) -> Case:
     """Return a fixed case, or a drawn one."""
-    if name in CASES:
-        return CASES[name]
+    fixed = CASES | GRID_CASES
+    if name in fixed:
+        return fixed[name]
     seed, number = name.split()[0].split(".")
     return drawn(int(seed), int(number))
 

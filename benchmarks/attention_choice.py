@@ -10,10 +10,8 @@ heuristic chooses.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -25,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import report
-from benchmarks.attention import Entry, apart_from_first, executor_of, result_of
-from benchmarks.attention_cases import CASES, Case, case_named, drawn_names
+from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
+from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -42,7 +40,7 @@ _WIDEST = 256  # head dimension of our kernels and cuDNN
 
 def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
-    names = [*CASES, *drawn_names(7, 40), *drawn_names(24, 114)]
+    names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
     return [name for name in names if is_open(case_named(name))]
 
 
@@ -201,13 +199,9 @@ def _fields(case: Case) -> dict[str, Any]:
 
 def measure(entries: Sequence[Direction], rounds: int, processes: int | None) -> Iterator[dict[str, Any]]:
     """Compile all contenders in parallel, then measure them case by case."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
     start = time.perf_counter()
-    with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        slow_first = sorted(entries, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
-        jobs = {entry: pool.submit(entry.compiled) for entry in slow_first}
-        concurrent.futures.wait(jobs.values())
-    programs = {entry: result_of(job) for entry, job in jobs.items()}
+    slow_first = sorted(entries, key=lambda x: (x.direction != "bwd", x.contender != "mosaic_gpu"))
+    programs = compiled_in_parallel(slow_first, processes)
     print(f"compiled {len(entries)} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     for case in dict.fromkeys(entry.case for entry in entries):
         for row in measured([entry for entry in entries if entry.case == case], programs, rounds):

@@ -379,6 +379,14 @@ def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, pa
     assert {params.head_parts for params in space(call) if params.keys == 128} == tried
 
 
+@pytest.mark.parametrize(("rules", "parts"), [(Rules(scale=0.1), 8), (CAUSAL, 4)], ids=["full", "causal"])
+def test_blocks_of_equal_work_fill_their_last_round(rules, parts):
+    """82 blocks of keys: four parts need three rounds of 132 blocks of threads, the last of them half empty."""
+    key = (1, 5148, 2, 120)
+    call = dataclasses.replace(FINE, query=(1, 5148, 16, 120), key=key, value=key, rules=rules)
+    assert heuristic(call).head_parts == parts
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -375,6 +375,23 @@ def test_heads_with_masks_of_their_own_are_not_packed():
     assert "all heads share" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
 
 
+@pytest.mark.parametrize(
+    ("query", "rules"),
+    [((8, 2048, 8, 64), Rules(scale=0.1, left=1023, right=0)), ((12, 3319, 2, 40), CAUSAL)],
+    ids=["window", "causal"],
+)
+def test_the_tiles_of_several_examples_are_dealt_evenly(query, rules):
+    key = (*query[:2], 1, query[3])
+    call = dataclasses.replace(FINE, query=query, key=key, value=key, rules=rules)
+    assert plan.imbalance(plan.forward_plan(call, ForwardParams(persistent=True, warpgroups=3))) < 1.08
+
+
+def test_examples_whose_keys_exceed_the_cache_are_dealt_one_by_one():
+    key = (4, 65536, 2, 64)
+    call = dataclasses.replace(FINE, query=key, key=key, value=key)
+    assert plan.forward_plan(call, ForwardParams(persistent=True)).bundle == 2
+
+
 def test_wide_values_do_not_share_the_buffer_of_queries():
     call = dataclasses.replace(FINE, query=(2, 512, 4, 64), key=(2, 512, 2, 64))
     assert "share_buffer" in params_fault(call, ForwardParams(share_buffer=True))

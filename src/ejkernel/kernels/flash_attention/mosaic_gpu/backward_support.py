@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from ejkernel.kernels._hopper import SHARED_MEMORY
+from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .params import BackwardParams
@@ -76,11 +77,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         ]
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
-    problem = backward_problem(call)
-    # Some blocks of keys are past their example's length, and end at once.
-    least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
-    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= least)
-    return dataclasses.replace(params, head_parts=next(enough, problem.heads_per_group))
+    return dataclasses.replace(params, head_parts=_enough_parts(backward_problem(call), params))
 
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
@@ -114,6 +111,22 @@ def _parts(problem: BackwardProblem) -> tuple[int, ...]:
     """Return all valid values of `head_parts`."""
     heads = problem.heads_per_group
     return tuple(parts for parts in range(1, heads + 1) if heads % parts == 0)
+
+
+def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
+    """Return the fewest parts that fill the chip; of blocks of equal work, those whose last round is nearly full."""
+    blocks, rules = _key_blocks(problem, params), problem.rules
+    # Some blocks of keys are past their example's length, and end at once.
+    least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
+    enough = [parts for parts in _parts(problem) if parts * blocks >= least] or [problem.heads_per_group]
+    if problem.key_lengths or problem.segments or not (rules.left is rules.right is None):
+        return enough[0]
+
+    def rounds(parts: int) -> float:
+        """Return the rounds, in units of a block with all heads, and 1 % for the sums of each part."""
+        return (1 + 0.01 * parts) * math.ceil(parts * blocks / MULTIPROCESSORS) / parts
+
+    return min(enough, key=rounds)
 
 
 def _key_blocks(problem: BackwardProblem, params: BackwardParams) -> int:

@@ -167,13 +167,13 @@ class ForwardKernel:
 
     def _tile(self, number: Any) -> QueryTile:
         """Return tile `number`; the last rows come first, because they take longest under a causal mask."""
-        plan = self.plan
-        heads = plan.heads // plan.tile_heads
-        together = heads // plan.groups if self.params.heads_first and heads % plan.groups == 0 else heads
-        batch, rest = quotient(number, plan.row_tiles * heads), remainder(number, plan.row_tiles * heads)
-        bundle, rest = quotient(rest, plan.row_tiles * together), remainder(rest, plan.row_tiles * together)
-        row_tile = plan.row_tiles - 1 - quotient(rest, together)
-        head = (bundle * together + remainder(rest, together)) * plan.tile_heads
+        plan, bundle = self.plan, self.plan.bundle
+        heads, tiles = plan.heads // plan.tile_heads, plan.row_tiles * bundle
+        place = remainder(number, tiles)
+        row_tile = plan.row_tiles - 1 - quotient(place, bundle)
+        # Counted over all examples.
+        head = quotient(number, tiles) * bundle + remainder(place, bundle)
+        batch, head = quotient(head, heads), remainder(head, heads) * plan.tile_heads
         row = row_tile * plan.tile_rows
         return QueryTile(batch, head, row, self._blocks(batch, head, row, row_tile))
 

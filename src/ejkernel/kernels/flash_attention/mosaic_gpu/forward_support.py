@@ -111,17 +111,15 @@ def _preferred(call: AttentionCall) -> ForwardParams:
         few = 64 if rules.soft_cap is None else 80
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
+    if call.query[3] > 128 and call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
+        return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=grouped, share_buffer=True)
     if call.query[3] > 128:
         return ForwardParams(share_buffer=True, ping_pong=False)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
-        # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
-        # 97, and one of 256 took 77 us instead of 90.
-        packs = narrow and grouped and rules.left < _NARROW_WINDOW
-        return dataclasses.replace(params, kv_block=64, stages=3, pack_heads=True) if packs else params
+        return _preferred_in_window(call, packs=narrow and grouped and rules.left < _NARROW_WINDOW)
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
@@ -141,6 +139,18 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     if wide <= 160:
         return ForwardParams(share_buffer=True)
     return ForwardParams(kv_block=96 if call.rules.left is None else 64, share_buffer=True)
+
+
+def _preferred_in_window(call: AttentionCall, *, packs: bool) -> ForwardParams:
+    """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
+    if packs:
+        # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
+        # 97, and one of 256 took 77 us instead of 90.
+        params = dataclasses.replace(params, kv_block=64, stages=3, pack_heads=True)
+    if imbalance(forward_plan(call, params)) < _EVEN[False]:
+        return params
+    return dataclasses.replace(params, persistent=False, query_buffers=1)
 
 
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:

@@ -32,7 +32,7 @@ class ForwardParams:
             several 64-row parts of one head.
         share_buffer: Whether the output is staged in the buffer of the queries.
         heads_first: The tile order: all tiles of one group of heads before the next group, rather than the last rows of
-            all heads before earlier rows.
+            all heads, of as many examples as the cache holds keys for, before earlier rows.
     """
 
     kv_block: int = 128

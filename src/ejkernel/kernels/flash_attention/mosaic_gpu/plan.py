@@ -23,6 +23,7 @@ ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup 
 REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
+_CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
 _NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
@@ -121,6 +122,17 @@ class ForwardPlan(AttentionSizes):
         return self.batch * self.row_tiles * (self.heads // self.tile_heads)
 
     @property
+    def bundle(self) -> int:
+        """Heads, of one or several examples, whose tiles come together: from their last rows to their first ones."""
+        heads = self.heads // self.tile_heads
+        if self.params.heads_first and heads % self.groups == 0:
+            return heads // self.groups
+        # The more heads, the more even the shares of the blocks of threads; but their keys and values are read once for
+        # each row of tiles, and should stay in the cache.
+        most = _CACHED // (self.keys * self.groups * (self.head_dim + self.value_dim) * 2)
+        return heads * max(n for n in range(1, min(self.batch, max(most, 1)) + 1) if self.batch % n == 0)
+
+    @property
     def programs(self) -> int:
         """Blocks of threads."""
         return min(MULTIPROCESSORS, self.tiles) if self.params.persistent else self.tiles
@@ -208,20 +220,21 @@ class ForwardPlan(AttentionSizes):
 
 
 def imbalance(plan: ForwardPlan) -> float:
-    """Return the work of the busiest block of threads of a persistent causal launch, over the mean.
+    """Return the work of the busiest block of threads of a persistent launch, over the mean; under the window alone.
 
     The tile scheduler deals tiles in turns, and may deal the long ones to the same blocks again and again.
     """
-    heads = plan.heads // plan.tile_heads
-    together = heads // plan.groups if plan.params.heads_first and heads % plan.groups == 0 else heads
-    numbers = np.arange(plan.tiles)
-    row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * heads) % (plan.row_tiles * together) // together
-    seen = np.clip((row_tile + 1) * plan.tile_rows + plan.keys - plan.queries, 0, plan.keys)
-    blocks = -(-seen // plan.params.kv_block) + 1  # prologue and epilogue take about as long as one key block
+    rules, numbers = plan.rules, np.arange(plan.tiles)
+    row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
+    low = row_tile * plan.tile_rows + plan.keys - plan.queries
+    last = plan.keys if rules.right is None else np.clip(low + plan.tile_rows + rules.right, 0, plan.keys)
+    first = 0 if rules.left is None else np.clip(low - rules.left, 0, plan.keys)
+    block = plan.params.kv_block
+    blocks = -(-last // block) - first // block + 1  # prologue and epilogue take about as long as one key block
     turn, place = np.divmod(numbers, plan.programs)
     program = np.where(turn % 2, plan.programs - 1 - place, place)
     # By this estimate one order can take 1.6 times as long as another, and measured times agree with it.
-    work = np.bincount(program, blocks, plan.programs)
+    work = np.bincount(program, np.broadcast_to(blocks, numbers.shape), plan.programs)
     return float(work.max() / work.mean())
 
 
