@@ -56,13 +56,12 @@ class Case:
     stages: tuple[int, ...] = ()
 
     @property
-    def scales(self) -> dict[str, float]:
+    def scales(self) -> dict[str, Any]:
         """Scales of keys and values."""
         if self.cache == "bfloat16":
             return {}
-        return (
-            {"k_scale": 1 / SPREAD, "v_scale": 0.5 / SPREAD} if self.cache == "int8" else {"k_scale": 1, "v_scale": 0.5}
-        )
+        unit = 1 / SPREAD if self.cache == "int8" else 1.0
+        return {"k_scale": unit, "v_scale": unit / 2}
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -125,9 +124,8 @@ def ours(case: Case, implementation: str, stages: int | None = None) -> Function
         from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
 
         cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
-    return lambda args, plan: paged_attention(
-        *args, plan=plan, implementation=implementation, cfg=cfg, **case.scales, **dict(case.options)
-    )
+    options: dict[str, Any] = case.scales | dict(case.options)
+    return lambda args, plan: paged_attention(*args, plan=plan, implementation=implementation, cfg=cfg, **options)
 
 
 def by_cudnn(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:

@@ -199,7 +199,6 @@ def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
         made = llvm.inline_asm(word, [utils.bitcast(register, word)], text, "=r,r")
         return utils.bitcast(made, ir.VectorType.get((2,), ir.F16Type.get()))
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))  # type: ignore[untyped-decorator]
     def split(context: Any, pairs: Any) -> tuple[Any, ...]:
         del context
         found = []
@@ -210,7 +209,7 @@ def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
             found.append(gpu.FragmentedArray(_registers=registers, _layout=pairs.layout, _is_signed=None))
         return tuple(found)
 
-    first, second = split(pairs)
+    first, second = plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))(split)(pairs)
     return first, second
 
 

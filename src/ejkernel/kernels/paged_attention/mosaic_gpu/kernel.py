@@ -218,16 +218,16 @@ class _Kernel:
             values = [self.buffers.cache.at[stage, :, columns].transpose((1, 0))]
         else:
             pipeline.consumer_release(stage)  # the values are in registers
-            values = backend.widened(pairs, plan.cache_dtype)
+            values = list(backend.widened(pairs, plan.cache_dtype))
 
         def multiply(sums: Any) -> None:
             for part, value in zip(sums, values, strict=True):
                 backend.multiply(part, value, self.buffers.weights.transpose((1, 0)))
 
-        acc = backend.accumulate(multiply, *acc)
+        sums = backend.accumulate(multiply, *acc)
         if pairs is None:
             pipeline.consumer_release(stage)
-        return State(tuple(acc), top, total)
+        return State(sums, top, total)
 
     def _scores(self, item: Item, stage: Any) -> tuple[Any, Any]:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
@@ -235,7 +235,7 @@ class _Kernel:
 
         if plan.is_narrow:
             pairs = backend.load_pairs(self.buffers.cache, stage, pl.ds(0, plan.head_dim // 2))
-            keys = backend.widened(pairs, plan.cache_dtype)
+            keys = list(backend.widened(pairs, plan.cache_dtype))
         else:
             keys = [self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)] for piece in range(plan.pieces)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel import compat
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.paged_attention.common import Operands, PagedCall
 from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes
@@ -81,7 +82,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
 
 def _even_first(plan: LaunchPlan, q: jax.Array) -> jax.Array:
     """Return queries in the dtype of the products, even columns first; numbers beyond its range become its largest."""
-    most = float(jnp.finfo(plan.product_dtype).max)
+    most = float(compat.finfo(plan.product_dtype).max)
     q = jnp.clip(q.astype(jnp.float32), -most, most).astype(plan.product_dtype)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.head_dim - q.shape[2])))
     return q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape)
