@@ -148,8 +148,8 @@ def _preferred_in_window(call: AttentionCall, left: int, *, packs: bool) -> Forw
         return params
     # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
     # 97, and one of 256 took 77 us instead of 90.
-    few = {"kv_block": 64, "stages": 3} if left < _NARROW_WINDOW else {}
-    return dataclasses.replace(params, pack_heads=True, **few)
+    params = dataclasses.replace(params, pack_heads=True)
+    return dataclasses.replace(params, kv_block=64, stages=3) if left < _NARROW_WINDOW else params
 
 
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
