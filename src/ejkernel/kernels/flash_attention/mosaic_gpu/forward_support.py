@@ -20,7 +20,7 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW = 512  # keys
-_EVEN = {False: 1.02, True: 1.05}  # by `heads_first`: the imbalance up to which a persistent launch was faster
+_EVEN = 1.05  # the imbalance up to which a persistent launch was faster
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -119,7 +119,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        return _preferred_in_window(call, packs=narrow and grouped and rules.left < _NARROW_WINDOW)
+        return _preferred_in_window(call, rules.left, packs=narrow and grouped)
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
@@ -141,26 +141,28 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     return ForwardParams(kv_block=96 if call.rules.left is None else 64, share_buffer=True)
 
 
-def _preferred_in_window(call: AttentionCall, *, packs: bool) -> ForwardParams:
-    """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
+def _preferred_in_window(call: AttentionCall, left: int, *, packs: bool) -> ForwardParams:
+    """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
-    if packs:
-        # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
-        # 97, and one of 256 took 77 us instead of 90.
-        params = dataclasses.replace(params, kv_block=64, stages=3, pack_heads=True)
-    if imbalance(forward_plan(call, params)) < _EVEN[False]:
+    if not packs:
         return params
-    return dataclasses.replace(params, persistent=False, query_buffers=1)
+    # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
+    # 97, and one of 256 took 77 us instead of 90.
+    params = dataclasses.replace(params, pack_heads=True)
+    return dataclasses.replace(params, kv_block=64, stages=3) if left < _NARROW_WINDOW else params
 
 
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
     """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
     short, narrow = call.query[1] < 2048, call.query[3] <= 64
-    for heads_first in (False, True):
+    tried = [(False, warpgroups, 1.02), (True, warpgroups, _EVEN)]
+    if narrow:  # one key head, 8 examples of 2,048 queries: 95 us with two warpgroups, 107 us not persistent with three
+        tried.append((False, 2, _EVEN))
+    for heads_first, count, limit in tried:
         params = ForwardParams(
-            persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=warpgroups
+            persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=count
         )
-        if imbalance(forward_plan(call, params)) < _EVEN[heads_first]:
+        if imbalance(forward_plan(call, params)) < limit:
             return params
     return ForwardParams(warpgroups=warpgroups, heads_first=not (short or narrow))
 
