@@ -196,7 +196,7 @@ def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
         word = ir.IntegerType.get_signless(32)
         text = _WIDEN[dtype].replace("BYTES", selected)
         text = f"{{ .reg .b32 pairs, bias; .reg .b16 low, high; {text} }}"
-        made = llvm.inline_asm(word, [utils.bitcast(register, word)], text, "=r,r")
+        made: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], text, "=r,r")  # its type differs by version
         return utils.bitcast(made, ir.VectorType.get((2,), ir.F16Type.get()))
 
     def split(context: Any, pairs: Any) -> tuple[Any, ...]:

@@ -233,11 +233,13 @@ def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -
     none took more. A kernel takes less if XLA keeps its arrays, because they are short, in vector memory anyway.
     """
     needed = _memory(call, params)
-    # the compiler keeps more in vector memory on v5p, up to 1.11 times the estimate, and for head dimensions such as 80
-    # or 192, whose last registers are partly used, up to 1.15 times
+    # The compiler keeps more in vector memory on v5p, up to 1.11 times the estimate, and for head dimensions such as 80
+    # or 192, whose last registers are partly used, up to 1.15 times. On tpu7x blocks that ran would then be refused.
     if call.device_fingerprint == "tpu:tpu_v5":
         needed = needed * 9 // 8
-    partial = any(dim % LANES and dim != LANES // 2 for dim in (call.query[3], call.value[3]))
+    partial = call.device_fingerprint != "tpu:tpu7x" and any(
+        dim % LANES and dim != LANES // 2 for dim in (call.query[3], call.value[3])
+    )
     return needed * 5 // 4 if partial else needed
 
 
