@@ -184,7 +184,7 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 def compiled_in_parallel(entries: Sequence[AnyEntry], processes: int | None) -> dict[AnyEntry, Program | str]:
     """Return the program of each entry, or the reason for having none.
 
-    XLA tries its algorithms on the device, whose memory all processes share: what fails for want of it is compiled
+    XLA tries its algorithms on the device, and all processes share its memory: programs that lacked it are compiled
     again by fewer processes, at last by one.
     """
     found: dict[AnyEntry, Program | str] = {}
@@ -218,7 +218,7 @@ def _result_of(job: concurrent.futures.Future[Program | str]) -> Program | str:
 
 
 def _lacked_memory(found: Program | str) -> bool:
-    # The second is XLA's error if all algorithms fail, for whatever reason.
+    # XLA reports NOT_FOUND if all algorithms fail, also for lack of memory.
     return isinstance(found, str) and ("RESOURCE_EXHAUSTED" in found or "NOT_FOUND" in found)
 
 

@@ -167,7 +167,7 @@ CASES = {
     "triangle": _case(256, (4, 4), 32, 256, causal=False, shared=True),
 }
 
-# Kinds of which few were drawn at random; only the choice's grid has them.
+# Few random cases are of these kinds; only the grid of the choice has them.
 GRID_CASES = {
     "window 512 D64 2k": _case(2048, (16, 2), 64, 8, window=512),
     "window 1k D64 4k": _case(4096, (16, 4), 64, 4, window=1024),

@@ -167,14 +167,14 @@ def noticed_by(tests: Sequence[str], copy: Path, seconds: float) -> str | None:
 
 
 def copied(place: Path) -> Path:
-    """Copy this folder to `place`, without what is hidden or compiled, and return `place`."""
+    """Copy this folder to `place`, without hidden and compiled files, and return `place`."""
     return Path(shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__")))
 
 
 def checked(
     faults: Sequence[tuple[Fault, Sequence[str]]], processes: int, seconds: float
 ) -> tuple[list[Outcome], str | None]:
-    """Return an outcome for each fault, and a test that noticed one but fails without any, if there is such a test."""
+    """Return an outcome for each fault, and a test that noticed a fault but also fails without one, if any."""
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
     def outcome_of(fault: Fault, tests: Sequence[str]) -> Outcome:
@@ -196,7 +196,7 @@ def checked(
 
 
 def summary(seed: int, outcomes: Sequence[Outcome], wrong: str | None) -> dict[str, object]:
-    """Return what is written as JSON; `wrong` is a test that fails without a fault."""
+    """Return the contents of the JSON file; `wrong` is a test that fails without a fault."""
     noticed = sum(outcome.noticed_by is not None for outcome in outcomes)
     found = {"seed": seed, "faults": len(outcomes), "noticed": noticed, "fails_without_a_fault": wrong}
     return {**found, "outcomes": [asdict(outcome) for outcome in outcomes]}

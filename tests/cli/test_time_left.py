@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time left of several searches, estimated from what was seen of them."""
+"""The estimated time left of several searches."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _median(times: Any) -> str:
 
 
 def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: bool) -> None:
-    """Print the newest search of each call whose key or operation starts with each of `prefixes`."""
+    """Print the newest search of each call; each of `prefixes` starts its key or operation."""
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
         if all(_begins(search.key, prefix) for prefix in prefixes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the time left of several searches from what was seen of them so far."""
+"""Estimates the time left of several searches from their finished calls and rounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Rounds:
         return (self.now - self.began) / self.samples if self.samples else None
 
     def left(self) -> float | None:
-        """Return the seconds left; slow candidates that are dropped early make it less."""
+        """Return the seconds left, at most: slow candidates may be dropped early."""
         per_sample = self.sample_seconds()
         rounds = self.event.planned - self.event.done
         return None if per_sample is None else per_sample * rounds * self.event.candidates
@@ -45,7 +45,7 @@ class _Rounds:
 
 @dataclasses.dataclass(slots=True)
 class _Search:
-    """One search: when it began and ended, in seconds, and what is known of it."""
+    """The state of one search; times are in seconds of the clock."""
 
     began: float
     done: float = 0.0

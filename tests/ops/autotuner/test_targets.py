@@ -145,7 +145,7 @@ def test_programs_are_compiled_for_an_absent_gpu(tmp_path):
 
 
 class Sorted(Kernel[int, jax.Array]):
-    """Has functions of its own in the machine code."""
+    """Compiles to machine code with private functions."""
 
     def run(self, x, *, cfg):
         return jnp.sort(jnp.sin(x), axis=0) + cfg
