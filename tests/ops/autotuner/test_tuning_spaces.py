@@ -164,7 +164,8 @@ def test_a_bad_limit_is_an_error(value):
 
 
 def measured(tile, spilled=None):
-    measurement = Measurement(samples=(seconds(tile),) * 2, method="made up")
+    relative = seconds(tile) / seconds(Tile(1, 1))
+    measurement = Measurement(samples=(seconds(tile),) * 2, method="made up", relative=relative)
     return Outcome(config=tile, status="measured", measurement=measurement, spilled=spilled)
 
 

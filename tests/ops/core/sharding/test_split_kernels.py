@@ -70,7 +70,11 @@ def placed(*pairs, mesh=None):
 
 
 def close(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), left, right)
+    def check(x, y):
+        # Sums whose terms cancel are rounded like the largest ones, differently on each processor.
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=max(1e-5, 2e-7 * float(abs(y).max())))
+
+    jax.tree.map(check, left, right)
 
 
 def gradient(kernel):
