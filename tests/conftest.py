@@ -79,23 +79,26 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _in_part(items, part, parts):
-    """Yield the tests of one part: one in `parts` cases of the slow tests, and of each other test, at least one case.
+    """Yield the tests of one part: one in `parts` cases of the slow tests, and a case of every second other test.
 
-    The choice is the same in every process and on every machine.
+    Parts with an even number have one half of the quick tests, the others the other half. Tests marked `smoke` are in
+    every part. The choice is the same in every process and on every machine.
     """
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is None or item.get_closest_marker("smoke") is not None:
+        smoke = item.get_closest_marker("smoke") is not None
+        if item.get_closest_marker("slow") is not None and not smoke:
+            if _hash_of(item.nodeid) % parts == part:
+                yield item
+        elif smoke or _hash_of(item.nodeid.partition("[")[0]) % 2 == part % 2:
             cases[item.nodeid.partition("[")[0]].append(item)
-        elif _hash_of(item) % parts == part:
-            yield item
     for same in cases.values():
-        same.sort(key=_hash_of)
+        same.sort(key=lambda item: _hash_of(item.nodeid))
         yield from same[part % len(same) :: parts]
 
 
-def _hash_of(item):
-    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest())
+def _hash_of(name):
+    return int.from_bytes(hashlib.sha256(name.encode()).digest())
 
 
 def pytest_collection_finish():
