@@ -308,9 +308,12 @@ class ForwardConsumer:
             weights = jnp.where(self._dropout_keeps(block), weights, 0.0)
         return new_max, row_sum, weights, decay
 
+    def _first_key(self, block: Any) -> Any:
+        return self.tile.origin + block * self.params.kv_block
+
     def _dropout_keeps(self, block: Any) -> Any:
         """Return which weights of a block the dropout keeps."""
-        key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + block * self.params.kv_block
+        key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + self._first_key(block)
         words = along_rows(self.dropout, self.square)
         return keeps(words, key.astype(words.dtype), self.plan.rules)
 
@@ -346,7 +349,7 @@ class ForwardConsumer:
 
     def _visible(self, block: Any) -> list[Any]:
         """Return the conditions under which window and lengths let rows see the keys of a block."""
-        start = block * self.params.kv_block
+        start = self._first_key(block)
         key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
         # Added to the rows, of which a thread has two, so that the numbers of its many keys are constants.

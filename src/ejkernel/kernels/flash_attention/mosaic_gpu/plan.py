@@ -193,10 +193,16 @@ class ForwardPlan(AttentionSizes):
         return not self.params.pack_heads and rest % ROWS > 0 and rest <= self.tile_rows - ROWS
 
     @property
+    def slides(self) -> bool:
+        """Whether the blocks of a tile start at the first key of its window, wherever that is."""
+        arrays = self.table or self.bias or self.mask or self.key_bias
+        return self.rules.left is not None and not arrays
+
+    @property
     def hides_tail(self) -> bool:
         """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
-        return self.keys % self.params.kv_block != 0 and (right is None or right > 0)
+        return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
@@ -230,7 +236,8 @@ def imbalance(plan: ForwardPlan) -> float:
     last = plan.keys if rules.right is None else np.clip(low + plan.tile_rows + rules.right, 0, plan.keys)
     first = 0 if rules.left is None else np.clip(low - rules.left, 0, plan.keys)
     block = plan.params.kv_block
-    blocks = -(-last // block) - first // block + 1  # prologue and epilogue take about as long as one key block
+    first = first if plan.slides else first // block * block
+    blocks = -(-(last - first) // block) + 1  # prologue and epilogue take about as long as one key block
     turn, place = np.divmod(numbers, plan.programs)
     program = np.where(turn % 2, plan.programs - 1 - place, place)
     # By this estimate one order can take 1.6 times as long as another, and measured times agree with it.
