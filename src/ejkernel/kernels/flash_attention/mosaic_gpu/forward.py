@@ -187,8 +187,11 @@ class ForwardKernel:
         low = row + (plan.keys - plan.queries)
         high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
         origin = window_origin(plan.rules, low) if plan.slides else origin
-        blocks = window_blocks(plan.rules, plan.keys, self.params.kv_block, low, high, origin)
-        return BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks)), origin
+        # The maximum gives the length the type of values computed here, as above.
+        keys = jnp.maximum(self.inputs.key_lengths[batch], 0) if plan.key_lengths else plan.keys
+        blocks = window_blocks(plan.rules, keys, self.params.kv_block, low, high, origin)
+        blocks = BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks))
+        return blocks, origin
 
     def _warpgroup_tile(self, tile: QueryTile, warpgroup: Any, number: Any) -> WarpgroupTile:
         slot = self.memory.query_slot(warpgroup, number)

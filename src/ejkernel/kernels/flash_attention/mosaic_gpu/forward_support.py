@@ -196,7 +196,7 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
     if of_group % warpgroups:
         return f"pack_heads=True needs a multiple of {warpgroups} heads per group; this call has {of_group}"
     # A tile has one range of blocks, and one copy of each array by key, for all its heads.
-    shared = plan.table and call.attention_mask is not None and call.attention_mask[1] > 1
+    shared = plan.hides and call.attention_mask is not None and call.attention_mask[1] > 1
     if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
         return "pack_heads=True needs a mask and a key bias that all heads share"
     return None

@@ -116,12 +116,12 @@ def window_origin(rules: Rules, low: Any) -> Any:
     return quotient(jnp.maximum(low - rules.left, 0), _ALIGNED) * _ALIGNED
 
 
-def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any, origin: Any = 0) -> BlockRange:
-    """Return the blocks that rows at the positions `low` to `high` visit under the window alone.
+def window_blocks(rules: Rules, keys: Any, kv_block: int, low: Any, high: Any, origin: Any = 0) -> BlockRange:
+    """Return the blocks that rows at the positions `low` to `high` visit under the window and a length alone.
 
     Args:
         rules: The window; query `i` has position `i + keys - queries`.
-        keys: The number of keys.
+        keys: The number of keys, or of those that count.
         kv_block: Keys in a block.
         low, high: Position of the tile's first and last row, int32.
         origin: The first key of block 0.
@@ -130,6 +130,8 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any, o
     unmasked_from: Any = 0
     unmasked_until: Any = _floor(keys - origin, kv_block)
     end: Any = _blocks(keys - origin, kv_block)
+    if not isinstance(end, int):  # an example may have no keys
+        end = jnp.maximum(end, 1)
     if rules.left is not None:
         first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0) - origin, kv_block), end - 1)
         unmasked_from = _blocks(jnp.maximum(high - rules.left - origin, 0), kv_block)
