@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ from .plan import ROWS
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-_TO_INTEGER = 1.5 * 2.0**23
-_POWER_OF_TWO = (0.05517167, 0.24261113, 0.69326099, 0.99992807)  # on [-0.5, 0.5], cubic coefficient first
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
@@ -325,7 +322,7 @@ class ForwardConsumer:
         first = self.params.kv_block - self.params.fma_columns
         if masked or self.barriers.extra is not None or first == self.params.kv_block:
             return jnp.exp2(x)
-        found = exp2_by_fma(x[:, first:])
+        found = self.backend.exp2_by_fma(x[:, first:])
         return found if first == 0 else jnp.concatenate([jnp.exp2(x[:, :first]), found], axis=1)
 
     def _first_key(self, block: Any) -> Any:
@@ -381,19 +378,6 @@ class ForwardConsumer:
         elif self.plan.hides_tail:
             conditions.append(key < self.plan.keys - start)
         return conditions
-
-
-def exp2_by_fma(x: Any) -> Any:
-    """Return 2 to the power of finite numbers of at most 1 without the unit for transcendental functions.
-
-    The largest relative error is 1e-4; a power below 2^-125 becomes about as small.
-    """
-    x = jnp.maximum(x, -125.0)
-    shifted = x + _TO_INTEGER  # rounds to an integer, in the low bits
-    rest = x - (shifted - _TO_INTEGER)
-    power = functools.reduce(lambda sum, coefficient: sum * rest + coefficient, _POWER_OF_TWO[1:], _POWER_OF_TWO[0])
-    exponent = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), np.int32(23))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(power, jnp.int32) + exponent, jnp.float32)
 
 
 def along_rows(by_row: Any, shape: tuple[int, ...]) -> Any:
