@@ -255,40 +255,47 @@ def widely_drawn(seed: int, number: int) -> Case:
     def one_of(*choices: Any) -> Any:
         return choices[rng.integers(len(choices))]
 
-    def multiple_of_8(most: int) -> int:
-        return 8 * int(rng.integers(1, most // 8 + 1))
-
     if kind in ("triangle", "pair"):
-        heads, dim = int(one_of(4, 8, 16)), int(one_of(16, 24, 32, 48, 64))
-        seq = int(rng.integers(128, 769)) if kind == "pair" else multiple_of_8(640) + 128
+        alike, dim = int(one_of(4, 8, 16)), int(one_of(16, 24, 32, 48, 64))
+        seq = int(rng.integers(128, 769)) if kind == "pair" else _multiple_of_8(rng, 640) + 128
         batch = max(1, int(one_of(2**14, 2**16)) // seq) if kind == "triangle" else int(rng.integers(1, 9))
-        return _case(seq, (heads, heads), dim, batch, causal=False, shared=True)
-    dim = int(one_of(64, 128, 256)) if rng.random() < 0.3 else multiple_of_8(256)
+        return _case(seq, (alike, alike), dim, batch, causal=False, shared=True)
+    dim = int(one_of(64, 128, 256)) if rng.random() < 0.3 else _multiple_of_8(rng, 256)
     groups = int(one_of(1, 2, 4, 8))
     heads = (groups * int(one_of(4, 7, 8) if kind == "gqa" else one_of(1, 1, 4, 8)), groups)
     seq = int(one_of(512, 1024, 2048, 4096, 8192))
-    more: dict[str, Any] = {"causal": bool(rng.random() < 0.6)}
+    causal = bool(rng.random() < 0.6)
     if kind in ("odd", "unequal") or rng.random() < 0.25:
         seq = int(rng.integers(300, 6000))
-    if kind in ("float32", "float16"):
-        more["dtype"] = kind
+    more = {"causal": causal} | _features(rng, kind, seq)
     if kind in ("window", "sinks"):
-        more |= {"causal": True, "window": int(one_of(64, 128, 256, 512, 1024)), "sinks": kind == "sinks"}
         seq = max(seq, 2 * more["window"])
-    if kind == "cap":
-        more["cap"] = float(one_of(20.0, 50.0))
-    if kind == "segments":
-        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 16)), replace=False))
-        more["segments"] = tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))
-    if kind == "lengths":
-        more |= {"causal": False, "lengths": True}
     if kind == "wide":
         dim, seq, heads = int(one_of(320, 384, 512, 576)), min(seq, 2048), (heads[0], 1)
     if kind == "narrow":
-        dim = multiple_of_8(56)
+        dim = _multiple_of_8(rng, 56)
     batch = max(1, min(64, 2**28 // (seq * seq * heads[0]), 2**26 // (seq * heads[0] * dim)))
-    dims = (dim, multiple_of_8(256)) if kind == "unequal" else (dim, dim)
+    dims = (dim, _multiple_of_8(rng, 256)) if kind == "unequal" else (dim, dim)
     return Case(batch=batch, seq=seq, heads=heads, dims=dims, **more)
+
+
+def _features(rng: np.random.Generator, kind: str, seq: int) -> dict[str, Any]:
+    """Return the fields of a drawn case that make its kind."""
+    if kind in ("float32", "float16"):
+        return {"dtype": kind}
+    if kind in ("window", "sinks"):
+        window = (64, 128, 256, 512, 1024)[rng.integers(5)]
+        return {"causal": True, "window": window, "sinks": kind == "sinks"}
+    if kind == "cap":
+        return {"cap": (20.0, 50.0)[rng.integers(2)]}
+    if kind == "segments":
+        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 16)), replace=False))
+        return {"segments": tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))}
+    return {"causal": False, "lengths": True} if kind == "lengths" else {}
+
+
+def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
+    return 8 * int(rng.integers(1, most // 8 + 1))
 
 
 def widely_drawn_names(seed: int, count: int) -> list[str]:

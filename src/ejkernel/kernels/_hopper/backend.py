@@ -52,7 +52,8 @@ class Hopper:
 
     def exp2_by_fma(self, x: jax.Array) -> jax.Array:
         """Return powers of two; see `exponentials.exp2_by_fma`."""
-        return exp2_by_fma(x)
+        powers: jax.Array = exp2_by_fma(x)
+        return powers
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""

@@ -26,5 +26,3 @@ def exp2_by_fma(x: Any) -> Any:
     power = functools.reduce(lambda sum, coefficient: sum * rest + coefficient, _POWER_OF_TWO[1:], _POWER_OF_TWO[0])
     exponent = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), np.int32(23))
     return lax.bitcast_convert_type(lax.bitcast_convert_type(power, jnp.int32) + exponent, jnp.float32)
-
-

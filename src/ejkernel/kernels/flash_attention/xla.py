@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,20 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
 
-from ._xla_blocks import Blocks, Grid, RowBlocks, default_blocks, even_block, full, grid_of, has_blocks, put, take
+from ._xla_blocks import (
+    Blocks,
+    Grid,
+    RowBlocks,
+    default_blocks,
+    even_block,
+    examples_at_once,
+    full,
+    grid_of,
+    has_blocks,
+    over_examples,
+    put,
+    take,
+)
 from .common import (
     EMPTY_ROW_LSE,
     AttentionCall,
@@ -89,7 +102,12 @@ class Xla(AttentionImplementation):
 
     def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> Residuals:
         """See `AttentionImplementation`; unset block sizes are those of `default_blocks`."""
-        grid = grid_of(describe(operands, rules), params)
+        call = describe(operands, rules)
+        batch, count = call.query[0], examples_at_once(call, params.q_blocksize, params.kv_blocksize)
+        if count != batch:
+            split = over_examples(lambda some: self.attend(some, rules, params), unify_varying(operands), batch, count)
+            return cast(Residuals, split)
+        grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
         rows = (grid.query_blocks, *blocks.query.shape[1:5])
         carry: Any = (
@@ -131,9 +149,17 @@ class Xla(AttentionImplementation):
         dlse: jax.Array | None = None,
     ) -> Gradients:
         """See `AttentionImplementation`; recomputes the probabilities block by block."""
-        out, lse = residuals
-        grid = grid_of(describe(operands, rules, backward=True), params)
-        operands, out, lse, dout, dlse = unify_varying((operands, out, lse, dout, dlse))
+        call = describe(operands, rules, backward=True)
+        arrays = operands, residuals, dout, dlse = unify_varying((operands, residuals, dout, dlse))
+        batch, count = call.query[0], examples_at_once(call, params.q_blocksize, params.kv_blocksize)
+        if count != batch:
+
+            def part(some: Any) -> Gradients:
+                operands, residuals, dout, dlse = some
+                return self.differentiate(operands, residuals, dout, rules, params, dlse=dlse)
+
+            return cast(Gradients, over_examples(part, arrays, batch, count))
+        (out, lse), grid = residuals, grid_of(call, params)
         blocks = grid.split(operands)
         delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
         # Padding rows see no key, so they add nothing to any gradient.

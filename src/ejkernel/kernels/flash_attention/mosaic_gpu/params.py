@@ -50,7 +50,14 @@ class ForwardParams:
     fma_columns: int = 0
 
     def __post_init__(self) -> None:
-        check_parameters(self, kv_block=_KV_BLOCKS, stages=range(1, 9), warpgroups=range(1, 4), query_buffers=(1, 2), fma_columns=range(0, 257, 8))
+        check_parameters(
+            self,
+            kv_block=_KV_BLOCKS,
+            stages=range(1, 9),
+            warpgroups=range(1, 4),
+            query_buffers=(1, 2),
+            fma_columns=range(0, 257, 8),
+        )
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
 
