@@ -211,15 +211,6 @@ class ForwardPlan(AttentionSizes):
         return self.rules.left is not None and not arrays
 
     @property
-    def single_block(self) -> bool:
-        """Whether no tile visits more than one block of keys."""
-        rules = self.rules
-        if not self.slides or rules.left is None or rules.right is None:
-            return False
-        rounded = (self.keys - self.queries - rules.left) % TILE_ROWS  # keys before the window's first one
-        return rounded + rules.left + self.tile_rows + rules.right <= self.params.kv_block
-
-    @property
     def hides_tail(self) -> bool:
         """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
