@@ -199,6 +199,21 @@ GRID_CASES = {
     "full D72 4k": _case(4096, (16, 4), 72, 2, causal=False),
     "causal D40 3000": _case(3000, (8, 8), 40, 4),
     "full D256 3383": _case(3383, (8, 8), 256, 2, causal=False),
+    "full D256 3001": _case(3001, (16, 4), 256, 1, causal=False),
+    "full D240 2500": _case(2500, (8, 8), 240, 2, causal=False),
+    "full D64 8k": _case(8192, (4, 4), 64, 1, causal=False),
+    "full D64 4k two heads": _case(4096, (2, 2), 64, 4, causal=False),
+    "full D64 512 four heads": _case(512, (4, 4), 64, 64, causal=False),
+    "causal D112 1k": _case(1024, (4, 4), 112, 16),
+    "window 64 D32 2k": _case(2048, (4, 4), 32, 16, window=64),
+    "window 64 D64 4k": _case(4096, (8, 2), 64, 4, window=64),
+    "window 128 D64 2k": _case(2048, (8, 8), 64, 8, window=128),
+    "window 256 D96 4k": _case(4096, (8, 8), 96, 2, window=256),
+    "window 64 D104 one head": _case(4096, (1, 1), 104, 16, window=64),
+    "window 64 D128 4k": _case(4096, (8, 8), 128, 2, window=64),
+    "window 128 D128 4k": _case(4096, (8, 8), 128, 2, window=128),
+    "window 128 D128 shared keys": _case(4096, (16, 8), 128, 2, window=128),
+    "window 256 D128 shared keys": _case(4096, (16, 4), 128, 2, window=256),
 }
 
 

@@ -37,9 +37,7 @@ def test_results_are_those_of_all_examples_at_once(request):
     operands = CASE.operands()._replace(key_lengths=jnp.asarray([24, 3, 0, 20, 11, 24]))
     expected = both_directions(operands)
     request.getfixturevalue("gpu")
-    assert 3 == describe(operands, CASE.rules).query[0] // _xla_blocks.examples_at_once(
-        describe(operands, CASE.rules), None, None
-    )
+    assert _xla_blocks.examples_at_once(describe(operands, CASE.rules), None, None) == 2
     for one, other in zip(both_directions(operands), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 

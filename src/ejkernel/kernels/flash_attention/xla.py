@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels._numbers import has_small_range, normalized
@@ -206,7 +207,7 @@ def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
     pair = jnp.asarray(grid.pairs[0])
     logits, value = _logits(blocks, grid, pair), take(blocks.value, pair[1])
     weights = _exponentials(logits.values, logits.factor)[0]
-    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
+    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), float(np.finfo(np.float32).tiny))
     out = grid.dot("bgrqk,bgke->bgrqe", (weights / total).astype(value.dtype), value)
     # A copy for XLA, which computes it only if the log-sum-exp is used.
     weights, top = _exponentials(lax.optimization_barrier(logits.values), logits.factor)
@@ -218,7 +219,7 @@ def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 def _exponentials(values: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
     """Return the exponentials of `values * factor` without their maximum along rows, and the maximum of `values`."""
-    top = lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), jnp.finfo(values.dtype).min))
+    top = lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), float(np.finfo(np.float32).min)))
     return jnp.exp((values - top) * factor), top[..., 0]
 
 
