@@ -462,6 +462,26 @@ def test_a_window_takes_as_few_blocks_as_it_can():
         assert blocks == int(np.max(found.end - found.first))
 
 
+def test_short_windows_have_small_steps():
+    def chosen(left, **sizes):
+        case = Case(queries=4096, keys=4096, rules=Rules(scale=0.2, left=left, right=0), **sizes)
+        found = heuristic(described(case))
+        return found.kv_block, found.pack_heads
+
+    wide = {"head_dim": 128, "value_dim": 128}
+    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 1023)] == [(64, False), (128, False)]
+    assert [chosen(left, heads=8, groups=4, **wide) for left in (127, 1023)] == [(64, True), (128, False)]
+
+
+def test_only_soft_caps_of_wide_heads_have_polynomials():
+    def columns(dim, cap):
+        case = Case(queries=4096, keys=4096, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, soft_cap=cap))
+        return heuristic(described(case)).fma_columns
+
+    assert [columns(dim, 50.0) for dim in (64, 128, 256)] == [0, 32, 0]
+    assert columns(128, None) == 0
+
+
 def test_only_masks_of_many_keys_need_a_table():
     few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (256, 1024))
     whole = dataclasses.replace(few, mask=(8, 1, 256, 256))
