@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from ejkernel.ops.utils.random_arrays import random_array
 
 UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
 SIXTEEN = (1500, 300, 2100, 700, 1200, 900, 400, 1800, 1000, 1300, 200, 1600, 800, 1100, 600, 884)
+
+_POOL = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,13 +110,27 @@ class Case:
                 return jnp.asarray(np.broadcast_to(ids, like.shape))
             if name == "key_lengths":
                 return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
-            array = random_array(like, rng)
+            array = _random(like, rng)
             if name == "attention_mask":
                 return array | jnp.eye(like.shape[2], self.seq, dtype=bool)
             return array
 
         arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
         return arrays
+
+
+def _random(like: jax.ShapeDtypeStruct, rng: np.random.Generator) -> jax.Array:
+    """Return a random array; large ones are cut from common numbers, since a generator is compiled for each shape."""
+    size = math.prod(like.shape)
+    if not jnp.issubdtype(like.dtype, jnp.inexact) or size < _POOL // 64:
+        return random_array(like, rng)
+    start = int(rng.integers(_POOL // 2))
+    return jnp.asarray(np.resize(_pool(np.dtype(like.dtype))[start:], like.shape))
+
+
+@functools.cache
+def _pool(dtype: np.dtype[Any]) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(dtype)
 
 
 def _case(seq: int, heads: tuple[int, int], dim: int, batch: int, **more: Any) -> Case:
@@ -181,6 +199,21 @@ GRID_CASES = {
     "full D72 4k": _case(4096, (16, 4), 72, 2, causal=False),
     "causal D40 3000": _case(3000, (8, 8), 40, 4),
     "full D256 3383": _case(3383, (8, 8), 256, 2, causal=False),
+    "full D256 3001": _case(3001, (16, 4), 256, 1, causal=False),
+    "full D240 2500": _case(2500, (8, 8), 240, 2, causal=False),
+    "full D64 8k": _case(8192, (4, 4), 64, 1, causal=False),
+    "full D64 4k two heads": _case(4096, (2, 2), 64, 4, causal=False),
+    "full D64 512 four heads": _case(512, (4, 4), 64, 64, causal=False),
+    "causal D112 1k": _case(1024, (4, 4), 112, 16),
+    "window 64 D32 2k": _case(2048, (4, 4), 32, 16, window=64),
+    "window 64 D64 4k": _case(4096, (8, 2), 64, 4, window=64),
+    "window 128 D64 2k": _case(2048, (8, 8), 64, 8, window=128),
+    "window 256 D96 4k": _case(4096, (8, 8), 96, 2, window=256),
+    "window 64 D104 one head": _case(4096, (1, 1), 104, 16, window=64),
+    "window 64 D128 4k": _case(4096, (8, 8), 128, 2, window=64),
+    "window 128 D128 4k": _case(4096, (8, 8), 128, 2, window=128),
+    "window 128 D128 shared keys": _case(4096, (16, 8), 128, 2, window=128),
+    "window 256 D128 shared keys": _case(4096, (16, 4), 128, 2, window=256),
 }
 
 
@@ -223,13 +256,76 @@ def drawn_names(seed: int, count: int) -> list[str]:
     return [f"{seed}.{number} {_words(drawn(seed, number))}" for number in range(count)]
 
 
+# Draws are in this order, so that a short one has every kind; the grid of the choice keeps the narrower `drawn`.
+KINDS = (
+    *("plain", "odd", "float32", "window", "cap", "segments", "unequal", "triangle"),
+    *("gqa", "lengths", "narrow", "odd", "wide", "sinks", "float16", "pair"),
+)
+
+
+def widely_drawn(seed: int, number: int) -> Case:
+    """Return a random case of the kind `KINDS[number % len(KINDS)]`; the same for the same numbers."""
+    rng, kind = np.random.default_rng((seed, number)), KINDS[number % len(KINDS)]
+
+    def one_of(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    if kind in ("triangle", "pair"):
+        alike, dim = int(one_of(4, 8, 16)), int(one_of(16, 24, 32, 48, 64))
+        seq = int(rng.integers(128, 769)) if kind == "pair" else _multiple_of_8(rng, 640) + 128
+        batch = max(1, int(one_of(2**14, 2**16)) // seq) if kind == "triangle" else int(rng.integers(1, 9))
+        return _case(seq, (alike, alike), dim, batch, causal=False, shared=True)
+    dim = int(one_of(64, 128, 256)) if rng.random() < 0.3 else _multiple_of_8(rng, 256)
+    groups = int(one_of(1, 2, 4, 8))
+    heads = (groups * int(one_of(4, 7, 8) if kind == "gqa" else one_of(1, 1, 4, 8)), groups)
+    seq = int(one_of(512, 1024, 2048, 4096, 8192))
+    causal = bool(rng.random() < 0.6)
+    if kind in ("odd", "unequal") or rng.random() < 0.25:
+        seq = int(rng.integers(300, 6000))
+    more = {"causal": causal} | _features(rng, kind, seq)
+    if kind in ("window", "sinks"):
+        seq = max(seq, 2 * more["window"])
+    if kind == "wide":
+        dim, seq, heads = int(one_of(320, 384, 512, 576)), min(seq, 2048), (heads[0], 1)
+    if kind == "narrow":
+        dim = _multiple_of_8(rng, 56)
+    batch = max(1, min(64, 2**28 // (seq * seq * heads[0]), 2**26 // (seq * heads[0] * dim)))
+    dims = (dim, _multiple_of_8(rng, 256)) if kind == "unequal" else (dim, dim)
+    return Case(batch=batch, seq=seq, heads=heads, dims=dims, **more)
+
+
+def _features(rng: np.random.Generator, kind: str, seq: int) -> dict[str, Any]:
+    """Return the fields of a drawn case that make its kind."""
+    if kind in ("float32", "float16"):
+        return {"dtype": kind}
+    if kind in ("window", "sinks"):
+        window = (64, 128, 256, 512, 1024)[rng.integers(5)]
+        return {"causal": True, "window": window, "sinks": kind == "sinks"}
+    if kind == "cap":
+        return {"cap": (20.0, 50.0)[rng.integers(2)]}
+    if kind == "segments":
+        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 16)), replace=False))
+        return {"segments": tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))}
+    return {"causal": False, "lengths": True} if kind == "lengths" else {}
+
+
+def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
+    return 8 * int(rng.integers(1, most // 8 + 1))
+
+
+def widely_drawn_names(seed: int, count: int) -> list[str]:
+    """Return names of such cases, as `case_named` takes them."""
+    return [f"{seed}-{number} {_words(widely_drawn(seed, number))}" for number in range(count)]
+
+
 def case_named(name: str) -> Case:
     """Return a fixed case, or a drawn one."""
     fixed = CASES | GRID_CASES
     if name in fixed:
         return fixed[name]
-    seed, number = name.split()[0].split(".")
-    return drawn(int(seed), int(number))
+    draw = widely_drawn if "-" in name.split()[0] else drawn
+    seed, number = name.split()[0].replace("-", ".").split(".")
+    return draw(int(seed), int(number))
 
 
 def _words(case: Case) -> str:
@@ -237,6 +333,7 @@ def _words(case: Case) -> str:
     words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq} H{heads}/{groups} D{dim}"]
     words[1] += f"/{value_dim}" if value_dim != dim else ""
     words += ["bias"] * case.bias + ["lengths"] * case.lengths + [case.dtype] * (case.dtype != "bfloat16")
+    words += ["shared bias, mask"] * case.shared + ["sinks"] * case.sinks
     words += [] if case.window is None else [f"window {case.window}"]
     words += [] if case.cap is None else [f"cap {case.cap:g}"]
     return " ".join([*words, *[f"{len(case.segments)} segments"] * bool(case.segments)])

@@ -379,6 +379,17 @@ def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, pa
     assert {params.head_parts for params in space(call) if params.keys == 128} == tried
 
 
+@pytest.mark.parametrize(("dim", "expected"), [(32, (1, 64)), (64, (2, 64))])
+def test_a_short_window_has_few_queries_a_step(dim, expected):
+    case = Case(queries=1024, keys=1024, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, left=63, right=0))
+    call = described(case)
+    found = heuristic(call)
+    assert (found.warpgroups, found.q_block) == expected
+    assert found in space(call)
+    longer = dataclasses.replace(case, rules=Rules(scale=0.2, left=511, right=0))
+    assert heuristic(described(longer)).q_block == 128
+
+
 @pytest.mark.parametrize(("rules", "parts"), [(Rules(scale=0.1), 8), (CAUSAL, 4)], ids=["full", "causal"])
 def test_blocks_of_equal_work_fill_their_last_round(rules, parts):
     """82 blocks of keys: four parts need three rounds of 132 blocks of threads, the last of them half empty."""

@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import (
     unsupported_reason,
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
-from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import block_table, window_blocks
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import block_table, window_blocks, window_origin
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
@@ -119,6 +119,8 @@ def assert_close(found, expected, dtype="bfloat16"):
             Small(queries=150, heads=2, head_dim=80, value_dim=80),
             dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64),
         ),
+        (Small(heads=2, rules=Rules(scale=0.2, left=15, right=2)), dataclasses.replace(PACKED, kv_block=96)),
+        (Small(keys=130), dataclasses.replace(ONE, fma_columns=16)),
     ],
     ids=[
         "full",
@@ -135,6 +137,8 @@ def assert_close(found, expected, dtype="bfloat16"):
         "pieces of columns",
         "warpgroup without queries",
         "pieces of columns in a shared buffer",
+        "window in one block",
+        "polynomial exponentials",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
@@ -419,28 +423,69 @@ IDS = st.integers(0, 3)
 TILES = 10
 
 
-def check_blocks(found, visible, keys, kv_block, rows):
+def check_blocks(found, visible, keys, kv_block, rows, origins=None):
     """Hold the blocks of each tile, `[tiles, 4]`, against a mask `[queries, keys]`."""
     for tile, (first, free_from, free_until, end) in enumerate(np.asarray(found).tolist()):
-        seen = visible[tile * rows : (tile + 1) * rows]
+        origin = 0 if origins is None else int(origins[tile])
+        seen = visible[tile * rows : (tile + 1) * rows, origin:]
+        assert not visible[tile * rows : (tile + 1) * rows, :origin].any()
         assert 0 <= first < end <= -(-keys // kv_block)
         assert not seen[:, : first * kv_block].any()
         assert not seen[:, end * kv_block :].any()
         free = range(max(free_from, first), min(free_until, end))
         for block in free:
             assert seen[:, block * kv_block : (block + 1) * kv_block].all()
-            assert (block + 1) * kv_block <= keys
+            assert origin + (block + 1) * kv_block <= keys
 
 
-@given(st.integers(1, 40), st.integers(1, 40), SIDE, SIDE, st.sampled_from([4, 8]), st.sampled_from([4, 16]))
+@given(
+    st.integers(1, 40), st.integers(1, 40), SIDE, SIDE, st.sampled_from([4, 8]), st.sampled_from([4, 16]), st.booleans()
+)
 @settings(max_examples=60, deadline=None)
-def test_blocks_of_a_window_hold_all_that_it_shows(queries, keys, left, right, rows, kv_block):
+def test_blocks_of_a_window_hold_all_that_it_shows(queries, keys, left, right, rows, kv_block, slides):
     rules = Rules(scale=1.0, left=left, right=right)
     mask = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
     low = np.arange(TILES, dtype=np.int32) * rows + (keys - queries)
-    blocks = window_blocks(rules, keys, kv_block, low, np.minimum(low + rows, keys) - 1)
+    origin = np.asarray(window_origin(rules, low)) if slides and left is not None else np.zeros_like(low)
+    blocks = window_blocks(rules, keys, kv_block, low, np.minimum(low + rows, keys) - 1, origin)
     found = np.stack([np.broadcast_to(x, low.shape) for x in blocks], axis=-1)[: -(-queries // rows)]
-    check_blocks(found, np.ones((queries, keys), bool) if mask is None else np.asarray(mask), keys, kv_block, rows)
+    visible = np.ones((queries, keys), bool) if mask is None else np.asarray(mask)
+    check_blocks(found, visible, keys, kv_block, rows, origin)
+
+
+def test_a_window_takes_as_few_blocks_as_it_can():
+    """64 rows see 191 keys; from one block of 64 to the next they are in four of them."""
+    rules = Rules(scale=1.0, left=127, right=0)
+    low = np.arange(8, dtype=np.int32) * 64
+    for kv_block, blocks in ((64, 3), (192, 1)):
+        found = window_blocks(rules, 512, kv_block, low, low + 63, window_origin(rules, low))
+        assert blocks == int(np.max(found.end - found.first))
+
+
+def test_short_windows_have_small_steps():
+    def chosen(left, **sizes):
+        case = Case(queries=4096, keys=4096, rules=Rules(scale=0.2, left=left, right=0), **sizes)
+        found = heuristic(described(case))
+        return found.kv_block, found.pack_heads
+
+    wide = {"head_dim": 128, "value_dim": 128}
+    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 1023)] == [(64, False), (128, False)]
+    assert [chosen(left, heads=8, groups=4, **wide) for left in (127, 1023)] == [(64, True), (128, False)]
+
+
+def test_only_soft_caps_of_wide_heads_have_polynomials():
+    def columns(dim, cap):
+        case = Case(queries=4096, keys=4096, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, soft_cap=cap))
+        return heuristic(described(case)).fma_columns
+
+    assert [columns(dim, 50.0) for dim in (64, 128, 256)] == [0, 32, 0]
+    assert columns(128, None) == 0
+
+
+def test_only_masks_of_many_keys_need_a_table():
+    few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (256, 1024))
+    whole = dataclasses.replace(few, mask=(8, 1, 256, 256))
+    assert [plan.forward_plan(described(case), ForwardParams()).table for case in (few, many, whole)] == [0, 1, 1]
 
 
 blocks_of = jax.jit(block_table, static_argnames=("rules", "tile_rows", "kv_block"))

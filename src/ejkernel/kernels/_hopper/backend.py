@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 
+from .exponentials import exp2_by_fma
 from .launch import plgpu
 
 Accumulators = Sequence[Any]
@@ -48,6 +49,11 @@ class Hopper:
         """Return an accumulator's value once at most `pending` products are in flight."""
         value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
         return value
+
+    def exp2_by_fma(self, x: jax.Array) -> jax.Array:
+        """Return powers of two; see `exponentials.exp2_by_fma`."""
+        powers: jax.Array = exp2_by_fma(x)
+        return powers
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""
@@ -124,6 +130,10 @@ class Interpreter:
         del pending
         value: jax.Array = accumulator[...]
         return value
+
+    def exp2_by_fma(self, x: jax.Array) -> jax.Array:
+        """See `Hopper.exp2_by_fma`; compiled for a CPU, XLA would simplify its sums as if they were exact."""
+        return jnp.exp2(x)
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""

@@ -21,10 +21,11 @@ from .forward_support import heuristic
 from .plan import TILE_ROWS, WHOLE_DIMS
 
 _FILE = "flash_attention_h200.json"
-_WIDTH = 0.5  # of the weights, in units of `_position`
+_WIDTHS = {False: 0.5, True: 0.7}  # of the weights, in units of `_position`: forward, backward
+_WIDEST_IN_ONE = 192  # head dimension; in pieces, wider ones lost 8 % in full attention
 _NARROW, _MOST_WARPGROUPS = 64, 3  # of heads, and of the forward's tiles for these
 _USUAL = 0.04  # the gain of our kernels where no similar call was measured
-_USUAL_WEIGHT = 0.5  # of the usual gain, where an equal call has 1
+_USUAL_WEIGHT = 0.3  # of the usual gain, where an equal call has 1
 
 
 class Measured(NamedTuple):
@@ -43,7 +44,7 @@ def expected_gain(call: AttentionCall, without: AttentionCall | None = None) -> 
     """
     calls, positions, gains = _grid(call.backward)
     distances = np.square(positions - np.asarray(_position(call))).sum(axis=1)
-    weights = np.exp(distances / (-2 * _WIDTH**2))
+    weights = np.exp(distances / (-2 * _WIDTHS[call.backward] ** 2))
     if without is not None:
         weights = np.where([one == without for one in calls], 0, weights)
     return float((weights @ gains + _USUAL_WEIGHT * _USUAL) / (weights.sum() + _USUAL_WEIGHT))
@@ -66,7 +67,7 @@ def _grid(backward: bool) -> tuple[list[AttentionCall], np.ndarray, np.ndarray]:
 def _position(call: AttentionCall) -> tuple[float, ...]:
     """Return a point; calls at a distance of 1 have little in common."""
     batch, queries, heads, dim = call.query
-    left, hides = call.rules.left, call.attention_mask is not None
+    hides, shortness = call.attention_mask is not None, _shortness(call)
     pieced = dim not in WHOLE_DIMS or queries % TILE_ROWS > 0
     # Narrow heads: with two warpgroups, for few tiles, ours was up to 8 % slower, and with three as much faster.
     three = not call.backward and dim <= _NARROW and heuristic(call).warpgroups == _MOST_WARPGROUPS
@@ -75,12 +76,23 @@ def _position(call: AttentionCall) -> tuple[float, ...]:
         math.log2(queries),
         0.5 * math.log2(batch * heads * queries),
         float(call.rules.right is not None),
-        1.5 * (left is not None and left < call.key[1] // 2),
+        1.5 * (shortness > 0),
         float(hides or call.key_lengths or call.query_lengths),
         float(pieced),
         1.5 * three,
-        0.3 * math.log2(heads / call.key[2]),
+        # The more heads share keys, the more ours gains in the backward; in a short window it loses without them.
+        (1.2 if call.backward else 0.3) * math.log2(heads / call.key[2]),
+        0.7 * shortness * call.backward,
+        float(pieced and dim > _WIDEST_IN_ONE and not call.backward),
     )
+
+
+def _shortness(call: AttentionCall) -> float:
+    """Return how short the window is: the binary logarithm of 2,048 over its size, at least 1; 0 without a window."""
+    left = call.rules.left
+    if left is None or left >= call.key[1] // 2:
+        return 0.0
+    return max(1.0, 11 - math.log2(left + 1))
 
 
 def _call_of(row: dict[str, Any]) -> AttentionCall:

@@ -38,7 +38,7 @@ from .forward_memory import (
 )
 from .masks import broadcast_index
 from .plan import REGISTERS, ROWS, ForwardPlan
-from .visibility import BlockRange, window_blocks
+from .visibility import BlockRange, window_blocks, window_origin
 
 
 def launch(
@@ -175,19 +175,23 @@ class ForwardKernel:
         head = quotient(number, tiles) * bundle + remainder(place, bundle)
         batch, head = quotient(head, heads), remainder(head, heads) * plan.tile_heads
         row = row_tile * plan.tile_rows
-        return QueryTile(batch, head, row, self._blocks(batch, head, row, row_tile))
+        return QueryTile(batch, head, row, *self._blocks(batch, head, row, row_tile))
 
-    def _blocks(self, batch: Any, head: Any, row: Any, row_tile: Any) -> BlockRange:
-        plan = self.plan
+    def _blocks(self, batch: Any, head: Any, row: Any, row_tile: Any) -> tuple[BlockRange, Any]:
+        plan, origin = self.plan, np.int32(0)
         if self.inputs.table is not None:
             at = broadcast_index(self.inputs.table, batch, head)
             # The maximum gives the numbers the type of values computed here, on any mesh axis that the table varies
             # over.
-            return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4)))
+            return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4))), origin
         low = row + (plan.keys - plan.queries)
         high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
-        blocks = window_blocks(plan.rules, plan.keys, self.params.kv_block, low, high)
-        return BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks))
+        origin = window_origin(plan.rules, low) if plan.slides else origin
+        # The maximum gives the length the type of values computed here, as above.
+        keys = jnp.maximum(self.inputs.key_lengths[batch], 0) if plan.key_lengths else plan.keys
+        blocks = window_blocks(plan.rules, keys, self.params.kv_block, low, high, origin)
+        blocks = BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks))
+        return blocks, origin
 
     def _warpgroup_tile(self, tile: QueryTile, warpgroup: Any, number: Any) -> WarpgroupTile:
         slot = self.memory.query_slot(warpgroup, number)
@@ -223,7 +227,7 @@ class ForwardKernel:
         memory, barriers = self.memory, self.barriers
         stage = barriers.key.stage(step)
         group = quotient(tile.head, self.plan.heads // self.plan.groups)
-        at = (tile.batch, pl.ds(block * self.params.kv_block, self.params.kv_block), group)
+        at = (tile.batch, pl.ds(tile.origin + block * self.params.kv_block, self.params.kv_block), group)
         # In the order of use: scores, their extra terms, and only then values.
         barriers.key.producer_wait(step, stage)
         memory.copy_in(self.inputs.key, at, memory.key(stage), barriers.key.full.at[stage])

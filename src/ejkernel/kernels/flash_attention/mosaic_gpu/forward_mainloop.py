@@ -71,10 +71,13 @@ class ForwardConsumer:
         self._release_previous_queries()
         # Separate loops for masked and unmasked blocks: one loop with a conditional mask took a causal forward of 4,096
         # queries at head_dim 128 3 % longer on one H200.
-        if plan.table or plan.rules.left is not None:
-            state = lax.fori_loop(blocks.first + 1, unmasked_from, lambda i, state: mainloop(state, i, True), state)
-        state = lax.fori_loop(unmasked_from, unmasked_until, lambda i, state: mainloop(state, i, False), state)
-        if plan.table or plan.rules.right is not None or plan.hides_tail:
+        if plan.masks_all:
+            unmasked_until = blocks.first + 1
+        else:
+            if plan.table or plan.rules.left is not None:
+                state = lax.fori_loop(blocks.first + 1, unmasked_from, lambda i, state: mainloop(state, i, True), state)
+            state = lax.fori_loop(unmasked_from, unmasked_until, lambda i, state: mainloop(state, i, False), state)
+        if plan.hides or plan.rules.right is not None or plan.hides_tail:
             state = lax.fori_loop(unmasked_until, blocks.end, lambda i, state: mainloop(state, i, True), state)
         if not self.params.share_buffer:
             self._release_queries(self.part.number)
@@ -120,7 +123,7 @@ class ForwardConsumer:
         row_max = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _BY_ROW)
         row_sum = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
-        row_max, row_sum, weights, _ = self._softmax(logits, self.tile.blocks.first, row_max, row_sum)
+        row_max, row_sum, weights, _ = self._softmax(logits, self.tile.blocks.first, row_max, row_sum, True)
         return _SoftmaxState(nothing, row_max, row_sum, weights.astype(self.plan.dtype), step + 1)
 
     def _overlapped(self, state: _SoftmaxState, block: Any, masked: bool) -> _SoftmaxState:
@@ -141,7 +144,7 @@ class ForwardConsumer:
             found = backend.read(scores, pending=len(self.plan.value_columns))
             barriers.key.consumer_release(stage)
             logits = self._logits(found, block, stage, masked)
-            row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
+            row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum, masked)
             total = backend.read(acc, pending=0)
             # Rounded only now: registers that a product in flight reads must not be written.
             return total, row_max, row_sum, weights.astype(self.plan.dtype), decay
@@ -169,7 +172,7 @@ class ForwardConsumer:
         barriers.key.consumer_release(stage)
         barriers.value.consumer_release(before)
         logits = self._logits(scores, block, stage, masked)
-        row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum)
+        row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum, masked)
         weights = weights.astype(self.plan.dtype)
         return _SoftmaxState(acc * along_rows(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
 
@@ -291,7 +294,7 @@ class ForwardConsumer:
             scores = jnp.where(visible, scores, -jnp.inf)
         return scores
 
-    def _softmax(self, logits: Any, block: Any, row_max: Any, row_sum: Any) -> tuple[Any, Any, Any, Any]:
+    def _softmax(self, logits: Any, block: Any, row_max: Any, row_sum: Any, masked: bool) -> tuple[Any, Any, Any, Any]:
         """Return the new maximum and sum, the weights, and the factor for earlier sums."""
         exponent = self._exponent
         if self.plan.adds:  # differences first: a bias may be the lowest float
@@ -300,7 +303,7 @@ class ForwardConsumer:
             decay = jnp.exp2((row_max - new_max) * exponent)
         else:
             new_max = jnp.maximum(row_max, logits.max(axis=1) * exponent)
-            weights = jnp.exp2(logits * exponent - along_rows(new_max, logits.shape))
+            weights = self._exp2(logits * exponent - along_rows(new_max, logits.shape), masked)
             decay = jnp.exp2(row_max - new_max)
         # The sum is over all weights: a dropout applies to the result of the softmax.
         row_sum = row_sum * decay + weights.sum(axis=1)
@@ -308,9 +311,20 @@ class ForwardConsumer:
             weights = jnp.where(self._dropout_keeps(block), weights, 0.0)
         return new_max, row_sum, weights, decay
 
+    def _exp2(self, x: Any, masked: bool) -> Any:
+        """Return powers of two; of an unmasked block those of the last `fma_columns` keys by a polynomial."""
+        first = self.params.kv_block - self.params.fma_columns
+        if masked or self.barriers.extra is not None or first == self.params.kv_block:
+            return jnp.exp2(x)
+        found = self.backend.exp2_by_fma(x[:, first:])
+        return found if first == 0 else jnp.concatenate([jnp.exp2(x[:, :first]), found], axis=1)
+
+    def _first_key(self, block: Any) -> Any:
+        return self.tile.origin + block * self.params.kv_block
+
     def _dropout_keeps(self, block: Any) -> Any:
         """Return which weights of a block the dropout keeps."""
-        key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + block * self.params.kv_block
+        key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + self._first_key(block)
         words = along_rows(self.dropout, self.square)
         return keeps(words, key.astype(words.dtype), self.plan.rules)
 
@@ -346,7 +360,7 @@ class ForwardConsumer:
 
     def _visible(self, block: Any) -> list[Any]:
         """Return the conditions under which window and lengths let rows see the keys of a block."""
-        start = block * self.params.kv_block
+        start = self._first_key(block)
         key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
         # Added to the rows, of which a thread has two, so that the numbers of its many keys are constants.

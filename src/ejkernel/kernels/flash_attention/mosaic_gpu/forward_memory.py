@@ -84,12 +84,13 @@ class ForwardBarriers(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A tile of the output: its position, and the blocks of keys that it visits."""
+    """A tile of the output: its position, and the blocks of keys that it visits, counted from the key `origin`."""
 
     batch: Any
     head: Any
     row: Any
     blocks: BlockRange
+    origin: Any
 
 
 class WarpgroupTile(NamedTuple):

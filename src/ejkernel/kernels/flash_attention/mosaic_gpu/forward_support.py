@@ -19,7 +19,8 @@ from .plan import REGISTERS, ROWS, WHOLE_DIMS, ForwardPlan, forward_plan, imbala
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
-_NARROW_WINDOW = 512  # keys
+_NARROW_WINDOW, _NARROWER_WINDOW = 512, 256  # keys
+_NARROW, _WIDE = 64, 128  # head dimensions
 _EVEN = 1.05  # the imbalance up to which a persistent launch was faster
 
 
@@ -48,8 +49,17 @@ def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
     for params in _fallbacks(_preferred(call)):
         if params_fault(call, params) is None:
-            return params
+            return _with_polynomials(call, params)
     raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
+
+
+def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardParams:
+    """Return the parameters, for a soft cap with polynomials in place of some exponentials: it takes tanh as well."""
+    # A causal forward at head_dim 128: 553 us without, 541 with 32 of 128 columns, and 567 with 64. At head_dim 8, 64
+    # and 256, with and without a cap, none was the fastest number.
+    if call.rules.soft_cap is None or not _NARROW < max(call.query[3], call.value[3]) <= _WIDE:
+        return params
+    return dataclasses.replace(params, fma_columns=params.kv_block // 32 * 8)
 
 
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
@@ -94,6 +104,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "pack_heads": either,
             "share_buffer": either,
             "heads_first": either,
+            "fma_columns": tuple({few.fma_columns: None, 0: None}),
         },
         constraints=(memory, registers, packing, persistence),
         build=ForwardParams,
@@ -119,7 +130,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        return _preferred_in_window(call, rules.left, packs=narrow and grouped)
+        return _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _NARROWER_WINDOW))
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
@@ -141,11 +152,12 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     return ForwardParams(kv_block=96 if call.rules.left is None else 64, share_buffer=True)
 
 
-def _preferred_in_window(call: AttentionCall, left: int, *, packs: bool) -> ForwardParams:
+def _preferred_in_window(left: int, *, packs: bool) -> ForwardParams:
     """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
     if not packs:
-        return params
+        # 64 keys at head_dim 128, blocks of 64 or 128 keys: 22 or 26 us.
+        return dataclasses.replace(params, kv_block=64, stages=3) if left < _NARROWER_WINDOW else params
     # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
     # 97, and one of 256 took 77 us instead of 90.
     params = dataclasses.replace(params, pack_heads=True)
@@ -196,7 +208,7 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
     if of_group % warpgroups:
         return f"pack_heads=True needs a multiple of {warpgroups} heads per group; this call has {of_group}"
     # A tile has one range of blocks, and one copy of each array by key, for all its heads.
-    shared = plan.table and call.attention_mask is not None and call.attention_mask[1] > 1
+    shared = plan.hides and call.attention_mask is not None and call.attention_mask[1] > 1
     if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
         return "pack_heads=True needs a mask and a key bias that all heads share"
     return None

@@ -33,6 +33,8 @@ class ForwardParams:
         share_buffer: Whether the output is staged in the buffer of the queries.
         heads_first: The tile order: all tiles of one group of heads before the next group, rather than the last rows of
             all heads, of as many examples as the cache holds keys for, before earlier rows.
+        fma_columns: Of the keys of an unmasked step, those whose exponentials are polynomials on the FMA units, beside
+            the others on the slower unit for transcendental functions; a multiple of 8.
     """
 
     kv_block: int = 128
@@ -45,9 +47,17 @@ class ForwardParams:
     pack_heads: bool = False
     share_buffer: bool = False
     heads_first: bool = False
+    fma_columns: int = 0
 
     def __post_init__(self) -> None:
-        check_parameters(self, kv_block=_KV_BLOCKS, stages=range(1, 9), warpgroups=range(1, 4), query_buffers=(1, 2))
+        check_parameters(
+            self,
+            kv_block=_KV_BLOCKS,
+            stages=range(1, 9),
+            warpgroups=range(1, 4),
+            query_buffers=(1, 2),
+            fma_columns=range(0, 257, 8),
+        )
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
 

@@ -23,6 +23,7 @@ ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup 
 REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
+_FEW_SCORES = 1 << 24
 _CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
@@ -84,7 +85,8 @@ class ForwardPlan(AttentionSizes):
         segments: Whether segment ids are compared.
         key_lengths: Whether examples have key lengths and no segment ids that express them.
         caps_late: Whether the soft cap applies to the sum of logits and bias.
-        table: Whether the range of key blocks of each tile is read from a table.
+        table: Whether the range of key blocks of each tile is read from a table. Otherwise the kernel computes it from
+            the window and the length; a mask of keys then applies to all blocks.
         pieced: Whether query, key, value and output are copied in pieces of columns: lengths or head dimensions are no
             multiples of the tiles of shared memory.
     """
@@ -193,10 +195,26 @@ class ForwardPlan(AttentionSizes):
         return not self.params.pack_heads and rest % ROWS > 0 and rest <= self.tile_rows - ROWS
 
     @property
+    def hides(self) -> bool:
+        """Whether arrays may hide keys of any block."""
+        return self.table or self.key_lengths or self.key_mask
+
+    @property
+    def masks_all(self) -> bool:
+        """Whether a mask applies to every block."""
+        return self.key_mask and not self.table
+
+    @property
+    def slides(self) -> bool:
+        """Whether the blocks of a tile start at the first key of its window, wherever that is."""
+        arrays = self.hides or self.bias or self.key_bias
+        return self.rules.left is not None and not arrays
+
+    @property
     def hides_tail(self) -> bool:
         """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
-        return self.keys % self.params.kv_block != 0 and (right is None or right > 0)
+        return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
@@ -230,7 +248,8 @@ def imbalance(plan: ForwardPlan) -> float:
     last = plan.keys if rules.right is None else np.clip(low + plan.tile_rows + rules.right, 0, plan.keys)
     first = 0 if rules.left is None else np.clip(low - rules.left, 0, plan.keys)
     block = plan.params.kv_block
-    blocks = -(-last // block) - first // block + 1  # prologue and epilogue take about as long as one key block
+    first = first if plan.slides else first // block * block
+    blocks = -(-(last - first) // block) + 1  # prologue and epilogue take about as long as one key block
     turn, place = np.divmod(numbers, plan.programs)
     program = np.where(turn % 2, plan.programs - 1 - place, place)
     # By this estimate one order can take 1.6 times as long as another, and measured times agree with it.
@@ -259,8 +278,14 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         segments=segments,
         key_lengths=key_lengths,
         caps_late=caps_late,
-        table=segments or key_lengths or mask != "",
+        table=segments or mask == "block" or (mask == "keys" and _is_worth_a_table(call, params.kv_block)),
     )
+
+
+def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
+    """Return whether the blocks of keys that a mask hides are found before the kernel, which takes about 8 us."""
+    batch, queries, heads, _ = call.query
+    return call.key[1] > 2 * kv_block and batch * heads * queries * call.key[1] > _FEW_SCORES
 
 
 def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:

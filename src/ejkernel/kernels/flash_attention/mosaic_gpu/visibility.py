@@ -20,6 +20,7 @@ from jax import lax
 from ejkernel.kernels._hopper.device import quotient
 from ejkernel.kernels.flash_attention.common import Operands, Rules, query_words
 
+_ALIGNED = 8  # rows of the tiles of shared memory
 _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # two segment ids that no user has, and that do not match each other
 
 
@@ -105,25 +106,38 @@ class BlockRange(NamedTuple):
     end: Any
 
 
-def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -> BlockRange:
-    """Return the blocks that rows at the positions `low` to `high` visit under the window alone.
+def window_origin(rules: Rules, low: Any) -> Any:
+    """Return the key from which a tile counts its blocks, if these need not be the same for all tiles.
+
+    It is the first key that the window shows to the row at position `low`, rounded down to whole tiles of shared
+    memory: the window then takes as few blocks as it can.
+    """
+    assert rules.left is not None
+    return quotient(jnp.maximum(low - rules.left, 0), _ALIGNED) * _ALIGNED
+
+
+def window_blocks(rules: Rules, keys: Any, kv_block: int, low: Any, high: Any, origin: Any = 0) -> BlockRange:
+    """Return the blocks that rows at the positions `low` to `high` visit under the window and a length alone.
 
     Args:
         rules: The window; query `i` has position `i + keys - queries`.
-        keys: The number of keys.
+        keys: The number of keys, or of those that count.
         kv_block: Keys in a block.
         low, high: Position of the tile's first and last row, int32.
+        origin: The first key of block 0.
     """
     first: Any = 0
     unmasked_from: Any = 0
-    unmasked_until: Any = keys // kv_block
-    end: Any = _blocks(keys, kv_block)
+    unmasked_until: Any = _floor(keys - origin, kv_block)
+    end: Any = _blocks(keys - origin, kv_block)
+    if not isinstance(end, int):  # an example may have no keys
+        end = jnp.maximum(end, 1)
     if rules.left is not None:
-        first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
-        unmasked_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
+        first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0) - origin, kv_block), end - 1)
+        unmasked_from = _blocks(jnp.maximum(high - rules.left - origin, 0), kv_block)
     if rules.right is not None:
-        unmasked_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
-        end = _blocks(jnp.clip(high + (rules.right + 1), 0, keys), kv_block)
+        unmasked_until = quotient(jnp.maximum(jnp.clip(low + (rules.right + 1), 0, keys) - origin, 0), kv_block)
+        end = _blocks(jnp.maximum(jnp.clip(high + (rules.right + 1), 0, keys) - origin, 0), kv_block)
     if rules.left is not None or rules.right is not None:
         end = jnp.maximum(end, first + 1)
     return BlockRange(first, unmasked_from, unmasked_until, end)
@@ -296,6 +310,10 @@ def _tiled(ids: Array, block: int) -> Array:
 def _module(*arrays: Any) -> Any:
     """Return the module that computes with these arrays; `None` is skipped."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def _floor(length: Any, block: int) -> Any:
+    return length // block if isinstance(length, int) else quotient(length, block)
 
 
 def _blocks(length: Any, block: int) -> Any:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain JAX on a GPU computes examples one after another if their scores are large; tested on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.attention_cases import Case
+
+from ejkernel.kernels.flash_attention import _xla_blocks
+from ejkernel.kernels.flash_attention.common import Rules, describe
+from ejkernel.kernels.flash_attention.xla import Xla
+from ejkernel.ops import BwdParams, FwdParams
+
+CASE = Case(batch=6, queries=24, keys=24, heads=2, groups=1, mask=(1, 1, 24, 24), rules=Rules(scale=0.3, right=0))
+XLA, FORWARD, BACKWARD = Xla(), FwdParams(q_blocksize=None, kv_blocksize=None), BwdParams()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend to be on a GPU on which the scores of two examples fit in memory."""
+    monkeypatch.setattr(_xla_blocks.compat, "target_kind", lambda: "gpu")
+    monkeypatch.setattr(_xla_blocks, "_MOST_SCORES", 2 * 2 * 24 * 24)
+
+
+def both_directions(operands):
+    out, lse = XLA.attend(operands, CASE.rules, FORWARD)
+    gradients = XLA.differentiate(operands, (out, lse), jnp.cos(out), CASE.rules, BACKWARD, dlse=jnp.sin(lse))
+    return jax.tree.leaves((out, lse, gradients))
+
+
+def test_results_are_those_of_all_examples_at_once(request):
+    operands = CASE.operands()._replace(key_lengths=jnp.asarray([24, 3, 0, 20, 11, 24]))
+    expected = both_directions(operands)
+    request.getfixturevalue("gpu")
+    assert _xla_blocks.examples_at_once(describe(operands, CASE.rules), None, None) == 2
+    for one, other in zip(both_directions(operands), expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "blocks", "count"),
+    [
+        ({}, (24, 24), 2),
+        ({"batch": 7}, (24, 24), 1),
+        ({"bias": (1, 2, 24, 24)}, (24, 24), 6),
+        ({"batch": 1}, (24, 24), 1),
+    ],
+    ids=["two at once", "no divisor", "a shared gradient", "a single example"],
+)
+@pytest.mark.usefixtures("gpu")
+def test_examples_at_once(change, blocks, count):
+    case = dataclasses.replace(CASE, mask=None, **change)
+    call = describe(jax.eval_shape(case.operands), case.rules)
+    assert count == _xla_blocks.examples_at_once(call, *blocks)
+
+
+def test_wide_heads_have_all_keys_in_a_block():
+    """Blocks of other heads are small enough for 256 MiB of scores, whatever their shape."""
+
+    def blocks(length, dim):
+        case = Case(batch=1, queries=length, keys=length, heads=8, groups=1, head_dim=dim, value_dim=dim)
+        return _xla_blocks.default_blocks(describe(jax.eval_shape(case.operands), case.rules, platform="gpu"))
+
+    assert [blocks(4096, 512), blocks(8192, 512)] == [(4096, 4096), (1024, 8192)]
+    assert blocks(4096, 128) == (1024, 1024)
