@@ -14,6 +14,8 @@ from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from .grouped_matmul import QuantizedGroupedMatmul as QuantizedGroupedMatmul
 from .grouped_matmul import QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig
+from .grouped_matmul import QuantizedGroupedWgrad as QuantizedGroupedWgrad
+from .grouped_matmul import QuantizedGroupedWgradConfig as QuantizedGroupedWgradConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .kv_cache import OutOfPagesError as OutOfPagesError
@@ -76,6 +78,8 @@ __all__ = [
     "Quantized",
     "QuantizedGroupedMatmul",
     "QuantizedGroupedMatmulConfig",
+    "QuantizedGroupedWgrad",
+    "QuantizedGroupedWgradConfig",
     "QuantizedMatmul",
     "QuantizedMatmulConfig",
     "RmsNorm",

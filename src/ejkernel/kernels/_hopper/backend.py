@@ -70,6 +70,9 @@ class Hopper:
         del count
         return tuple(buffer)
 
+    def order_reads(self) -> None:
+        """Order reads of shared memory before copies that overwrite it: the arrival that follows does so."""
+
     def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
         """Return columns of a stage of an `aliased` buffer whose second view has pairs of 8-bit numbers, as int16."""
         pairs = buffer[1].at[stage, :, columns]
@@ -145,6 +148,10 @@ class Interpreter:
     def views(self, buffer: Any, count: int) -> tuple[Any, ...]:
         """See `Hopper.views`."""
         return (buffer,) * count
+
+    def order_reads(self) -> None:
+        """See `Hopper.order_reads`; the race detector wants a fence, as after writes."""
+        plgpu.commit_smem()
 
     def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
         """See `Hopper.load_pairs`; `buffer` has the first view's type."""

@@ -20,6 +20,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from . import launch
 from .plan import (
     FEW_ROWS,
+    MOST_SUMS,
     STEP,
     FewRowsPlan,
     MosaicGpuParams,
@@ -30,7 +31,6 @@ from .plan import (
 )
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
-_MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
@@ -234,8 +234,8 @@ def _few_rows_fault(plan: FewRowsPlan) -> str | None:
 
 def _register_fault(plan: QuantizedPlan) -> str | None:
     sums = plan.sums_per_thread()
-    if sums > _MOST_SUMS:
-        return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {_MOST_SUMS} leave enough."
+    if sums > MOST_SUMS:
+        return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {MOST_SUMS} leave enough."
     if not plan.promoted and sums > 128:
         return f"one accumulator has at most 128 registers per thread, got {sums}; use smaller tiles."
     return None

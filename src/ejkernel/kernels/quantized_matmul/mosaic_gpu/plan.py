@@ -4,21 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.device import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
 FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 SCALES = 32  # float32 numbers of the least copy
+MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
@@ -123,6 +125,46 @@ class QuantizedPlan(ProductPlan):
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
         columns = self.tile_columns + (self.part_columns if self.promoted else 0)
         return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedWgradPlan(WgradPlan):
+    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks.
+
+    Attributes:
+        rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+    """
+
+    rhs_dtype: str
+    thin: ClassVar[bool] = True  # see `QuantizedPlan`
+
+    @property
+    def step_size(self) -> int:
+        """See `GroupedPlan`."""
+        return STEP
+
+    @property
+    def copies(self) -> int:
+        """See `GroupedPlan`; scales come with their operands."""
+        return WARPGROUPS + 3
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of the left operand that a step copies."""
+        return self.tile_rows
+
+    @property
+    def column_scales(self) -> int:
+        """Scales of the right operand that a step copies."""
+        return self.tile_columns
+
+    def shared_bytes(self) -> int:
+        """See `GroupedPlan`."""
+        return super().shared_bytes() + self.stages * (self.scale_rows + self.column_scales) * 4
+
+    def sums_per_thread(self) -> int:
+        """Return the registers of sums per thread, and of the accumulator."""
+        return 2 * super().sums_per_thread()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,6 +278,25 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     """Return the plan of a launch for groups of rows."""
     return dataclasses.replace(
         quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
+    )
+
+
+def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -> QuantizedWgradPlan:
+    """Return the plan of a weight gradient."""
+    return QuantizedWgradPlan(
+        rows=call.rows,
+        groups=call.groups,
+        inner=padded(call.inner, ALIGNED),
+        columns=padded(call.columns, ALIGNED),
+        dtype=call.dtype,
+        rhs_dtype=call.rhs_dtype,
+        out_dtype=call.out_dtype,
+        tile_rows=params.block_k,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+        snake=params.snake,
     )
 
 
