@@ -129,9 +129,9 @@ class Interpreter:
         return value
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
-        """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""
-        del condition
-        plgpu.copy_gmem_to_smem(source, target, barrier)
+        """See `Hopper.copy_if`."""
+        pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(source, target, barrier))
+        pl.when(jnp.logical_not(condition))(lambda: plgpu.barrier_arrive(barrier))
 
     def add_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another."""

@@ -82,7 +82,7 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
 
     def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
         # An empty group has no steps; its result is stored as zeros.
-        sums = self.scaled_sums(tile.steps, step, warpgroup, 0, tile.column)
+        sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
         self._store(sums, tile, warpgroup)
         return step + tile.steps
 
