@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from .plan import MOST_SUMS, quantized_wgrad_plan
 
 _WIDTHS = (64, 128, 192)  # of a tile: sums and accumulator of 256 columns do not fit in registers
-_STAGES = {64: 8, 128: 5, 192: 4}  # by width: about as many as shared memory holds
+_STAGES = {64: 8, 128: 6, 192: 4}  # by width: the most, if they fit
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_GROUPS = 2**20
 
@@ -71,11 +70,14 @@ class MosaicGpuGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
         """Return good parameters: the widest tile that wastes few columns in the last one."""
         waste = {size: -(-call.columns // size) * size for size in _WIDTHS}
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
-        params = WgradParams(block_n=block_n, stages=_STAGES[block_n], out_slots=1)
-        plan = quantized_wgrad_plan(call, params)
+        plan = quantized_wgrad_plan(call, WgradParams(block_n=block_n))
         out_slots = next(slots for slots in (2, 3, 1) if plan.pieces % slots == 0)
         many = plan.tiles > MANY_TILES
-        return dataclasses.replace(params, out_slots=out_slots, largest_first=many, snake=many)
+        deepest = [
+            WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
+            for stages in range(_STAGES[block_n], 1, -1)
+        ]
+        return next(params for params in deepest if self.params_fault(call, params) is None)
 
     def space(self, call: QuantizedGroupedWgradCall) -> ConfigSpace[WgradParams]:
         """Return the search space."""

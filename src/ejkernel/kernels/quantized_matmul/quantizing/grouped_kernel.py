@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import plgpu
 
 from .common import BLOCK
 from .kernel import QuantizingKernel, QuantizingMemory, loaded, run_kernel
@@ -48,49 +48,21 @@ def quantized_groups(plan: QuantizingPlan, x: jax.Array, table: jax.Array, *, in
 class _GroupedKernel(QuantizingKernel):
     """The program of one block of threads."""
 
-    def memory_types(self) -> QuantizingMemory:
-        """See `QuantizingKernel`; copies use the swizzled views, which may start at any row."""
-        plan, backend = self.plan, self.backend
-        tiles, out = (plan.slots, 2, BLOCK, HALF), (plan.copies, HALF, BLOCK)
-        return QuantizingMemory(
-            backend.aliased(tiled(tiles, plan.dtype), swizzled(tiles, plan.dtype)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
-            backend.aliased(tiled(out, plan.values), swizzled(out, plan.values)),
-        )
-
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: QuantizingMemory) -> None:
         """See `QuantizingKernel`."""
-        _, self.table = arrays
-        self.tiles, self.copied_tiles = self.backend.views(memory.tiles, 2)
+        self.table = arrays[1]
         super().run(arrays, results, memory)
 
-    def _views(self) -> tuple[Any, Any]:
-        """See `QuantizingKernel`."""
-        out, copied = self.backend.views(self.memory.out, 2)
-        return out, copied
-
-    def _row(self, block: Any) -> Any:
-        """Return the first row of a block; blocks without rows read the last one."""
-        return jnp.minimum(self.table[lax.div(block, BLOCK), 0], self.plan.rows - 1)
-
-    def _fetch(self, first: Any, i: Any) -> None:
-        (block, column), slot = self._start(first, i), lax.rem(i, self.plan.slots)
-        rows = pl.ds(self._row(block), BLOCK)
-        for half in range(2):
-            source = self.x.at[rows, pl.ds(column + half * HALF, HALF)]
-            plgpu.copy_gmem_to_smem(source, self.copied_tiles.at[slot, half], self.memory.full.at[slot])
-
-    def _rows(self, slot: Any, half: int, row: Any, column: Any) -> None:
-        rows = [loaded(self.tiles.at[slot, part, pl.ds(half * HALF, HALF)]) for part in range(2)]
-        self._store(jnp.concatenate(rows, axis=1), half, self.results[:2], (self._row(row) + half * HALF, column))
+    def _row(self, row: Any) -> Any:
+        # Blocks without rows read the last one.
+        return jnp.minimum(self.table[lax.div(row, BLOCK), 0], self.plan.rows - 1)
 
     def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
-        columns = loaded(self.tiles.at[slot, half].transpose((1, 0)))
-        number = plgpu.broadcasted_iota(jnp.int32, columns.shape, 1, layout=plgpu.Layout.WGMMA)
-        block = lax.div(row, BLOCK)
-        own = jnp.where(number < self.table[block, 1], columns, jnp.zeros_like(columns))
-        scale = self._quantize(own, 2 + half)
-        (values, scales), at = self.results[2:], pl.ds(column + half * HALF, HALF)
-        scales.at[block, at][...] = scale
+        wide = loaded(self.tiles.at[slot, half].transpose((1, 0)))
+        number = plgpu.broadcasted_iota(jnp.int32, wide.shape, 1, layout=plgpu.Layout.WGMMA)
+        block, columns = lax.div(row, BLOCK), pl.ds(column + half * HALF, HALF)
+        scale = self._quantize(jnp.where(number < self.table[block, 1], wide, jnp.zeros_like(wide)), 2 + half)
+        values, scales = self.results[2:]
+        scales.at[block, columns][...] = scale
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.copied.at[2 + half], values.at[at, pl.ds(row, BLOCK)])
+        plgpu.copy_smem_to_gmem(self.copied.at[2 + half], values.at[columns, pl.ds(row, BLOCK)])

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, swizzled, tiled
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 
 from .common import BLOCK
@@ -70,19 +70,25 @@ class QuantizingKernel:
         self.plan, self.backend = plan, backend
 
     def memory_types(self) -> QuantizingMemory:
-        """Return the types of shared memory and barriers."""
-        plan = self.plan
+        """Return the types of shared memory and barriers.
+
+        A tile has two halves of its columns, each one swizzle wide. Copies use views without tiles: these may start at
+        any row, and an array may have any size.
+        """
+        plan, aliased = self.plan, self.backend.aliased
+        tiles, out = (plan.slots, 2, BLOCK, HALF), (plan.copies, HALF, BLOCK)
         return QuantizingMemory(
-            tiled((plan.slots, BLOCK, BLOCK), plan.dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=plan.slots),
-            tiled((plan.copies, HALF, BLOCK), plan.values),
+            aliased(tiled(tiles, plan.dtype), swizzled(tiles, plan.dtype)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
+            aliased(tiled(out, plan.values), swizzled(out, plan.values)),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: QuantizingMemory) -> None:
         """Quantise every `programs`-th tile."""
         plan, self.memory, self.results = self.plan, memory, results
         self.x, *_ = arrays
-        self.buffers, self.copied = self._views()
+        self.tiles, self.copied_tiles = self.backend.views(memory.tiles, 2)
+        self.buffers, self.copied = self.backend.views(memory.out, 2)
         first = lax.axis_index(PROGRAM)
         count = lax.div(plan.grid[0] * plan.grid[1] - first + (plan.programs - 1), plan.programs)
         for i in range(plan.slots):
@@ -109,20 +115,26 @@ class QuantizingKernel:
         row = lax.div(number, columns)
         return row * BLOCK, (number - row * columns) * BLOCK
 
+    def _row(self, row: Any) -> Any:
+        """Return the row of the matrix at which the tile begins whose columns begin at `row`."""
+        return row
+
     def _fetch(self, first: Any, i: Any) -> None:
         (row, column), slot = self._start(first, i), lax.rem(i, self.plan.slots)
-        source = self.x.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-        plgpu.copy_gmem_to_smem(source, self.memory.tiles.at[slot], self.memory.full.at[slot])
+        rows = pl.ds(self._row(row), BLOCK)
+        for half in range(2):
+            source = self.x.at[rows, pl.ds(column + half * HALF, HALF)]
+            plgpu.copy_gmem_to_smem(source, self.copied_tiles.at[slot, half], self.memory.full.at[slot])
 
     def _rows(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's rows."""
-        rows = loaded(self.memory.tiles.at[slot, pl.ds(half * HALF, HALF)])
-        self._store(rows, half, self.results[:2], (row + half * HALF, column))
+        rows = [loaded(self.tiles.at[slot, part, pl.ds(half * HALF, HALF)]) for part in range(2)]
+        self._store(jnp.concatenate(rows, axis=1), half, self.results[:2], (self._row(row) + half * HALF, column))
 
     def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's columns, as rows of the transpose."""
-        columns = self.memory.tiles.at[slot, :, pl.ds(half * HALF, HALF)]
-        self._store(loaded(columns.transpose((1, 0))), 2 + half, self.results[2:], (column + half * HALF, row))
+        columns = loaded(self.tiles.at[slot, half].transpose((1, 0)))
+        self._store(columns, 2 + half, self.results[2:], (column + half * HALF, row))
 
     def _store(self, wide: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
         """Quantise 64 rows of 128 numbers, and store them with their scales."""
@@ -143,10 +155,6 @@ class QuantizingKernel:
         # Rounding may lead beyond the largest number: the conversion saturates.
         self.buffers.at[slot][...] = (wide * factor).astype(self.plan.values)
         return scale
-
-    def _views(self) -> tuple[Any, Any]:
-        """Return the buffers of copies to global memory, as registers are stored in them and as they are copied."""
-        return self.memory.out, self.memory.out
 
 
 def loaded(tile: Any) -> Any:
