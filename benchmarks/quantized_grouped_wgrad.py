@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.linear_cross_entropy_hopper import relative_error
 from benchmarks.quantized_grouped_matmul import BASE, SHAPES, Shape, ratios, sizes_of
 from benchmarks.quantized_matmul import add_times, measured_apart, table
+from ejkernel.kernels.grouped_matmul.common import taken_apart
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.modules import Quantized, QuantizedGroupedWgradConfig, grouped_matmul_wgrad, quantize_both
 
@@ -96,7 +97,7 @@ def expected(lhs: Any, dout: Any, sizes: jax.Array) -> jax.Array:
         if isinstance(array, Quantized):
             array = Quantized(array.values[:PART], array.scale[:PART], array.block).dequantize().T
         arrays.append(array[:, :PART].astype(jnp.float32))
-    own = sizes if not isinstance(lhs, Quantized) else whole_blocks(sizes, lhs.shape[1])
+    own = taken_apart(whole_blocks(sizes, lhs.shape[1]))[0] if isinstance(lhs, Quantized) else sizes
     ends, row = jnp.cumsum(own), jnp.arange(len(arrays[0]))
     inside = (row >= ends[GROUP - 1]) & (row < ends[GROUP])
     return jnp.einsum("rk,rn->kn", jnp.where(inside[:, None], arrays[0], 0), arrays[1], precision="highest")

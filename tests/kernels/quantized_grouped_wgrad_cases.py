@@ -49,9 +49,7 @@ SUBJECT = Subject(
     briefly=("uneven",),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16",)),
-        "xla": Backend(
-            dtypes=("float32", "bfloat16"), params=(XlaGroupedParams(block_rows=100), XlaGroupedParams())
-        ),
+        "xla": Backend(dtypes=("float32", "bfloat16"), params=(XlaGroupedParams(block_rows=100), XlaGroupedParams())),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use},

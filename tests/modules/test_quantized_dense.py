@@ -178,9 +178,9 @@ def test_the_gradient_of_matrices_takes_columns_in_groups():
         with pytest.raises(ArgumentError, match=message):
             grouped_matmul_wgrad(*given, sizes)
     with pytest.raises(UnsupportedError, match="has no gradient"):
-        jax.grad(lambda scale: grouped_matmul_wgrad(Quantized(columns.values, scale, columns.block), gradients, sizes).sum())(
-            columns.scale
-        )
+        jax.grad(
+            lambda scale: grouped_matmul_wgrad(Quantized(columns.values, scale, columns.block), gradients, sizes).sum()
+        )(columns.scale)
 
 
 # --- rejected arguments ---

@@ -197,7 +197,8 @@ def grouped_matmul_wgrad(
         dout8, dout8t = quantize_both(dout, group_sizes, dtype="float8_e5m2")
         drhs = grouped_matmul_wgrad(lhs8t, dout8t, group_sizes)
 
-    This is a separate operation, `quantized_grouped_wgrad`, without a gradient. On Hopper GPUs `mosaic_gpu` runs float8.
+    This is a separate operation, `quantized_grouped_wgrad`, without a gradient. On Hopper GPUs, `mosaic_gpu` runs
+    float8.
 
     Args:
         lhs: Rows, group after group: the left operand of `grouped_matmul`.
@@ -239,7 +240,7 @@ def _columns(name: str, array: Any) -> tuple[Any, Any]:
     if block != _COLUMN_BLOCKS:
         got = type_text(array) if block is None else f"blocks {block}"
         raise ArgumentError(
-            f"{name} must have blocks {_COLUMN_BLOCKS} where lhs or rhs is quantised, got {got}; pass the second result "
-            "of quantize_both(x, group_sizes) for both."
+            f"{name} must have blocks {_COLUMN_BLOCKS} where lhs or rhs is quantised, got {got}; pass the second "
+            "result of quantize_both(x, group_sizes) for both."
         )
     return values, scale

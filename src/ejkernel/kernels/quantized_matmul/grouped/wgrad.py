@@ -27,7 +27,7 @@ from ejkernel.kernels.grouped_matmul.operation import (
     example_sizes,
 )
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS, example_operand, widened
-from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, check_quantized
+from ejkernel.kernels.quantized_matmul.quantized import Quantized, canonical_dtype, check_quantized
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count, whole_blocks
 from ejkernel.ops.core.invocation import Invocation

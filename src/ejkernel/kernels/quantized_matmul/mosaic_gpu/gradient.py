@@ -13,11 +13,10 @@ from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import Groups, row_spans
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MANY_TILES
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedWgradCall
-from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation

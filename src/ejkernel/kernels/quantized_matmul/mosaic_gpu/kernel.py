@@ -128,7 +128,7 @@ class QuantizedKernel(ProductKernel):
     def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         """Return the products of one part over some stages."""
         shape = self.plan.part_rows, self.plan.part_columns
-        return products_of(shape, stages, lambda *at: self._multiply(*at, warpgroup, part))
+        return products_of(shape, stages, lambda sums, stage: self._multiply(sums, stage, warpgroup, part))
 
     def _pieces(
         self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile

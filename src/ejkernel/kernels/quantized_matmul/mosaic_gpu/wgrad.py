@@ -88,8 +88,6 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
 
     def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         def multiply(accumulator: Any, stage: Any) -> None:
-            plgpu.wgmma(
-                accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0))
-            )
+            plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
 
         return products_of((self.plan.part_rows, self.plan.tile_columns), stages, multiply)

@@ -76,7 +76,7 @@ def quantized(call: QuantizeCall, arrays: tuple[Any, ...], params: QuantizeParam
         lead, rows = x.shape[:-1], x.reshape(sizes)
         with jax.enable_x64(False):  # the kernels count in int32
             if group_sizes:
-                found = quantized_groups(plan, rows, blocks_of(*group_sizes, call.rows), interpret=interpret)
+                found = quantized_groups(plan, rows, blocks_of(group_sizes[0], call.rows), interpret=interpret)
                 found[3] = found[3].T
             else:
                 found = quantized_blocks(plan, rows, interpret=interpret)
