@@ -48,6 +48,8 @@ from .quantized_matmul import quantize as quantize
 from .quantized_matmul import quantize_both as quantize_both
 from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
+from .rms_norm import QuantizedRmsNorm as QuantizedRmsNorm
+from .rms_norm import QuantizedRmsNormConfig as QuantizedRmsNormConfig
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -82,6 +84,8 @@ __all__ = [
     "QuantizedGroupedWgradConfig",
     "QuantizedMatmul",
     "QuantizedMatmulConfig",
+    "QuantizedRmsNorm",
+    "QuantizedRmsNormConfig",
     "RmsNorm",
     "RmsNormConfig",
     "append_to_pages",

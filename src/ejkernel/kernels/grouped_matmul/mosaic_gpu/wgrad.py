@@ -212,12 +212,17 @@ class WgradKernel:
         rows = pl.ds(tile.row + plan.part_rows * warpgroup, plan.part_rows)
         for i in range(plan.tile_columns // width):
             piece = self.memory.out.at[warpgroup, i % plan.out_slots]
-            part, at = divmod(i * width, totals[0].shape[1])
-            values = totals[part][:, at : at + width].astype(plan.out_dtype)
+            values = self.piece(totals, i)
             plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
             piece[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(piece, self.out.at[tile.group, rows, pl.ds(tile.column + i * width, width)])
+
+    def piece(self, totals: Sequence[Any], index: int) -> Any:
+        """Return a piece of a tile's result, rounded."""
+        width = self.plan.piece_columns
+        part, at = divmod(index * width, totals[0].shape[1])
+        return totals[part][:, at : at + width].astype(self.plan.out_dtype)
 
 
 def _keep_rows(tile: Any, first: Any, end: Any) -> None:

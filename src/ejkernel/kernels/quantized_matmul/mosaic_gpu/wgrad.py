@@ -7,7 +7,7 @@ belongs to one group and is filled with zeros: no rows of other groups are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
@@ -61,6 +61,25 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         *others, self.lhs_scales, self.rhs_scales = arrays
         super().run(others, results, memory)
 
+    def _each_tile(self, body: Callable[[WgradTile, Any], Any]) -> Any:
+        """See `WgradKernel`; each tile is looked up during the one before: it has few steps to hide the reads."""
+        plan, program = self.plan, lax.axis_index(PROGRAM)
+        whole, rest = divmod(plan.tiles, plan.programs)
+        backwards = plan.programs - 1 - program
+
+        def tile(i: Any) -> WgradTile:
+            dealt = jnp.where(lax.rem(i, 2) == 0, program, backwards) if plan.snake else program
+            return self._tile(jnp.minimum(i * plan.programs + dealt, plan.tiles - 1))
+
+        def one(i: Any, carry: tuple[Any, WgradTile]) -> tuple[Any, WgradTile]:
+            step, now = carry
+            following = tile(i + 1)
+            return body(now, step), following
+
+        last = backwards if plan.snake and whole % 2 else program
+        count = whole + (last < rest).astype(jnp.int32)
+        return lax.fori_loop(0, count, one, (jnp.int32(0), tile(jnp.int32(0))))[0]
+
     def _span(self, entry: Any) -> tuple[Any, Any, Any, Any]:
         start, rows = self.table[entry, 1], self.table[entry, 2]
         return start, jnp.int32(0), rows, lax.div(rows + (STEP - 1), STEP)
@@ -85,6 +104,21 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
         self._store(sums, tile, warpgroup)
         return step + tile.steps
+
+    def _store(self, totals: Sequence[Any], tile: WgradTile, warpgroup: Any) -> None:
+        """See `WgradKernel`; where each piece has a slot, all are copied at once."""
+        plan, out = self.plan, self.memory.out
+        if plan.out_slots < plan.pieces:
+            super()._store(totals, tile, warpgroup)
+            return
+        rows = pl.ds(tile.row + plan.part_rows * warpgroup, plan.part_rows)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(plan.pieces):
+            out.at[warpgroup, i][...] = self.piece(totals, i)
+        plgpu.commit_smem()
+        for i in range(plan.pieces):
+            columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
+            plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
     def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         def multiply(accumulator: Any, stage: Any) -> None:

@@ -85,7 +85,14 @@ class QuantizedRmsNorm(Operation[QuantizedRmsNormConfig, QuantizedRmsNormCall, A
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the results in plain JAX."""
         x, weight, *residual = args
-        return quantized_norm(x, weight, *residual, **options)
+        return quantized_norm(
+            x,
+            weight,
+            *residual,
+            quantize=options["quantize"],
+            eps=options["eps"],
+            weight_offset=options.get("weight_offset", 0.0),
+        )
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits the rows."""
