@@ -161,17 +161,14 @@ def rms_norm(
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call, or a call with `quantize` is differentiated.
     """
+    options: dict[str, Any] = {"eps": eps, "implementation": implementation, "cfg": cfg}
     if quantize is not None:
-        other = is_array(x) and _normalized_axes(axis, len(x.shape)) != (len(x.shape) - 1,)
-        if other:
-            raise ArgumentError(f"axis must be the last axis of x with quantize, got {given_text(axis)}.")
-        options = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
-        return _quantized(x, weight, residual, quantize=quantize, **options)
+        return _quantized(x, weight, residual, axis, quantize=quantize, weight_offset=weight_offset, **options)
     more = () if residual is None else (residual,)
     if type(axis) is int and axis == -1 and type(weight_offset) is float and not weight_offset:
         # Each argument slows down an eager call, so defaults are not passed.
-        return _rms_norm(x, weight, *more, eps=eps, implementation=implementation, cfg=cfg)
-    options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
+        return _rms_norm(x, weight, *more, **options)
+    options["weight_offset"] = weight_offset
     # Arguments that are not arrays go to the operation, which raises a clear error.
     if not is_array(x) or (is_integer(axis) and axis in (-1, len(x.shape) - 1)):
         return _rms_norm(x, weight, *more, **options)
@@ -191,7 +188,12 @@ def rms_norm(
     return out
 
 
-def _quantized(x: Any, weight: Any, residual: Any, **options: Any) -> Quantized | tuple[Quantized, jax.Array]:
+def _quantized(
+    x: Any, weight: Any, residual: Any, axis: Any, **options: Any
+) -> Quantized | tuple[Quantized, jax.Array]:
+    """Return the output in 8 bits, and the sum if there is a residual."""
+    if is_array(x) and _normalized_axes(axis, len(x.shape)) != (len(x.shape) - 1,):
+        raise ArgumentError(f"axis must be the last axis of x with quantize, got {given_text(axis)}.")
     values, scale, *sums = _quantized_rms_norm(x, weight, *(() if residual is None else (residual,)), **options)
     out = Quantized(values, scale, (1,) * (len(values.shape) - 1) + (_BLOCK,))
     return (out, *sums) if sums else out

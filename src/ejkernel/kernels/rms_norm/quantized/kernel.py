@@ -22,7 +22,7 @@ from ejkernel.kernels._row_norms.shared_memory import LongRowKernel
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 
-from .mosaic_gpu import QuantizedRowPlan
+from .plan import QuantizedRowPlan
 
 _TINY = float(np.finfo(np.float32).tiny)
 

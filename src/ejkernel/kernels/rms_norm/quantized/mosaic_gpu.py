@@ -1,47 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation with a result in 8 bits by our kernel for Hopper GPUs: supported calls, plan and launch."""
+"""RMS normalisation with a result in 8 bits by our kernel for Hopper GPUs: supported calls and launch."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels._row_norms import implementation
 from ejkernel.kernels._row_norms.launch import folded
-from ejkernel.kernels._row_norms.plan import Formula, RowNormParams, RowNormPlan
+from ejkernel.kernels._row_norms.plan import Formula, RowNormParams
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import QuantizedRmsNormCall
+from .plan import QuantizedRowPlan, row_plan
 
 _WHOLE = 4 * BLOCK  # elements that a warpgroup quantises at once: a block for each warp
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedRowPlan(RowNormPlan):
-    """The static description of one launch.
-
-    Attributes:
-        values: Name of the dtype of the result.
-    """
-
-    values: str
-
-    @property
-    def minor(self) -> int:
-        """See `RowNormPlan`; a block of the result."""
-        return BLOCK
-
-    def shared_bytes(self) -> int:
-        """See `RowNormPlan`."""
-        wide = (self.sources + self.formula.residual) * jnp.dtype(self.dtype).itemsize
-        return self.params.stages * self.params.block_rows * self.dim * (wide + 1) + 1024
 
 
 class MosaicGpu(implementation.MosaicGpu[QuantizedRmsNormCall]):
@@ -68,17 +46,11 @@ class MosaicGpu(implementation.MosaicGpu[QuantizedRmsNormCall]):
         return 0
 
     def _plan(self, call: QuantizedRmsNormCall, params: RowNormParams) -> QuantizedRowPlan:
-        return _plan(call, self.formula(call), params, call.rows)
+        return row_plan(call, self.formula(call), params, call.rows)
 
     def forward(self, call: QuantizedRmsNormCall, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
         """Return the results, without residuals."""
         return normalized(call, self.formula(call), args, params), ()
-
-
-def _plan(call: QuantizedRmsNormCall, formula: Formula, params: RowNormParams, rows: int) -> QuantizedRowPlan:
-    return QuantizedRowPlan(
-        rows=rows, dim=call.dim, dtype=call.dtype, formula=formula, backward=False, params=params, values=call.values
-    )
 
 
 def normalized(
@@ -105,7 +77,7 @@ def normalized(
         from .kernel import normalize_rows  # Mosaic GPU is not available in every environment
 
         shape = arrays[0].shape
-        plan = _plan(call, formula, params, arrays[0].size // call.dim)
+        plan = row_plan(call, formula, params, arrays[0].size // call.dim)
         values, *sums, scale = normalize_rows(plan, arrays[:count], arrays[count:], interpret=interpret)
         return values.reshape(shape), scale.reshape(*shape[:-1], -1), *(x.reshape(shape) for x in sums)
 

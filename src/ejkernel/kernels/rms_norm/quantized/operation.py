@@ -64,11 +64,12 @@ class QuantizedRmsNorm(Operation[QuantizedRmsNormConfig, QuantizedRmsNormCall, A
         residual: Any = None,
         *,
         quantize: Any = "float8_e4m3fn",
+        eps: Any = 1e-6,
+        weight_offset: Any = 0.0,
         implementation: Any = None,
-        **options: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, as `rms_norm` does."""
-        args, found = rms_norm.prepare(x, weight, residual, **options)
+        args, found = rms_norm.prepare(x, weight, residual, eps=eps, weight_offset=weight_offset)
         return args, found | {
             "quantize": canonical_dtype("quantize", quantize, tuple(LARGEST)),
             "implementation": self.requested(implementation),
