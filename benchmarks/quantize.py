@@ -2,8 +2,9 @@
 """`python -m benchmarks.quantize`: quantising bfloat16 matrices in blocks, by rows and in both layouts.
 
 "both" is `quantize_both`, with the rows and the columns in 8 bits, and "blocks" and "rows" are `quantize` with 1x128
-blocks and with a scale for each row. "copy" negates the matrix, so it reads and writes bfloat16. Rates count each array
-once. `kernel_us` is the sum of the kernels of one call, the median of several.
+blocks and with a scale for each row. "norm" is `rms_norm` with its result in 8 bits, from one pass or from two: the
+result in bfloat16, then its blocks. "copy" negates the matrix, so it reads and writes bfloat16. Rates count the matrix
+and the results once. `kernel_us` is the sum of the kernels of one call, the median of several.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks import report
 from benchmarks.linear_cross_entropy_hopper import seconds_per_call
 from ejkernel import compat
 from ejkernel.kernels.quantized_matmul.quantizing.plan import QuantizeParams
-from ejkernel.modules import QuantizeConfig, quantize, quantize_both
+from ejkernel.modules import QuantizeConfig, quantize, quantize_both, rms_norm
 
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 7168))
 CALLS = 7
@@ -38,12 +39,20 @@ def ours(**params: int) -> Function:
     )
 
 
+def norm(x: jax.Array, **options: Any) -> Any:
+    """Return the normalised rows, with a weight of ones."""
+    return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), **options)
+
+
 CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
     "both": (quantize_both, 4),
     "both, xla": (functools.partial(quantize_both, implementation="xla"), 4),
     "both, 1 tile, 3 blocks": (ours(tiles=1, blocks=3), 4),
     "blocks": (lambda x: quantize(x, block=128), 3),
     "rows": (quantize, 3),
+    "norm": (lambda x: norm(x, quantize="float8_e4m3fn"), 3),
+    "norm, xla": (lambda x: norm(x, quantize="float8_e4m3fn", implementation="xla"), 3),
+    "norm, then blocks": (lambda x: quantize(norm(x), block=128), 3),
     "copy": (lambda x: -x, 4),
 }
 

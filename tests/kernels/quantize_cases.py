@@ -11,10 +11,11 @@ from tests.kernels.conformance import Backend, Subject
 from ejkernel.modules import Quantize
 
 
-def call_of(*shape, values="float8_e4m3fn", positive=False, transposed=False):
+def call_of(*shape, values="float8_e4m3fn", positive=False, transposed=False, sizes=None):
     def call(dtype):
         x = np.random.default_rng(0).standard_normal(shape)
-        return (jnp.asarray(abs(x) if positive else x, dtype),), {"dtype": values, "transposed": transposed}
+        groups = [] if sizes is None else [jnp.asarray(sizes, jnp.int32)]
+        return (jnp.asarray(abs(x) if positive else x, dtype), *groups), {"dtype": values, "transposed": transposed}
 
     return call
 
@@ -28,6 +29,7 @@ SUBJECT = Subject(
     calls={
         "rows": call_of(16, 256),
         "both": call_of(144, 272, transposed=True),
+        "groups": call_of(150, 144, transposed=True, sizes=(0, 130, 3)),
         "rows that end early, e5m2": call_of(2, 3, 150, values="float8_e5m2", positive=True),
         "int8": call_of(3, 130, values="int8"),
     },

@@ -14,13 +14,13 @@ from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivation
 OPERATIONS = {
     "flash_attention": [modules.FlashAttention],
     "grouped_matmul": [modules.GroupedMatmul, GroupedMatmulActivation, modules.QuantizedGroupedMatmul],
-    "grouped_matmul_wgrad": [modules.GroupedMatmulWgrad],
+    "grouped_matmul_wgrad": [modules.GroupedMatmulWgrad, modules.QuantizedGroupedWgrad],
     "layer_norm": [modules.LayerNorm],
     "linear_cross_entropy": [modules.LinearCrossEntropy],
     "paged_attention": [modules.PagedAttention],
     "quantize_both": [modules.Quantize],
     "quantized_matmul": [modules.QuantizedMatmul],
-    "rms_norm": [modules.RmsNorm],
+    "rms_norm": [modules.RmsNorm, modules.QuantizedRmsNorm],
     "token_log_probs": [modules.LinearCrossEntropy],
 }
 IN_THE_MODULE = {  # parameters that the function itself handles

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import DelayedScaling, grouped_matmul, quantize, quantized_dense, quantized_grouped_dense
-from ejkernel.ops import ArgumentError
+from ejkernel.modules import (
+    DelayedScaling,
+    Quantized,
+    grouped_matmul,
+    grouped_matmul_wgrad,
+    quantize,
+    quantize_both,
+    quantized_dense,
+    quantized_grouped_dense,
+)
+from ejkernel.ops import ArgumentError, UnsupportedError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -135,6 +144,43 @@ def test_a_trained_layer_of_groups_follows_the_gradients_of_the_plain_one():
     assert relative(found, expected) < 1e-5
     with pytest.raises(ArgumentError, match="of the same dtype"):
         quantized_grouped_dense(lhs, rhs.astype("bfloat16"), sizes)
+
+
+def test_a_trained_layer_of_groups_with_blocks_has_three_products_in_8_bits():
+    lhs, rhs, sizes = normal(200, 144), normal(3, 144, 64, seed=1), jnp.array([70, 0, 127])
+    lhs = lhs.at[0, 0].set(1e4).at[199].set(jnp.nan)  # an outlier, and a row of no group
+    target = normal(200, 64, seed=2)
+
+    def gradients(layer):
+        loss = lambda lhs, rhs: (layer(lhs, rhs, sizes) * target).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
+
+    blocks = lambda *args: quantized_grouped_dense(*args, block=128)  # noqa: E731
+    for actual, expected in zip(gradients(blocks), gradients(grouped_matmul), strict=True):
+        assert relative(actual, expected) < 0.08
+    with pytest.raises(ArgumentError, match="block must be 128 or None"):
+        quantized_grouped_dense(lhs, rhs, sizes, block=64)
+
+
+def test_the_gradient_of_matrices_takes_columns_in_groups():
+    lhs, dout, sizes = normal(40, 24), normal(40, 16, seed=1), jnp.array([11, 0, 9])
+    columns, gradients = (quantize_both(x, sizes)[1] for x in (lhs, dout))
+    assert columns.shape == (24, 128 * 4)
+    found = grouped_matmul_wgrad(columns, gradients, sizes, preferred_element_type="float32")
+    assert relative(found, grouped_matmul_wgrad(lhs, dout, sizes)) < 0.08
+    some = grouped_matmul_wgrad(columns, gradients, sizes, first_group=1, groups=2)
+    np.testing.assert_allclose(some, found[1:], rtol=1e-2)
+    for given, message in (
+        ((lhs, gradients), "lhs must have blocks"),
+        ((quantize(lhs.T), gradients), r"got blocks \(1, None\)"),
+        ((columns, quantize_both(dout)[1]), "with whole blocks of 128"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            grouped_matmul_wgrad(*given, sizes)
+    with pytest.raises(UnsupportedError, match="has no gradient"):
+        jax.grad(
+            lambda scale: grouped_matmul_wgrad(Quantized(columns.values, scale, columns.block), gradients, sizes).sum()
+        )(columns.scale)
 
 
 # --- rejected arguments ---

@@ -16,8 +16,8 @@ from jax.test_util import check_grads
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.operation import normalize
 from ejkernel.kernels.rms_norm.xla import XlaParams
-from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
-from ejkernel.ops import ArgumentError, Autotuner, ConfigError, Invocation, recording
+from ejkernel.modules import RmsNorm, RmsNormConfig, quantize, rms_norm
+from ejkernel.ops import ArgumentError, Autotuner, ConfigError, Invocation, UnsupportedError, recording
 
 pytestmark = pytest.mark.slow
 
@@ -262,3 +262,23 @@ def test_a_wrong_axis_or_offset_is_named(changes, words):
     x, weight = make()
     with pytest.raises(ArgumentError, match=words):
         rms_norm(**{"x": x, "weight": weight} | changes)
+
+
+# --- in 8 bits ---
+
+
+def test_rows_in_8_bits_are_those_of_the_float32_output():
+    x, weight = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 200), (200,)]))
+    found = rms_norm(x, weight, quantize="float8_e4m3fn")
+    expected = quantize(rms_norm(x, weight), block=128)
+    assert found.block == expected.block
+    np.testing.assert_allclose(found.dequantize(), expected.dequantize(), rtol=0.07)
+    out, total = rms_norm(x, weight, residual=x, quantize="int8", eps=0.1, axis=2)
+    np.testing.assert_array_equal(total, 2 * x)
+    np.testing.assert_allclose(out.dequantize(), rms_norm(2 * x, weight, eps=0.1), atol=0.03)
+    with pytest.raises(ArgumentError, match="last axis of x with quantize, got 0"):
+        rms_norm(x, weight, quantize="int8", axis=0)
+    with pytest.raises(ArgumentError, match="quantize must be one of"):
+        rms_norm(x, weight, quantize="int4")
+    with pytest.raises(UnsupportedError, match="its result is quantised"):
+        jax.grad(lambda x: rms_norm(x, quantize="int8").scale.sum())(x)

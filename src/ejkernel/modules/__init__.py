@@ -14,6 +14,8 @@ from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from .grouped_matmul import QuantizedGroupedMatmul as QuantizedGroupedMatmul
 from .grouped_matmul import QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig
+from .grouped_matmul import QuantizedGroupedWgrad as QuantizedGroupedWgrad
+from .grouped_matmul import QuantizedGroupedWgradConfig as QuantizedGroupedWgradConfig
 from .grouped_matmul import grouped_matmul as grouped_matmul
 from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .kv_cache import OutOfPagesError as OutOfPagesError
@@ -46,6 +48,8 @@ from .quantized_matmul import quantize as quantize
 from .quantized_matmul import quantize_both as quantize_both
 from .quantized_matmul import quantized_matmul as quantized_matmul
 from .ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
+from .rms_norm import QuantizedRmsNorm as QuantizedRmsNorm
+from .rms_norm import QuantizedRmsNormConfig as QuantizedRmsNormConfig
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
@@ -76,8 +80,12 @@ __all__ = [
     "Quantized",
     "QuantizedGroupedMatmul",
     "QuantizedGroupedMatmulConfig",
+    "QuantizedGroupedWgrad",
+    "QuantizedGroupedWgradConfig",
     "QuantizedMatmul",
     "QuantizedMatmulConfig",
+    "QuantizedRmsNorm",
+    "QuantizedRmsNormConfig",
     "RmsNorm",
     "RmsNormConfig",
     "append_to_pages",

@@ -25,6 +25,10 @@ from ejkernel.kernels.quantized_matmul.grouped.operation import (
     QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig,
 )
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul as _quantized_grouped_matmul
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import BLOCKS as _COLUMN_BLOCKS
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgrad as QuantizedGroupedWgrad
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgradConfig as QuantizedGroupedWgradConfig
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad as _quantized_grouped_wgrad
 from ejkernel.kernels.quantized_matmul.quantized import Quantized, is_quantized, quantized_operand
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
@@ -174,8 +178,8 @@ def _check_quantized(activation: Any, gate: Any, precision: Any) -> None:
 
 @names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul_wgrad(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "m n"],
+    lhs: Quantized | Float[Array, "m k"],
+    rhs: Quantized | Float[Array, "m n"],
     group_sizes: Int[Array, " all_groups"],
     *,
     preferred_element_type: DTypeLike | None = None,
@@ -183,9 +187,18 @@ def grouped_matmul_wgrad(
     first_group: int | Int[Array, ""] | None = None,
     groups: int | None = None,
     implementation: str | Sequence[str] | None = None,
-    cfg: GroupedMatmulWgradConfig | None = None,
+    cfg: GroupedMatmulWgradConfig | QuantizedGroupedWgradConfig | None = None,
 ) -> Float[Array, "groups k n"]:
     """Return `lhs[rows].T @ rhs[rows]` for the rows of each group: the gradient of `grouped_matmul`'s matrices.
+
+    Both operands may be 8-bit columns `[k, padded]` and `[n, padded]`, in which each group begins a block of 128:
+
+        lhs8, lhs8t = quantize_both(lhs, group_sizes)
+        dout8, dout8t = quantize_both(dout, group_sizes, dtype="float8_e5m2")
+        drhs = grouped_matmul_wgrad(lhs8t, dout8t, group_sizes)
+
+    This is a separate operation, `quantized_grouped_wgrad`, without a gradient. On Hopper GPUs, `mosaic_gpu` runs
+    float8.
 
     Args:
         lhs: Rows, group after group: the left operand of `grouped_matmul`.
@@ -193,10 +206,11 @@ def grouped_matmul_wgrad(
         group_sizes: As for `grouped_matmul`.
         first_group: Index of the first group in the result, as for `grouped_matmul`; pass `groups` with it.
         groups: Number of groups in the result, starting with `first_group`; by default all.
-        preferred_element_type: Dtype of the result; by default that of `lhs`.
+        preferred_element_type: Dtype of the result; by default that of `lhs`, or bfloat16 if it is quantised.
         precision: As for `grouped_matmul`.
         implementation: As for `grouped_matmul`; `mosaic_gpu`, `xla` or `megablox`.
-        cfg: The configuration of this call; `None` looks one up.
+        cfg: The configuration of this call; `None` looks one up. With quantised operands it is a
+            `QuantizedGroupedWgradConfig`.
 
     Returns:
         The sums, with zeros for empty groups. Rows past the last group are ignored.
@@ -204,16 +218,29 @@ def grouped_matmul_wgrad(
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
-        UnsupportedError: `implementation` cannot run this call; the message says why.
+        UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
-    return _grouped_matmul_wgrad(
-        lhs,
-        rhs,
-        group_sizes,
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        first_group=first_group,
-        groups=groups,
-        implementation=implementation,
-        cfg=cfg,
-    )
+    options: dict[str, Any] = {
+        "preferred_element_type": preferred_element_type,
+        "first_group": first_group,
+        "groups": groups,
+        "implementation": implementation,
+        "cfg": cfg,
+    }
+    if is_quantized(lhs) or is_quantized(rhs):
+        _check_quantized(None, None, precision)
+        (lhs, lhs_scale), (rhs, rhs_scale) = _columns("lhs", lhs), _columns("rhs", rhs)
+        return _quantized_grouped_wgrad(lhs, rhs, group_sizes, lhs_scale, rhs_scale, **options)
+    return _grouped_matmul_wgrad(lhs, rhs, group_sizes, precision=precision, **options)
+
+
+def _columns(name: str, array: Any) -> tuple[Any, Any]:
+    """Return the numbers and scales of quantised columns."""
+    values, scale, block = quantized_operand(name, array)
+    if block != _COLUMN_BLOCKS:
+        got = type_text(array) if block is None else f"blocks {block}"
+        raise ArgumentError(
+            f"{name} must have blocks {_COLUMN_BLOCKS} where lhs or rhs is quantised, got {got}; pass the second "
+            "result of quantize_both(x, group_sizes) for both."
+        )
+    return values, scale

@@ -126,20 +126,26 @@ def quantized_grouped_dense(
     *,
     dtype: DTypeLike = "float8_e4m3fn",
     gradient_dtype: DTypeLike = "float8_e5m2",
+    block: Literal[128] | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "m n"]:
-    """Return `grouped_matmul(lhs, rhs, group_sizes)` for training: 8-bit products forward and for the rows' gradient.
+    """Return `grouped_matmul(lhs, rhs, group_sizes)` for training, with 8-bit products forward and backward.
 
-    Both products quantise their operands with a scale for each row or column, from the current numbers. The gradient of
-    `rhs` is `grouped_matmul_wgrad` of the operands as they are.
+    By default two products are in 8 bits, forward and for the gradient of the rows: they quantise their operands with a
+    scale for each row or column, from the current numbers. The gradient of `rhs` is `grouped_matmul_wgrad` of the
+    operands as they are.
+
+    **Blocks**: with `block=128` all three products are in 8 bits. 128 consecutive numbers of rows and of gradients
+    share a scale, and 128x128 numbers of a group's matrix. `quantize_both` makes rows and columns in one pass; the
+    gradient keeps the columns, in which each group begins a block.
 
     Args:
         lhs: Rows, group after group.
         rhs: A matrix for each group, of the same dtype.
         group_sizes: As for `grouped_matmul`.
-        dtype, gradient_dtype, accumulation: As for `quantized_dense`.
-        implementation: As for `grouped_matmul`, for the two 8-bit products.
+        dtype, gradient_dtype, block, accumulation: As for `quantized_dense`.
+        implementation: As for `grouped_matmul`, for the 8-bit products.
 
     Returns:
         The product in the dtype of `lhs`.
@@ -153,7 +159,10 @@ def quantized_grouped_dense(
             f"lhs must be [m, k] and rhs [groups, k, n] of the same dtype; got {type_text(lhs)} and {type_text(rhs)}."
         )
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
-    return _grouped(recipe, jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes))
+    if block not in (None, BLOCK):
+        raise ArgumentError(f"block must be {BLOCK} or None; got {block!r}.")
+    layer = _blocked_groups if block else _grouped
+    return layer(recipe, jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +266,7 @@ def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.A
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
     rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype)
-    turned = Quantized(squares.values.T, squares.scale.T, squares.block)
-    dx = recipe.product(rows, turned, x.dtype).reshape(*dout.shape[:-1], -1)
+    dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], -1)
     return dx, recipe.product(columns, gradients, w.dtype)
 
 
@@ -266,8 +274,34 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _squares(recipe: _Recipe, w: jax.Array) -> Quantized:
-    """Return the matrix as `[n, k]` in blocks of 128x128."""
-    return quantize(w.T, dtype=recipe.dtype, block=BLOCK, axis=(0, 1))
+    """Return matrices as `[..., n, k]` in blocks of 128x128."""
+    return quantize(w.mT, dtype=recipe.dtype, block=BLOCK, axis=(-2, -1))
+
+
+def _turned_squares(squares: Quantized) -> Quantized:
+    return Quantized(squares.values.mT, squares.scale.mT, squares.block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked_groups(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    rows = quantize(lhs, dtype=recipe.dtype, block=BLOCK)
+    return recipe.groups(rows, _squares(recipe, rhs), sizes, lhs.dtype)
+
+
+def _blocked_groups_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
+    (rows, columns), squares = quantize_both(lhs, sizes, dtype=recipe.dtype), _squares(recipe, rhs)
+    return recipe.groups(rows, squares, sizes, lhs.dtype), (columns, squares, sizes, *_empty(lhs, rhs))
+
+
+def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
+    columns, squares, sizes, lhs, rhs = residuals
+    rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype)
+    dlhs = recipe.groups(rows, _turned_squares(squares), sizes, lhs.dtype)
+    asked = {"implementation": dict(recipe.options)["implementation"], "preferred_element_type": rhs.dtype}
+    return dlhs, grouped_matmul_wgrad(columns, gradients, sizes, **asked), None
+
+
+_blocked_groups.defvjp(_blocked_groups_forward, _blocked_groups_backward)
 
 
 # Delayed scaling.

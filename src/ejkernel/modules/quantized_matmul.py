@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels._hopper import DTYPES as _NARROW
 from ejkernel.kernels._numbers import is_integer
@@ -97,6 +97,7 @@ def quantize(
 
 def quantize_both(
     x: Float[Array, "m k"],
+    group_sizes: Int[Array, " groups"] | None = None,
     *,
     dtype: DTypeLike = "float8_e4m3fn",
     implementation: str | Sequence[str] | None = None,
@@ -106,11 +107,17 @@ def quantize_both(
 
         x8, x8t = quantize_both(x)     # [m, k] for a product of rows, [k, m] for the gradient of its matrix
 
-    On Hopper GPUs `mosaic_gpu` runs bfloat16 and float16 matrices to float8, if 16 divides both sizes. It multiplies by
-    the reciprocal of a scale where `xla` divides, so some numbers halfway between two others are rounded to the other.
+    With `group_sizes` each group begins a block of the columns, for `grouped_matmul_wgrad`: they are
+    `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
+    its rows and behind the last group. So no block has rows of two groups. Rows past the last group have no column.
+
+    On Hopper GPUs `mosaic_gpu` runs bfloat16 and float16 matrices to float8, if 16 divides `k`, and `m` where there are
+    no groups. It multiplies by the reciprocal of a scale where `xla` divides, so some numbers halfway between two
+    others are rounded to the other.
 
     Args:
         x: The matrix, in bfloat16, float16 or float32.
+        group_sizes: The number of rows of each group, as for `grouped_matmul`; `None` without groups.
         dtype: As for `quantize`.
         implementation: As for `quantized_matmul`.
         cfg: The configuration of this call; `None` looks one up.
@@ -123,7 +130,7 @@ def quantize_both(
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
     options: dict[str, Any] = {"dtype": dtype, "implementation": implementation, "cfg": cfg}
-    rows, row_scale, columns, column_scale = _quantize_blocks(x, transposed=True, **options)
+    rows, row_scale, columns, column_scale = _quantize_blocks(x, group_sizes, transposed=True, **options)
     return Quantized(rows, row_scale, (1, _BLOCK)), Quantized(columns, column_scale, (1, _BLOCK))
 
 

@@ -12,9 +12,12 @@ import jax
 import numpy as np
 
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
 from ejkernel.kernels.quantized_matmul.quantized import scale_shape
+from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count
 from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks
+from ejkernel.kernels.rms_norm.quantized.operation import quantized_rms_norm
 from ejkernel.ops import ConfigSpace, Invocation
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -43,6 +46,14 @@ def grouped(dtypes, **options):
     return (lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), options
 
 
+def gradient(dtypes):
+    """Return the arguments of a weights' gradient of groups."""
+    rows = 128 * block_count(M, GROUPS)
+    arrays = [jax.ShapeDtypeStruct((size, rows), dtype) for size, dtype in zip((K, N), dtypes, strict=True)]
+    scales = [jax.ShapeDtypeStruct((size, rows // 128), "float32") for size in (K, N)]
+    return (*arrays, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), {}
+
+
 def calls():
     """Yield name, operation, arguments and options."""
     both, integers = ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8")
@@ -56,6 +67,10 @@ def calls():
         yield f"few wide rows by {w}", quantized_matmul, *dense(("bfloat16", w), rows=64)
     x = jax.ShapeDtypeStruct((M, K), "bfloat16")
     yield "quantising", quantize_blocks, (x,), {"transposed": True}
+    groups = jax.ShapeDtypeStruct((GROUPS,), "int32")
+    yield "quantising groups", quantize_blocks, (x, groups), {"transposed": True}
+    yield "norm", quantized_rms_norm, (jax.ShapeDtypeStruct((M, 7168), "bfloat16"), None, None), {}
+    yield "gradient of groups", quantized_grouped_wgrad, *gradient(both)
     yield "groups promoted", quantized_grouped_matmul, *grouped(both)
     yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)

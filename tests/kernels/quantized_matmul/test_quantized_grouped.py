@@ -12,11 +12,15 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
-from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import gradient, launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.gradient import MosaicGpuGroupedWgrad
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpuGrouped
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
 from ejkernel.kernels.quantized_matmul.quantized import Quantized, quantize
+from ejkernel.kernels.quantized_matmul.quantizing.xla import quantized_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -97,9 +101,36 @@ def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blo
     assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2, out_slots=1)) < 1e-5
 
 
-def test_simulated_groups_have_no_races(mosaic):
+@pytest.mark.parametrize(
+    ("sizes", "params", "races"),
+    [
+        (SIZES, {"block_n": 192, "stages": 3}, False),
+        ((128, 0, 40), {"block_n": 64, "stages": 2, "out_slots": 1, "largest_first": True, "snake": True}, True),
+    ],
+)
+def test_simulated_gradients_of_groups_match_the_float32_sums(mosaic, sizes, params, races):
+    rng, own = np.random.default_rng(0), jnp.asarray(sizes, jnp.int32)
+    x, dout = (jnp.asarray(rng.standard_normal((210, size)) + 1, jnp.float32) for size in (140, 200))
+    x = x.at[sum(sizes) :].set(jnp.nan)  # rows of no group
+    made = [quantized_blocks(array, own, dtype=name, transposed=True)[2:] for array, name in ((x, E4M3), (dout, E5M2))]
+    args = (made[0][0], made[1][0], own, made[0][1], made[1][1])
+    options = {"preferred_element_type": "bfloat16" if races else "float32"}
+    call = quantized_grouped_wgrad.describe(*args, **options)
+    chosen = WgradParams(**params)
+    assert MosaicGpuGroupedWgrad().params_fault(call, chosen) is None
+    interpret = mosaic.InterpretGPUParams(detect_races=races)
+    found = jax.jit(lambda *args: gradient.weights_gradient(call, args, chosen, interpret=interpret))(*args)
+    assert not (races and compat.simulated_races())
+    expected = quantized_grouped_wgrad.reference(*args, **options)
+    assert found.shape == expected.shape
+    difference = jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max()
+    assert difference < (1e-2 if races else 1e-5) * jnp.abs(expected).max()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_simulated_groups_have_no_races(mosaic, blocks):
     # Whole tiles: rows that two tiles share are written twice, with the same bits.
-    args, options = described(*operands((256, 72, 256), (128, 0, 64), (E4M3, E4M3)), (128, 0, 64))
+    args, options = described(*operands((256, 72, 256), (128, 0, 64), (E4M3, E4M3), blocks=blocks), (128, 0, 64))
     assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2), races=True) < 1e-5
 
 

@@ -68,7 +68,7 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
     call = quantize_blocks.describe(x, dtype=values, transposed=transposed)
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     params = QuantizeParams(tiles=2, blocks=1)
-    found = jax.jit(lambda x: launch.quantized(call, x, params, interpret=interpret))(x)
+    found = jax.jit(lambda x: launch.quantized(call, (x,), params, interpret=interpret))(x)
     assert not (races and compat.simulated_races())
     expected = quantize_blocks.reference(x, dtype=values, transposed=transposed)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
@@ -76,6 +76,20 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
         # A number halfway between two others may be rounded to either.
         np.testing.assert_allclose(ours, plain, rtol=0.26)
         assert np.mean((np.asarray(ours) != plain) & ~np.isnan(plain)) < 1e-3
+
+
+@pytest.mark.parametrize("sizes", [(0, 130, 3, 70), (200, 300, 50)])
+def test_simulated_kernel_begins_a_block_of_columns_with_each_group(mosaic, monkeypatch, sizes):
+    monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((210, 144)), "bfloat16") * 30
+    args = x.at[0, 7].set(jnp.inf), jnp.asarray(sizes, jnp.int32)
+    call = quantize_blocks.describe(*args, dtype=E4M3, transposed=True)
+    interpret = mosaic.InterpretGPUParams()
+    found = jax.jit(lambda *args: launch.quantized(call, args, QuantizeParams(), interpret=interpret))(*args)
+    expected = quantize_blocks.reference(*args, dtype=E4M3, transposed=True)
+    assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
+    for ours, plain in zip(wide(found), wide(expected), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=0.26)
 
 
 @pytest.mark.parametrize(

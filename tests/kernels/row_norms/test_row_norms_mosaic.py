@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from ejkernel import compat
 from ejkernel.kernels._row_norms import launch, plan
 from ejkernel.kernels._row_norms.plan import RowNormParams
+from ejkernel.kernels.rms_norm.quantized import mosaic_gpu as quantized
+from ejkernel.kernels.rms_norm.quantized.operation import quantized_rms_norm
 from ejkernel.modules import LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, layer_norm, rms_norm
 from ejkernel.ops import ConfigError
 
@@ -271,3 +273,27 @@ def test_a_heuristic_fills_the_device_with_thread_blocks(dim, params):
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), rows=8192, dim=dim, backward=True)
     heuristic = operation.implementations["mosaic_gpu"].heuristic(call)
     assert params == (heuristic.block_rows, heuristic.stages, heuristic.occupancy)
+
+
+@pytest.mark.parametrize(("shape", "residual", "races"), [((2, 3, 1536), False, True), ((4, 512), True, False)])
+def test_simulated_rows_in_8_bits_are_those_of_plain_jax(monkeypatch, shape, residual, races):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(plan.hopper, "MULTIPROCESSORS", 2)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape), "bfloat16").at[..., 1, :].set(0)
+    weight = None if residual else jnp.asarray(rng.standard_normal(shape[-1]), "float32")
+    args, options = quantized_rms_norm.prepare(x, weight, 2 * x + 1 if residual else None)
+    options.pop("implementation")
+    call, norm = quantized_rms_norm.describe(*args, **options), quantized.MosaicGpu()
+    params = RowNormParams(block_rows=1, stages=2, occupancy=1)
+    assert norm.params_fault(call, params) is None
+    interpret = mosaic_gpu.InterpretGPUParams(detect_races=races)
+    run = lambda *args: quantized.normalized(call, norm.formula(call), args, params, interpret=interpret)  # noqa: E731
+    found, expected = jax.jit(run)(*args), quantized_rms_norm.reference(*args, **options)
+    assert not (races and compat.simulated_races())
+    assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
+    for ours, plain in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), plain.astype(jnp.float32), rtol=0.13)

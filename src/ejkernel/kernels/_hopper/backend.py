@@ -76,6 +76,9 @@ class Hopper:
         del count
         return tuple(buffer)
 
+    def order_reads(self) -> None:
+        """Order reads of shared memory before copies that overwrite it: the arrival that follows does so."""
+
     def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
         """Return columns of a stage of an `aliased` buffer whose second view has pairs of 8-bit numbers, as int16."""
         pairs = buffer[1].at[stage, :, columns]
@@ -136,9 +139,9 @@ class Interpreter:
         return jnp.exp2(x)
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
-        """See `Hopper.copy_if`; the interpreter always copies, so `source` must not lead out of its array."""
-        del condition
-        plgpu.copy_gmem_to_smem(source, target, barrier)
+        """See `Hopper.copy_if`."""
+        pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(source, target, barrier))
+        pl.when(jnp.logical_not(condition))(lambda: plgpu.barrier_arrive(barrier))
 
     def add_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another."""
@@ -155,6 +158,10 @@ class Interpreter:
     def views(self, buffer: Any, count: int) -> tuple[Any, ...]:
         """See `Hopper.views`."""
         return (buffer,) * count
+
+    def order_reads(self) -> None:
+        """See `Hopper.order_reads`; the race detector wants a fence, as after writes."""
+        plgpu.commit_smem()
 
     def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
         """See `Hopper.load_pairs`; `buffer` has the first view's type."""

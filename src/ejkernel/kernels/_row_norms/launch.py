@@ -48,7 +48,7 @@ def normalize(
         found = _run(plan, (arrays[:count], (), arrays[count:]), stats, interpret)
         return *(x.reshape(shape) for x in found[:count]), *(x.reshape(shape[:-1]) for x in found[count:])
 
-    found: tuple[jax.Array, ...] = _folded(compute, count)(*unify_varying((*rows, *vectors)))
+    found: tuple[jax.Array, ...] = folded(compute, count)(*unify_varying((*rows, *vectors)))
     return found
 
 
@@ -97,14 +97,13 @@ def _run(plan: RowNormPlan, arrays: Sequence[Sequence[jax.Array]], extra: list[A
     kernel = (ShortRowKernel if plan.is_short else LongRowKernel)(plan)
     rows, stats, vectors = arrays
     shape = (plan.rows, *plan.row_shape)
-    readable = [x if str(x.dtype) in _VECTORS else x.astype(jnp.float32) for x in vectors]
     with jax.enable_x64(False):  # the kernels count in int32
         return launch(
             kernel.run,
             [
                 *(x.reshape(shape) for x in rows),
                 *(x.reshape(-1) for x in stats),
-                *(x.reshape(plan.row_shape) for x in readable),
+                *(readable(x).reshape(plan.row_shape) for x in vectors),
             ],
             [*[jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype))] * plan.results, *extra],
             name=f"{kernel.name}_{'backward' if plan.backward else 'forward'}",
@@ -115,6 +114,11 @@ def _run(plan: RowNormPlan, arrays: Sequence[Sequence[jax.Array]], extra: list[A
         )
 
 
+def readable(vector: jax.Array) -> jax.Array:
+    """Return a weight or bias in a dtype that kernels read."""
+    return vector if str(vector.dtype) in _VECTORS else vector.astype(jnp.float32)
+
+
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:
     """Return the plan for the rows of an array like `x`."""
     *axes, dim = x.shape
@@ -123,7 +127,7 @@ def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) 
     )
 
 
-def _folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
+def folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
     """Return `compute` with a `vmap` rule that folds examples into the rows, if all share the vectors."""
     found: Any = custom_vmap(compute)
 

@@ -144,16 +144,19 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     ) -> tuple[Any, ...]:
         """Return the gradient of the operand without scales, by another call; the other operand has none."""
         x, w, x_scale, w_scale = primals
-        shared: dict[str, Any] = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
+        shared: dict[str, Any] = {"accumulation": kwargs.get("accumulation", "exact")}
+        if asked := kwargs.get("implementation"):
+            # The matrix lies along the other axis there, which a requested implementation may not read.
+            shared["implementation"] = (*([asked] if isinstance(asked, str) else asked), "xla")
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
         if x_scale is None:
             shared |= {"w_block": kwargs["w_block"], "transpose_w": not transposed}
-            dx = self(dout.astype(x.dtype), w, None, w_scale, **shared)
+            dx = quantized_matmul(dout.astype(x.dtype), w, None, w_scale, **shared)
             return dx, None, None, None
         if w_scale is not None:
             return None, None, None, None
         shared["w_block"] = _flat_block(kwargs["x_block"])
-        dw = self(_flat(dout.astype(w.dtype)).T, _flat(x), None, _flat(x_scale), **shared)  # [n, k]
+        dw = quantized_matmul(_flat(dout.astype(w.dtype)).T, _flat(x), None, _flat(x_scale), **shared)  # [n, k]
         return None, dw if transposed else dw.T, None, None
 
     def reference(self, *args: Any, **options: Any) -> Any:

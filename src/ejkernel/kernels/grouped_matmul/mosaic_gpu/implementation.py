@@ -25,7 +25,7 @@ _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as shared memory holds
 # On one H200, 24,576 tiles of uneven groups took 2,410 us with the largest groups first, and 2,754 us without; 8,192
 # tiles took longer with the largest first.
-_MANY_TILES = 16384
+MANY_TILES = 16384
 
 
 class _Grouped(Implementation[GroupedMatmulCall]):
@@ -137,7 +137,7 @@ class MosaicGpuWgrad(_Grouped):
     def heuristic(self, call: GroupedMatmulCall) -> WgradParams:
         """Return good parameters; with many tiles, the largest groups come first."""
         params: WgradParams = super().heuristic(call)
-        many = wgrad_plan(call, params).tiles > _MANY_TILES
+        many = wgrad_plan(call, params).tiles > MANY_TILES
         return dataclasses.replace(params, largest_first=many, snake=many)
 
     def space(self, call: GroupedMatmulCall) -> ConfigSpace[WgradParams]:

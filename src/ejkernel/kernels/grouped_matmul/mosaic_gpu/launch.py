@@ -65,7 +65,7 @@ def weights_gradient(
         from .wgrad import sum_products
 
         plan = wgrad_plan(call, params)
-        table = _table(*row_spans(groups, call.rows, call.groups), largest_first=params.largest_first)
+        table = table_of(*row_spans(groups, call.rows, call.groups), largest_first=params.largest_first)
         with jax.enable_x64(False):
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
@@ -80,6 +80,8 @@ def sizes_for(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
     Empty groups are then added before and after, so that the first number and those after it are always valid.
     """
     group_sizes, first = taken_apart(groups)
+    if first is None and group_sizes.dtype == jnp.int32:
+        return group_sizes  # the kernel clips them
     sizes = clipped_sizes(group_sizes, call.rows)
     if first is None or call.all_groups is None:
         return sizes
@@ -87,7 +89,7 @@ def sizes_for(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
     return jnp.append(jnp.pad(sizes, call.groups), number)
 
 
-def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
+def table_of(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
     """Return number, first row and rows of each group, in the order of the tile scheduler."""
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)

@@ -52,12 +52,12 @@ class WgradParams:
     """Launch parameters of the weight gradient; they do not change the result.
 
     Blocks of threads and tiles are as in `ProductParams`; a tile belongs to one group's result, and a step takes 64 of
-    the group's rows.
+    the group's rows, or 128 in 8 bits.
 
     Attributes:
         block_k: Rows of a tile of the result, 128 or 256.
         block_n: Columns of a tile: 64, 128, 192 or 256.
-        stages: Pipeline stages, each with 64 rows.
+        stages: Pipeline stages, each with the rows of a step.
         panel, out_slots: As in `ProductParams`.
         largest_first: Whether groups with more rows come first.
         snake: Whether every other round of tiles is dealt to the blocks in reverse.

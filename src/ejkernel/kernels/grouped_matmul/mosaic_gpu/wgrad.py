@@ -27,7 +27,7 @@ from .plan import WgradPlan
 from .tiles import GroupedMemory, accumulate, pipeline_types, run_kernel, tile_position
 
 
-class _WgradTile(NamedTuple):
+class WgradTile(NamedTuple):
     """A tile of the result.
 
     Attributes:
@@ -90,7 +90,7 @@ class WgradKernel:
 
     # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[_WgradTile, Any], Any]) -> Any:
+    def _each_tile(self, body: Callable[[WgradTile, Any], Any]) -> Any:
         """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads."""
         plan, program = self.plan, lax.axis_index(PROGRAM)
         whole, rest = divmod(plan.tiles, plan.programs)
@@ -103,27 +103,30 @@ class WgradKernel:
         last = backwards if plan.snake and whole % 2 else program
         return lax.fori_loop(0, whole + (last < rest).astype(jnp.int32), one, jnp.int32(0))
 
-    def _tile(self, number: Any) -> _WgradTile:
+    def _tile(self, number: Any) -> WgradTile:
         plan = self.plan
         of_group = plan.row_tiles * plan.column_tiles
         entry = lax.div(number, of_group)
         row_tile, column_tile = tile_position(number - entry * of_group, plan.row_tiles, plan)
+        position = (row_tile * plan.tile_rows, column_tile * plan.tile_columns)
+        return WgradTile(self.table[entry, 0], *self._span(entry), *position)
+
+    def _span(self, entry: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the rows of a group, an entry of the table: see `WgradTile` from `start` to `steps`."""
         first_row, rows = self.table[entry, 1], self.table[entry, 2]
         start = lax.div(first_row, 8) * 8
         end = first_row - start + rows
-        steps = jnp.where(rows > 0, lax.div(end + (STEP - 1), STEP), 0)
-        position = (row_tile * plan.tile_rows, column_tile * plan.tile_columns)
-        return _WgradTile(self.table[entry, 0], start, first_row - start, end, steps, *position)
+        return start, first_row - start, end, jnp.where(rows > 0, lax.div(end + (STEP - 1), STEP), 0)
 
     # Producer.
 
     def _produce(self) -> None:
         producer_tail(self._each_tile(self._copy_tile), self.pipeline)
 
-    def _copy_tile(self, tile: _WgradTile, step: Any) -> Any:
+    def _copy_tile(self, tile: WgradTile, step: Any) -> Any:
         return lax.fori_loop(0, tile.steps, lambda i, step: self._copy_step(tile, i, step), step)
 
-    def _copy_step(self, tile: _WgradTile, index: Any, step: Any) -> Any:
+    def _copy_step(self, tile: WgradTile, index: Any, step: Any) -> Any:
         plan = self.plan
         rows = pl.ds(pl.multiple_of(tile.start + index * STEP, 8), STEP)
         stage = self.pipeline.producer_acquire(step)
@@ -141,16 +144,16 @@ class WgradKernel:
         self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
-    def _compute_tile(self, tile: _WgradTile, step: Any, warpgroup: Any) -> Any:
+    def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
         def products(accumulator: Any) -> None:
             # An empty group has no steps; its result is stored as zeros.
             pl.when(tile.steps > 0)(lambda: self._mainloop(accumulator, tile, step, warpgroup))
 
         [total] = accumulate(self.plan, products)
-        self._store(total, tile, warpgroup)
+        self._store([total], tile, warpgroup)
         return step + tile.steps
 
-    def _mainloop(self, accumulator: Any, tile: _WgradTile, step: Any, warpgroup: Any) -> None:
+    def _mainloop(self, accumulator: Any, tile: WgradTile, step: Any, warpgroup: Any) -> None:
         plan, pipeline = self.plan, self.pipeline
 
         @pl.loop(0, tile.steps)
@@ -203,16 +206,23 @@ class WgradKernel:
 
     # Epilogue.
 
-    def _store(self, total: Any, tile: _WgradTile, warpgroup: Any) -> None:
+    def _store(self, totals: Sequence[Any], tile: WgradTile, warpgroup: Any) -> None:
+        """Store the sums of a tile, which come in pieces of columns."""
         plan, width = self.plan, self.plan.piece_columns
         rows = pl.ds(tile.row + plan.part_rows * warpgroup, plan.part_rows)
         for i in range(plan.tile_columns // width):
             piece = self.memory.out.at[warpgroup, i % plan.out_slots]
-            values = total[:, i * width : (i + 1) * width].astype(plan.out_dtype)
+            values = self.piece(totals, i)
             plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
             piece[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(piece, self.out.at[tile.group, rows, pl.ds(tile.column + i * width, width)])
+
+    def piece(self, totals: Sequence[Any], index: int) -> Any:
+        """Return a piece of a tile's result, rounded."""
+        width = self.plan.piece_columns
+        part, at = divmod(index * width, totals[0].shape[1])
+        return totals[part][:, at : at + width].astype(self.plan.out_dtype)
 
 
 def _keep_rows(tile: Any, first: Any, end: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a quantised product of groups."""
+"""The descriptions of a quantised product of groups, and of the gradient of its matrices."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ class QuantizedGroupedMatmulCall(GroupedMatmulCall):
             fast=self.fast,
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(OperationCall)},
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGroupedWgradCall(GroupedMatmulCall):
+    """A call without its arrays; `rows` is the length of both operands along the rows of groups, with whole blocks.
+
+    Attributes:
+        rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+    """
+
+    rhs_dtype: str

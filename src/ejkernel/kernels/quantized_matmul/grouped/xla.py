@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised products of groups in plain JAX: a loop over tiles of rows, which widens the operands of each."""
+"""Quantised products of groups in plain JAX: loops over tiles of rows, which widen the operands of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from ejkernel.kernels.grouped_matmul import xla as plain
 from ejkernel.kernels.grouped_matmul.common import own_rows, scaled_rows
 from ejkernel.kernels.quantized_matmul.operation import widened
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
+from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.implementation import Implementation
 
-from .common import QuantizedGroupedMatmulCall
+from .common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -69,6 +71,36 @@ class XlaGrouped(Implementation[QuantizedGroupedMatmulCall]):
         for row_scale in factors:
             out = scaled_rows(out, row_scale, own_rows(groups, call.rows, call.groups))
         return out.astype(call.out_dtype), ()
+
+
+class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
+    """The weights' gradient on every platform."""
+
+    name = "xla"
+    params = XlaGroupedParams
+    features = frozenset({"first_group"})
+
+    def heuristic(self, call: QuantizedGroupedWgradCall) -> XlaGroupedParams:
+        """Return tiles of about the size of the groups; see `XlaGrouped`."""
+        exact = call.platform not in ("gpu", "tpu")
+        rows = plain.XlaWgrad().heuristic(call).block_rows
+        return XlaGroupedParams(block_rows=rows, products="float32" if exact else "bfloat16")
+
+    def space(self, call: QuantizedGroupedWgradCall) -> list[XlaGroupedParams]:
+        """Return all tile sizes that `grouped_matmul_wgrad` tries, in each dtype."""
+        sizes = [params.block_rows for params in plain.XlaWgrad().space(call)]
+        return [XlaGroupedParams(block_rows=size, products=dtype) for size in sizes for dtype in _DTYPES]
+
+    def forward(
+        self, call: QuantizedGroupedWgradCall, /, *args: Any, params: XlaGroupedParams
+    ) -> tuple[jax.Array, Any]:
+        """Return the gradient, without residuals."""
+        lhs, rhs, groups, *scales = args
+        pairs = zip((lhs, rhs), scales, strict=True)
+        left, right = [widened(values, scale, (1, BLOCK), params.products).T for values, scale in pairs]
+        wide = dataclasses.replace(call, dtype=params.products, precision=_precision(params))
+        own = whole_blocks(groups, call.rows)
+        return plain.XlaWgrad().forward(wide, left, right, own, params=plain.XlaParams(block_rows=params.block_rows))
 
 
 def _is_wide(call: QuantizedGroupedMatmulCall) -> bool:

@@ -20,6 +20,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from . import launch
 from .plan import (
     FEW_ROWS,
+    MOST_SUMS,
     STEP,
     FewRowsPlan,
     MosaicGpuParams,
@@ -30,12 +31,11 @@ from .plan import (
 )
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
-_MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
 _WIDTHS = (64, 128, 192, 256)
-_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: about as many as shared memory holds
+_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: the most, if they fit
 # Bytes that few rows have in flight per multiprocessor, by whether they are wide.
 _IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
@@ -96,9 +96,11 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         pieces = self.plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
-        # Blocks' scales take shared memory, too.
-        stages = _STAGES[block_n] - (block_n == 128 and not dense.scales_outside)
-        return MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
+        deepest = [
+            MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
+            for stages in range(_STAGES[block_n], 1, -1)
+        ]
+        return next(params for params in deepest if self.plan(call, params).shared_bytes() <= hopper.SHARED_MEMORY)
 
     def space(self, call: _Call) -> Collection[MosaicGpuParams]:
         """Return the search space."""
@@ -234,8 +236,8 @@ def _few_rows_fault(plan: FewRowsPlan) -> str | None:
 
 def _register_fault(plan: QuantizedPlan) -> str | None:
     sums = plan.sums_per_thread()
-    if sums > _MOST_SUMS:
-        return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {_MOST_SUMS} leave enough."
+    if sums > MOST_SUMS:
+        return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {MOST_SUMS} leave enough."
     if not plan.promoted and sums > 128:
         return f"one accumulator has at most 128 registers per thread, got {sums}; use smaller tiles."
     return None

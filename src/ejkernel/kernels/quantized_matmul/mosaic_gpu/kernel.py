@@ -11,7 +11,7 @@ float32 sums in registers; parts of the columns take turns with one accumulator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -127,13 +127,8 @@ class QuantizedKernel(ProductKernel):
 
     def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
         """Return the products of one part over some stages."""
-
-        def products(accumulator: Any) -> Any:
-            for stage in stages:
-                self._multiply(accumulator, stage, warpgroup, part)
-            return accumulator[...]
-
-        return pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.part_columns), jnp.float32))
+        shape = self.plan.part_rows, self.plan.part_columns
+        return products_of(shape, stages, lambda sums, stage: self._multiply(sums, stage, warpgroup, part))
 
     def _pieces(
         self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile
@@ -150,3 +145,14 @@ class QuantizedKernel(ProductKernel):
                 values = values * lax.broadcast_in_dim(factors, values.shape, [1])
                 values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
             yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns
+
+
+def products_of(shape: tuple[int, int], stages: Sequence[Any], multiply: Callable[[Any, Any], None]) -> Any:
+    """Return the float32 sum of the products that `multiply(accumulator, stage)` starts."""
+
+    def products(accumulator: Any) -> Any:
+        for stage in stages:
+            multiply(accumulator, stage)
+        return accumulator[...]
+
+    return pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))

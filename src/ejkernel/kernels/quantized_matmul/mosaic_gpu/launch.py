@@ -20,10 +20,9 @@ from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMat
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
 from .plan import (
+    CHUNK,
     FEW_ROWS,
     ROW_TILE,
-    SCALES,
-    STEP,
     MosaicGpuParams,
     QuantizedPlan,
     few_rows_plan,
@@ -139,7 +138,7 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
         w = _padded(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
-            scales = _of_rows(given.x_scale, plan), (_of_columns if plan.thin else _of_tiles)(given.w_scale, plan)
+            scales = _along(given.x_scale), _of_columns(given.w_scale, plan) if plan.thin else _along(given.w_scale)
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
             of_rows = _factors(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
@@ -169,21 +168,13 @@ def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.
     return jnp.broadcast_to(each, (shape[0], scale.shape[1]))
 
 
-def _of_rows(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
-    """Return the scales of 1x128 blocks as `[steps, rows]`, so that those of a tile's step lie together."""
-    room = padded(plan.rows + plan.scale_rows, 4) - scale.shape[0]
-    return jnp.pad(scale.astype(jnp.float32).T, ((0, 0), (0, room)))
+def _along(scale: jax.Array) -> jax.Array:
+    """Return float32 scales that copies of four along `k` can read."""
+    more = padded(scale.shape[-1], CHUNK) - scale.shape[-1]
+    return _padded(scale.astype(jnp.float32), (*scale.shape[:-1], scale.shape[-1] + more))
 
 
 def _of_columns(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
     """Return the scales of 1x128 blocks of columns as `[groups * steps, columns]`, with room for whole tiles."""
     of_steps = jnp.swapaxes(scale.astype(jnp.float32), 1, 2).reshape(-1, scale.shape[1])
     return jnp.pad(of_steps, ((0, 0), (0, plan.column_tiles * plan.tile_columns - scale.shape[1])))
-
-
-def _of_tiles(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
-    """Return the scales of 128x128 blocks as `[groups * steps, tiles, 32]`: those of a tile's columns, in order."""
-    first = jnp.arange(plan.column_tiles) * plan.tile_columns // STEP
-    at = jnp.minimum(first[:, None] + jnp.arange(SCALES), scale.shape[1] - 1)
-    of_steps = jnp.swapaxes(scale.astype(jnp.float32), 1, 2).reshape(-1, scale.shape[1])
-    return of_steps[:, at]

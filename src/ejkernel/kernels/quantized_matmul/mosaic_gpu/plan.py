@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.device import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
 FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
-SCALES = 32  # float32 numbers of the least copy
+CHUNK = 4  # scales along `k` that a copy brings: 16 bytes
+SQUARES = 8  # scales of blocks of columns that a copy brings, of which tiles need three: 128 bytes with `CHUNK`
+MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
@@ -102,27 +106,77 @@ class QuantizedPlan(ProductPlan):
 
     @property
     def factors(self) -> int:
-        """Factors of columns that are stored per group, with room behind them for tiles that read past the end."""
-        return self.columns + self.tile_columns
+        """Factors of columns that are stored per group, for whole tiles."""
+        return self.column_tiles * self.tile_columns
 
     @property
-    def scale_rows(self) -> int:
-        """Scales of rows that a step copies: copies begin at a multiple of four of them, and are of whole 128 bytes."""
-        return self.tile_rows + SCALES
+    def chunks(self) -> int:
+        """Copies of scales along `k`."""
+        return -(-self.steps // CHUNK)
 
     @property
-    def column_scales(self) -> int:
-        """Scales of columns that a step copies."""
-        return self.tile_columns if self.thin else SCALES
+    def scale_slots(self) -> int:
+        """Slots of the ring of scales, so that a slot's steps are released before it is filled again."""
+        return self.stages if self.steps % CHUNK else -(-(self.stages + CHUNK - 1) // CHUNK)
+
+    @property
+    def row_scales(self) -> tuple[int, ...]:
+        """The shape of shared memory for scales of rows."""
+        return self.scale_slots, self.tile_rows, CHUNK
+
+    @property
+    def column_scales(self) -> tuple[int, ...]:
+        """The shape of shared memory for scales of columns, or of blocks of columns."""
+        return (self.stages, self.tile_columns) if self.thin else (self.scale_slots, SQUARES, CHUNK)
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        return super().shared_bytes() + self.stages * (self.scale_rows + self.column_scales) * 4 * self.blocks
+        return super().shared_bytes() + _scale_bytes(self) * self.blocks
 
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
         columns = self.tile_columns + (self.part_columns if self.promoted else 0)
         return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedWgradPlan(WgradPlan):
+    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks.
+
+    Attributes:
+        rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+    """
+
+    rhs_dtype: str
+    thin: ClassVar[bool] = True  # see `QuantizedPlan`
+
+    @property
+    def step_size(self) -> int:
+        """See `GroupedPlan`."""
+        return STEP
+
+    @property
+    def copies(self) -> int:
+        """See `GroupedPlan`; scales come with their operands."""
+        return WARPGROUPS + 3
+
+    @property
+    def row_scales(self) -> tuple[int, ...]:
+        """The shape of shared memory for scales of the left operand."""
+        return self.stages, self.tile_rows
+
+    @property
+    def column_scales(self) -> tuple[int, ...]:
+        """The shape of shared memory for scales of the right operand."""
+        return self.stages, self.tile_columns
+
+    def shared_bytes(self) -> int:
+        """See `GroupedPlan`."""
+        return super().shared_bytes() + _scale_bytes(self)
+
+    def sums_per_thread(self) -> int:
+        """Return the registers of sums per thread, and of the accumulator."""
+        return 2 * super().sums_per_thread()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +245,7 @@ class FewRowsPlan:
 
     @property
     def factors(self) -> int:
-        """See `QuantizedPlan`."""
+        """Factors of columns, with room behind them for tiles that end later."""
         return self.columns + self.tile_columns
 
     @property
@@ -239,6 +293,25 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     )
 
 
+def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -> QuantizedWgradPlan:
+    """Return the plan of a weight gradient."""
+    return QuantizedWgradPlan(
+        rows=call.rows,
+        groups=call.groups,
+        inner=padded(call.inner, ALIGNED),
+        columns=padded(call.columns, ALIGNED),
+        dtype=call.dtype,
+        rhs_dtype=call.rhs_dtype,
+        out_dtype=call.out_dtype,
+        tile_rows=params.block_k,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+        snake=params.snake,
+    )
+
+
 def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPlan:
     """Return the plan of a launch for at most 64 rows."""
     integers = call.w_dtype == "int8"
@@ -254,3 +327,7 @@ def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRows
         stages=params.stages,
         promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
     )
+
+
+def _scale_bytes(plan: QuantizedPlan | QuantizedWgradPlan) -> int:
+    return 4 * (math.prod(plan.row_scales) + math.prod(plan.column_scales))

@@ -20,6 +20,7 @@ class QuantizeCall(OperationCall):
         dtype: Name of the dtype of the matrix.
         values: Name of the dtype of the results.
         transposed: Whether the transpose is quantised, too.
+        groups: Number of groups of rows, each of which begins a block of the transpose; `None` without groups.
     """
 
     rows: int
@@ -27,3 +28,9 @@ class QuantizeCall(OperationCall):
     dtype: str
     values: str
     transposed: bool = False
+    groups: int | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `OperationCall`."""
+        return frozenset() if self.groups is None else frozenset({"group_sizes"})

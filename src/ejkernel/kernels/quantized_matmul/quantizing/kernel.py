@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, swizzled, tiled
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 
 from .common import BLOCK
@@ -28,7 +28,7 @@ from .plan import HALF, QuantizingPlan
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-class _Memory(NamedTuple):
+class QuantizingMemory(NamedTuple):
     """Tiles in flight, their barriers, and a buffer for each copy to global memory."""
 
     tiles: Any
@@ -41,38 +41,54 @@ def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = Non
 
     Scales have rows for whole tiles.
     """
-    (row_tiles, column_tiles), kernel = plan.grid, _Kernel(plan, backend_for(interpret))
+    (row_tiles, column_tiles), kernel = plan.grid, QuantizingKernel(plan, backend_for(interpret))
     m, k = plan.rows, plan.columns
     shapes = [((m, k), plan.values), ((row_tiles * BLOCK, column_tiles), "float32")]
     if plan.transposed:
         shapes += [((k, m), plan.values), ((column_tiles * BLOCK, row_tiles), "float32")]
-    memory = _Memory(
-        tiled((plan.slots, BLOCK, BLOCK), plan.dtype),
-        plgpu.Barrier(num_arrivals=1, num_barriers=plan.slots),
-        tiled((plan.copies, HALF, BLOCK), plan.values),
-    )
+    return run_kernel(kernel, [x], shapes)
+
+
+def run_kernel(kernel: QuantizingKernel, arrays: Sequence[Any], shapes: Sequence[tuple[Any, str]]) -> list[jax.Array]:
+    """Launch a kernel, and return its results of these shapes and dtypes."""
     return launch(
         kernel.run,
-        [x],
+        arrays,
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes],
         name="quantize",
-        programs=plan.programs,
-        memory=memory,
+        programs=kernel.plan.programs,
+        memory=kernel.memory_types(),
         lane_semantics=True,
-        interpret=interpret,
+        interpret=kernel.backend.interpret,
     )
 
 
-class _Kernel:
+class QuantizingKernel:
     """The program of one block of threads, a single warpgroup."""
 
     def __init__(self, plan: QuantizingPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
 
-    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
+    def memory_types(self) -> QuantizingMemory:
+        """Return the types of shared memory and barriers.
+
+        A tile has two halves of its columns, each one swizzle wide. Copies use views without tiles: these may start at
+        any row, and an array may have any size.
+        """
+        plan, aliased = self.plan, self.backend.aliased
+        tiles, out = (plan.slots, 2, BLOCK, HALF), (plan.copies, HALF, BLOCK)
+        return QuantizingMemory(
+            aliased(tiled(tiles, plan.dtype), swizzled(tiles, plan.dtype)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
+            aliased(tiled(out, plan.values), swizzled(out, plan.values)),
+        )
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: QuantizingMemory) -> None:
         """Quantise every `programs`-th tile."""
         plan, self.memory, self.results = self.plan, memory, results
-        [self.x] = arrays
+        self.x, *_ = arrays
+        self.tiles, self.copied_tiles = self.backend.views(memory.tiles, 2)
+        self.buffers, self.copied = self.backend.views(memory.out, 2)
         first = lax.axis_index(PROGRAM)
         count = lax.div(plan.grid[0] * plan.grid[1] - first + (plan.programs - 1), plan.programs)
         for i in range(plan.slots):
@@ -99,34 +115,48 @@ class _Kernel:
         row = lax.div(number, columns)
         return row * BLOCK, (number - row * columns) * BLOCK
 
+    def _row(self, row: Any) -> Any:
+        """Return the row of the matrix at which the tile begins whose columns begin at `row`."""
+        return row
+
     def _fetch(self, first: Any, i: Any) -> None:
         (row, column), slot = self._start(first, i), lax.rem(i, self.plan.slots)
-        source = self.x.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-        plgpu.copy_gmem_to_smem(source, self.memory.tiles.at[slot], self.memory.full.at[slot])
+        rows = pl.ds(self._row(row), BLOCK)
+        for half in range(2):
+            source = self.x.at[rows, pl.ds(column + half * HALF, HALF)]
+            plgpu.copy_gmem_to_smem(source, self.copied_tiles.at[slot, half], self.memory.full.at[slot])
 
     def _rows(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's rows."""
-        rows = self.memory.tiles.at[slot, pl.ds(half * HALF, HALF)]
-        self._quantize(rows, half, self.results[:2], (row + half * HALF, column))
+        rows = [loaded(self.tiles.at[slot, part, pl.ds(half * HALF, HALF)]) for part in range(2)]
+        self._store(jnp.concatenate(rows, axis=1), half, self.results[:2], (self._row(row) + half * HALF, column))
 
     def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's columns, as rows of the transpose."""
-        columns = self.memory.tiles.at[slot, :, pl.ds(half * HALF, HALF)]
-        self._quantize(columns.transpose((1, 0)), 2 + half, self.results[2:], (column + half * HALF, row))
+        columns = loaded(self.tiles.at[slot, half].transpose((1, 0)))
+        self._store(columns, 2 + half, self.results[2:], (column + half * HALF, row))
 
-    def _quantize(self, tile: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
-        """Store 64 rows of 128 numbers, and their scales."""
+    def _store(self, wide: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
+        """Quantise 64 rows of 128 numbers, and store them with their scales."""
         (values, scales), (row, column) = results, at
-        wide = plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        scale = self._quantize(wide, slot)
+        compat.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.copied.at[slot], values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])
+
+    def _quantize(self, wide: Any, slot: int) -> Any:
+        """Return the scales of 64 rows of 128 numbers, which lie quantised in a buffer then."""
         largest, top = jnp.max(jnp.abs(wide), axis=1), LARGEST[self.plan.values]
         scale = jnp.maximum(largest * (1 / top), _TINY)
         scale = jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
         factor = lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])
-        buffer = self.memory.out.at[slot]
         # The copy that last read this buffer is the oldest of all.
         plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
         # Rounding may lead beyond the largest number: the conversion saturates.
-        buffer[...] = (wide * factor).astype(self.plan.values)
-        compat.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])
+        self.buffers.at[slot][...] = (wide * factor).astype(self.plan.values)
+        return scale
+
+
+def loaded(tile: Any) -> Any:
+    """Return a tile of shared memory in float32."""
+    return plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)

@@ -13,6 +13,7 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import QuantizeCall
+from .groups import blocks_of
 from .plan import QuantizeParams, quantizing_plan
 
 _COPIED = 16  # bytes between the rows that a copy addresses
@@ -23,6 +24,7 @@ class MosaicGpu(Implementation[QuantizeCall]):
 
     name = "mosaic_gpu"
     params = QuantizeParams
+    features = frozenset({"group_sizes"})
 
     def unsupported(self, call: QuantizeCall) -> str | None:
         """Return why the kernel does not run the call, and an alternative; `None` if it does."""
@@ -32,7 +34,7 @@ class MosaicGpu(Implementation[QuantizeCall]):
             return reason
         if call.dtype not in hopper.DTYPES or call.values == "int8":
             return f"it quantises bfloat16 and float16 to float8, got {call.dtype} to {call.values}; use 'xla'."
-        sizes = (call.rows, call.columns) if call.transposed else (call.columns,)
+        sizes = (call.rows, call.columns) if call.transposed and call.groups is None else (call.columns,)
         if 0 in (call.rows, call.columns) or any(size % _COPIED for size in sizes):
             return f"its copies need sizes that {_COPIED} divides, and x is {call.rows} x {call.columns}; use 'xla'."
         return None if call.rows * call.columns < 2**38 else "it counts tiles in int32; use 'xla'."
@@ -52,29 +54,34 @@ class MosaicGpu(Implementation[QuantizeCall]):
 
     def forward(self, call: QuantizeCall, /, *args: Any, params: QuantizeParams) -> tuple[Any, Any]:
         """Return the results, without residuals."""
-        return quantized(call, args[0], params), ()
+        return quantized(call, args, params), ()
 
 
-def quantized(call: QuantizeCall, x: jax.Array, params: QuantizeParams, *, interpret: Any = None) -> Any:
+def quantized(call: QuantizeCall, arrays: tuple[Any, ...], params: QuantizeParams, *, interpret: Any = None) -> Any:
     """Return the results of a call, as the operation says.
 
     Args:
         call: The call.
-        x: The array.
+        arrays: The array, and the sizes of groups if the call has any.
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
-    from .kernel import quantized_blocks  # Mosaic GPU is not available in every environment
+    plan, sizes = quantizing_plan(call, params), (call.rows, call.columns)
 
-    plan = quantizing_plan(call, params)
+    def compute(x: jax.Array, *group_sizes: jax.Array) -> tuple[jax.Array, ...]:
+        # Mosaic GPU is not available in every environment.
+        from .grouped_kernel import quantized_groups
+        from .kernel import quantized_blocks
 
-    def compute(x: jax.Array) -> tuple[jax.Array, ...]:
-        lead = x.shape[:-1]
-        with jax.enable_x64(False):  # the kernel counts in int32
-            found = quantized_blocks(plan, x.reshape(plan.rows, plan.columns), interpret=interpret)
-        sizes = (plan.rows, plan.columns)
+        lead, rows = x.shape[:-1], x.reshape(sizes)
+        with jax.enable_x64(False):  # the kernels count in int32
+            if group_sizes:
+                found = quantized_groups(plan, rows, blocks_of(group_sizes[0], call.rows), interpret=interpret)
+                found[3] = found[3].T
+            else:
+                found = quantized_blocks(plan, rows, interpret=interpret)
         scales = [scale[:size] for scale, size in zip(found[1::2], sizes, strict=False)]
         results = [found[0].reshape(x.shape), scales[0].reshape(*lead, -1), *found[2:3], *scales[1:]]
         return tuple(results)
 
-    return one_by_one(compute, x)
+    return one_by_one(compute, *(array for array in arrays if array is not None))

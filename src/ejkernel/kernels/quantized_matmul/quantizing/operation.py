@@ -2,7 +2,8 @@
 """The operation behind `quantize` with 1x128 blocks and `quantize_both`.
 
 The contract of an implementation. It sees `x [..., m, k]` and returns its numbers in `call.values` and their scales
-`[..., m, ceil(k / 128)]` in float32; if `call.transposed`, `x` is a matrix, and the same of `x.T` follows.
+`[..., m, ceil(k / 128)]` in float32; if `call.transposed`, `x` is a matrix, and the same of `x.T` follows. If
+`call.groups`, it also sees the sizes of groups, and the same of `groups.in_columns(x, group_sizes)` follows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels._options import canonical_flag, type_text
+from ejkernel.kernels.grouped_matmul._arguments import check_sizes
+from ejkernel.kernels.grouped_matmul.operation import example_sizes
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, canonical_dtype
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -53,7 +57,13 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         super().__init__(name="quantize")
 
     def prepare(
-        self, x: Any, *, dtype: Any = "float8_e4m3fn", transposed: Any = False, implementation: Any = None
+        self,
+        x: Any,
+        group_sizes: Any = None,
+        *,
+        dtype: Any = "float8_e4m3fn",
+        transposed: Any = False,
+        implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments."""
         transposed = canonical_flag("transposed", transposed)
@@ -61,13 +71,17 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         if not is_array(x) or str(x.dtype) not in OPERANDS or len(x.shape) < rank or (transposed and len(x.shape) > 2):
             wanted = "a matrix" if transposed else "an array"
             raise ArgumentError(f"x must be {wanted} in {', '.join(OPERANDS)}; got {type_text(x)}.")
-        return (x,), {
+        if group_sizes is not None:
+            check_sizes(group_sizes)
+            if not transposed or not is_known(*x.shape):
+                raise ArgumentError(f"group_sizes need transposed=True and an x of known sizes; got {type_text(x)}.")
+        return (x,) if group_sizes is None else (x, group_sizes), {
             "dtype": canonical_dtype("dtype", dtype, tuple(LARGEST)),
             "transposed": transposed,
             "implementation": self.requested(implementation),
         }
 
-    def describe(self, x: Any, *, dtype: str, transposed: bool) -> QuantizeCall:
+    def describe(self, x: Any, group_sizes: Any = None, *, dtype: str, transposed: bool) -> QuantizeCall:
         """Return the sizes and dtypes of a call."""
         return QuantizeCall(
             rows=math.prod(x.shape[:-1]),
@@ -75,12 +89,18 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
             dtype=str(x.dtype),
             values=dtype,
             transposed=transposed,
+            groups=None if group_sizes is None else group_sizes.shape[0],
         )
+
+    def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a random matrix, and balanced sizes if the call has groups."""
+        (x, *sizes), options = super().example_inputs(inv, rng)
+        drawn = [example_sizes(x.shape[0], own.shape[0], rng)["balanced"].astype(own.dtype) for own in sizes]
+        return (x, *map(jnp.asarray, drawn)), options
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the results in plain JAX."""
-        [x] = args
-        return quantized_blocks(x, options["dtype"], transposed=options["transposed"])
+        return quantized_blocks(*args, dtype=options["dtype"], transposed=options["transposed"])
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
         """Return a rule that splits the rows; with a transposed copy, whose blocks lie along them, no rule."""

@@ -10,6 +10,7 @@ from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
 from ejkernel.kernels._options import check_parameters
 
 from .common import BLOCK, QuantizeCall
+from .groups import block_count
 
 HALF = BLOCK // 2  # rows that a warpgroup holds at once
 
@@ -41,6 +42,7 @@ class QuantizingPlan:
         transposed: Whether the transpose is quantised, too.
         most_programs: Blocks of threads that fit on the GPU at once.
         slots: Tiles that a block of threads has in flight.
+        groups: As in `QuantizeCall`.
     """
 
     rows: int
@@ -50,11 +52,13 @@ class QuantizingPlan:
     transposed: bool
     most_programs: int
     slots: int
+    groups: int | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of rows, and of columns."""
-        return -(-self.rows // BLOCK), -(-self.columns // BLOCK)
+        """Tiles of rows, or blocks of groups; and tiles of columns."""
+        rows = -(-self.rows // BLOCK) if self.groups is None else block_count(self.rows, self.groups)
+        return rows, -(-self.columns // BLOCK)
 
     @property
     def programs(self) -> int:
@@ -81,4 +85,5 @@ def quantizing_plan(call: QuantizeCall, params: QuantizeParams) -> QuantizingPla
         transposed=call.transposed,
         most_programs=MULTIPROCESSORS * params.blocks,
         slots=params.tiles,
+        groups=call.groups,
     )

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.quantized_grouped_wgrad`: the gradient of groups' matrices in 8 bits, beside bfloat16.
+
+"blocks" reads rows and gradients that `quantize_both` made; "blocks, from bfloat16" makes both of them first, with the
+rows' copies, which a layer needs anyway. "quantising" is one of these. Group sizes are drawn from a multinomial
+distribution. Each process compiles the contenders of one shape, then runs them interleaved, as
+`benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product, of the dequantised operands
+for "blocks", in a part of one group's result: on normal numbers, and on their magnitudes, where coarse sums show.
+"bfloat16 / name" is the time of our bfloat16 kernel relative to that of a contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import report
+from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized_grouped_matmul import BASE, SHAPES, Shape, ratios, sizes_of
+from benchmarks.quantized_matmul import add_times, measured_apart, table
+from ejkernel.kernels.grouped_matmul.common import taken_apart
+from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
+from ejkernel.modules import Quantized, QuantizedGroupedWgradConfig, grouped_matmul_wgrad, quantize_both
+
+PART = 128  # rows and columns of a group's result that are compared
+GROUP = 1
+DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of rows and gradients
+Function = Callable[..., Any]
+
+
+def ours(**params: Any) -> Function:
+    """Return our kernel's gradient, by its heuristic or by given parameters."""
+    cfg: Any = None
+    if params:
+        from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
+
+        cfg = QuantizedGroupedWgradConfig(implementation="mosaic_gpu", fwd=WgradParams(**params))
+    return functools.partial(grouped_matmul_wgrad, implementation="mosaic_gpu", cfg=cfg)
+
+
+def from_bfloat16(lhs: jax.Array, dout: jax.Array, sizes: jax.Array) -> Any:
+    """Return the gradient, and the rows in 8 bits."""
+    both = [quantize_both(x, sizes, dtype=dtype) for x, dtype in zip((lhs, dout), DTYPES, strict=True)]
+    return grouped_matmul_wgrad(both[0][1], both[1][1], sizes), [rows for rows, _ in both]
+
+
+CONTENDERS: dict[str, Function] = {
+    BASE: ours(),
+    "blocks": ours(),
+    "blocks, from bfloat16": from_bfloat16,
+    "quantising": lambda lhs, dout, sizes: quantize_both(dout, sizes, dtype=DTYPES[1]),
+    "xla bfloat16": functools.partial(grouped_matmul_wgrad, implementation="xla"),
+    "blocks, block_n 128": ours(block_n=128, stages=5),
+    "blocks, block_n 128, 4 stages": ours(block_n=128, stages=4),
+    "blocks, panel 4": ours(block_n=192, stages=4, out_slots=3, panel=4),
+    "blocks, panel 32": ours(block_n=192, stages=4, out_slots=3, panel=32),
+    "blocks, 5 stages": ours(block_n=192, stages=5, out_slots=1),
+    "blocks, largest first": ours(block_n=192, stages=4, out_slots=3, largest_first=True, snake=True),
+    "blocks, dealt in order": ours(block_n=192, stages=4, out_slots=3),
+}
+FEW = tuple(CONTENDERS)[:5]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def operands(shape: Shape, narrow: bool, positive: bool | jax.Array) -> tuple[Any, Any]:
+    """Return rows and gradients: in bfloat16, or their columns in 8 bits."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    sizes = (shape.m, shape.k), (shape.m, shape.n)
+    made = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
+    arrays = [jnp.where(positive, jnp.abs(array), array) for array in made]
+    if not narrow:
+        return arrays[0], arrays[1]
+    groups = sizes_of(shape)
+    first, second = (quantize_both(x, groups, dtype=dtype)[1] for x, dtype in zip(arrays, DTYPES, strict=True))
+    return first, second
+
+
+def is_narrow(name: str) -> bool:
+    """Return whether a contender's operands are in 8 bits."""
+    return name.startswith("blocks") and "from" not in name
+
+
+@jax.jit
+def expected(lhs: Any, dout: Any, sizes: jax.Array) -> jax.Array:
+    """Return a part of one group's float32 gradient."""
+    arrays = []
+    for array in (lhs, dout):
+        if isinstance(array, Quantized):
+            array = Quantized(array.values[:PART], array.scale[:PART], array.block).dequantize().T
+        arrays.append(array[:, :PART].astype(jnp.float32))
+    own = taken_apart(whole_blocks(sizes, lhs.shape[1]))[0] if isinstance(lhs, Quantized) else sizes
+    ends, row = jnp.cumsum(own), jnp.arange(len(arrays[0]))
+    inside = (row >= ends[GROUP - 1]) & (row < ends[GROUP])
+    return jnp.einsum("rk,rn->kn", jnp.where(inside[:, None], arrays[0], 0), arrays[1], precision="highest")
+
+
+def error(program: Function, arrays: Any, sizes: jax.Array) -> float:
+    """Return a contender's error in a part of one group's result."""
+    out = program(*arrays, sizes)
+    out = out[0] if isinstance(out, tuple) else out
+    found = relative_error(out[GROUP, :PART, :PART], expected(*arrays, sizes))
+    return float(f"{found:.2e}")
+
+
+def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each contender, or the reason for having none; print what is known so far."""
+    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
+    given = {narrow: operands(shape, narrow, False) for narrow in sorted({is_narrow(name) for name in names})}
+    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[is_narrow(name)], sizes).compile()  # noqa: E731
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {name: pool.submit(compile_one, name) for name in names}
+        for name, job in jobs.items():
+            try:
+                program, arrays = job.result(), given[is_narrow(name)]
+                row: dict[str, Any] = {}
+                if name != "quantising":
+                    positive = operands(shape, is_narrow(name), True)
+                    row["errors"] = [error(program, each, sizes) for each in (arrays, positive)]
+                found[name] = row
+            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *arrays, sizes)
+            print(json.dumps(found), flush=True)
+    add_times(shape, found, runs)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_grouped_wgrad", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_grouped_wgrad_<device>.json and .md")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", default=list(FEW), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=45.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        found[shape] = measured_apart(shape, args.contenders, args.seconds, "quantized_grouped_wgrad", ratios)
+        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
+        if args.out is not None:  # written after each process, in case a later one fails
+            report.write(args.out, f"quantized_grouped_wgrad_{report.platform_name()}", found, table(found, str))
+    print(table(found, str))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

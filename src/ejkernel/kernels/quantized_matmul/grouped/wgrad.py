@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation behind `grouped_matmul_wgrad` with quantised operands.
+
+The contract of an implementation. It sees `lhs [k, m]` and `rhs [n, m]`, the groups, and both operands' scales
+`[k, m / 128]` and `[n, m / 128]`. Along `m` each group begins with a block of 128 and takes as many as its size needs;
+`quantizing.groups` has this layout. The result is `lhs @ rhs.T` over the blocks of each group, summed in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._options import type_text
+from ejkernel.kernels.grouped_matmul import _arguments as groups_arguments
+from ejkernel.kernels.grouped_matmul import reference
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, taken_apart
+from ejkernel.kernels.grouped_matmul.operation import (
+    GROUPS,
+    REFERENCE_BLOCK,
+    GroupedOperation,
+    axes_of_groups,
+    example_sizes,
+)
+from ejkernel.kernels.quantized_matmul.operation import OUTPUTS, example_operand, widened
+from ejkernel.kernels.quantized_matmul.quantized import Quantized, canonical_dtype, check_quantized
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
+from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count, whole_blocks
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.sharding.split import CallPart
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
+
+from .common import QuantizedGroupedWgradCall
+
+_Invocation = Invocation["QuantizedGroupedWgradConfig", jax.Array]
+_PACKAGE = "ejkernel.kernels.quantized_matmul"
+BLOCKS = (1, BLOCK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGroupedWgradConfig(OperationConfig):
+    """Configuration of one weight gradient of quantised operands; only `fwd` counts, because it has no gradient."""
+
+    implementation: str = "xla"
+
+
+class QuantizedGroupedWgrad(GroupedOperation[QuantizedGroupedWgradConfig]):
+    """The operation behind `grouped_matmul_wgrad` with quantised operands; see there for the arguments."""
+
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(
+                f"{_PACKAGE}.mosaic_gpu.gradient:MosaicGpuGroupedWgrad", platforms=("gpu",)
+            ),
+            "xla": f"{_PACKAGE}.grouped.xla:XlaGroupedWgrad",
+        }
+    )
+    why_no_gradient = "its operands are quantised. Use quantized_grouped_dense to train, or jax.lax.stop_gradient."
+
+    def __init__(self) -> None:
+        super().__init__(name="quantized_grouped_wgrad")
+
+    def prepare(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        lhs_scale: Any,
+        rhs_scale: Any,
+        *,
+        preferred_element_type: Any = None,
+        first_group: Any = None,
+        groups: Any = None,
+        implementation: Any = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments, and drop options with default values, which the key omits."""
+        check_quantized("lhs", Quantized(lhs, lhs_scale, BLOCKS))
+        check_quantized("rhs", Quantized(rhs, rhs_scale, BLOCKS))
+        if len(lhs.shape) != 2 or len(rhs.shape) != 2 or lhs.shape[1] != rhs.shape[1] or lhs.shape[1] % BLOCK:
+            raise ArgumentError(
+                f"lhs and rhs must be [k, m] and [n, m] with whole blocks of {BLOCK}, the second results of "
+                f"quantize_both(x, group_sizes); got {type_text(lhs)} and {type_text(rhs)}."
+            )
+        count_asked = groups_arguments.canonical_count(groups)
+        groups_arguments.check_count(count_asked, group_sizes, first_group)
+        own = groups_arguments.canonical_groups(group_sizes, first_group, count_asked)
+        out = canonical_dtype("preferred_element_type", preferred_element_type or "bfloat16", OUTPUTS)
+        options: dict[str, Any] = {} if out == "bfloat16" else {"preferred_element_type": out}
+        if isinstance(own, tuple):
+            options["groups"] = groups
+        return (lhs, rhs, own, lhs_scale, rhs_scale), options | {"implementation": self.requested(implementation)}
+
+    def describe(
+        self,
+        lhs: Any,
+        rhs: Any,
+        own: Groups,
+        lhs_scale: Any,
+        rhs_scale: Any,
+        *,
+        preferred_element_type: str = "bfloat16",
+        groups: int | None = None,
+    ) -> QuantizedGroupedWgradCall:
+        """Return the sizes and dtypes of a call."""
+        sizes, first = taken_apart(own)
+        return QuantizedGroupedWgradCall(
+            rows=lhs.shape[1],
+            groups=sizes.shape[0] if groups is None else groups,
+            inner=lhs.shape[0],
+            columns=rhs.shape[0],
+            dtype=str(lhs.dtype),
+            rhs_dtype=str(rhs.dtype),
+            out_dtype=preferred_element_type,
+            all_groups=None if first is None else sizes.shape[0],
+        )
+
+    def result_size(self, call: GroupedMatmulCall) -> int:
+        """See `GroupedOperation`."""
+        return call.groups * call.inner * call.columns
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule:
+        """Return a rule that splits groups and both axes of the matrices; every device gets all rows."""
+        axes = f"inner rows, columns rows, {axes_of_groups(inv)}, inner blocks, columns blocks"
+        return ShardingRule(f"{axes} -> groups inner columns", split="groups inner columns", cheapest=True)
+
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `GroupedOperation`; adds the shard's number of groups, which no array has as its shape."""
+        args, options = super().part_arguments(part, *args, **options)
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
+
+    def reference(self, *args: Any, **options: Any) -> Any:
+        """Return the float32 sums of the dequantised operands."""
+        lhs, rhs, own, lhs_scale, rhs_scale = args
+        left, right = widened(lhs, lhs_scale, BLOCKS).T, widened(rhs, rhs_scale, BLOCKS).T
+        count, blocks = options.get("groups", taken_apart(own)[0].shape[0]), whole_blocks(own, lhs.shape[1])
+        out = reference.weights_gradient(left, right, blocks, count=count, block=REFERENCE_BLOCK, precision="highest")
+        return out.astype(options.get("preferred_element_type", "bfloat16"))
+
+    def example_draws(
+        self, inv: _Invocation, rng: np.random.Generator
+    ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return random operands with each kind of sizes."""
+        (lhs, rhs, groups, *scales), options = inv.args, dict(inv.kwargs)
+        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
+        made = [example_operand(rng, *pair, BLOCKS) for pair in ((lhs, scales[0]), (rhs, scales[1]))]
+        left, right = made
+        # As many rows as take all blocks if every group has a partial one.
+        rows = BLOCK * max(0, lhs.shape[1] // BLOCK - block_count(0, sizes.shape[0]))
+
+        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
+            found = jnp.asarray(drawn, sizes.dtype)
+            if first is None:
+                return found
+            own = np.convolve(drawn, np.ones(count), "valid")[::count]
+            return found, jnp.asarray(count * own.argmax(), first.dtype)
+
+        drawn = example_sizes(rows, sizes.shape[0], rng)
+        return {
+            kind: ((left[0], right[0], groups_with(own), left[1], right[1]), options) for kind, own in drawn.items()
+        }
+
+    def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with eight groups."""
+        rows = BLOCK * block_count(1024, 8)
+        arrays = [jax.ShapeDtypeStruct((size, rows), "float8_e4m3fn") for size in (256, 512)]
+        scales = [jax.ShapeDtypeStruct((size, rows // BLOCK), jnp.float32) for size in (256, 512)]
+        return (*arrays, jax.ShapeDtypeStruct((8,), jnp.int32), *scales), {}
+
+
+quantized_grouped_wgrad = QuantizedGroupedWgrad()

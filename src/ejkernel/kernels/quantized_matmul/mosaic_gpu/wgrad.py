@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight gradient's kernel for 8-bit columns in groups: for each group, `lhs @ rhs.T` over the group's blocks.
+
+Both operands lie along the rows of the groups, as Hopper's tensor cores read 8-bit numbers. A step is a block, which
+belongs to one group and is filled with zeros: no rows of other groups are read. Scales arrive with their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.launch import PROGRAM, plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
+
+from .blocks import BlocksMemory, ScaledSums
+from .kernel import products_of
+from .plan import STEP, QuantizedWgradPlan
+
+
+def sum_products(plan: QuantizedWgradPlan, *arrays: Any, interpret: Any = None) -> jax.Array:
+    """Run the kernel.
+
+    Args:
+        plan: The launch.
+        *arrays: `lhs [k, m]` and `rhs [n, m]`; int32 `[groups, 3]`: number, first row and rows of each group; and
+            the scales `[blocks, k]` and `[blocks, n]`, with sizes that four divides.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
+    """
+    kernel, shape = QuantizedWgradKernel(plan, backend_for(interpret)), (plan.groups, plan.inner, plan.columns)
+    return run_kernel(kernel, arrays, shape, name="quantized_grouped_wgrad")[0]
+
+
+class QuantizedWgradKernel(ScaledSums, WgradKernel):
+    """The program of one block of threads."""
+
+    plan: QuantizedWgradPlan
+
+    def memory_types(self) -> Any:
+        """See `WgradKernel`; copies use the swizzled views, since an operand may have any number of columns."""
+        plan, aliased = self.plan, self.backend.aliased
+        rhs = (plan.stages, plan.tile_columns, STEP)
+        return BlocksMemory(
+            aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype)),
+            aliased(tiled(rhs, plan.rhs_dtype), swizzled(rhs, plan.rhs_dtype)),
+            tiled((WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns), plan.out_dtype),
+            pipeline_types(plan),
+            *self.scale_types(),
+        )
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
+        """See `WgradKernel`."""
+        *others, self.lhs_scales, self.rhs_scales = arrays
+        super().run(others, results, memory)
+
+    def _each_tile(self, body: Callable[[WgradTile, Any], Any]) -> Any:
+        """See `WgradKernel`; each tile is looked up during the one before: it has few steps to hide the reads."""
+        plan, program = self.plan, lax.axis_index(PROGRAM)
+        whole, rest = divmod(plan.tiles, plan.programs)
+        backwards = plan.programs - 1 - program
+
+        def tile(i: Any) -> WgradTile:
+            dealt = jnp.where(lax.rem(i, 2) == 0, program, backwards) if plan.snake else program
+            return self._tile(jnp.minimum(i * plan.programs + dealt, plan.tiles - 1))
+
+        def one(i: Any, carry: tuple[Any, WgradTile]) -> tuple[Any, WgradTile]:
+            step, now = carry
+            following = tile(i + 1)
+            return body(now, step), following
+
+        last = backwards if plan.snake and whole % 2 else program
+        count = whole + (last < rest).astype(jnp.int32)
+        return lax.fori_loop(0, count, one, (jnp.int32(0), tile(jnp.int32(0))))[0]
+
+    def _span(self, entry: Any) -> tuple[Any, Any, Any, Any]:
+        start, rows = self.table[entry, 1], self.table[entry, 2]
+        return start, jnp.int32(0), rows, lax.div(rows + (STEP - 1), STEP)
+
+    def _copy_step(self, tile: WgradTile, index: Any, step: Any) -> Any:
+        plan, memory = self.plan, self.memory
+        rows = pl.ds(tile.start + index * STEP, STEP)
+        stage = self.pipeline.producer_acquire(step)
+        full = self.pipeline.full.at[stage]
+        for w in range(WARPGROUPS):
+            columns = pl.ds(tile.row + plan.part_rows * w, plan.part_rows)
+            plgpu.copy_gmem_to_smem(self.lhs.at[columns, rows], self.lhs_tiles.at[stage, w], full)
+        own = pl.ds(tile.row, plan.tile_rows), pl.ds(tile.column, plan.tile_columns)
+        plgpu.copy_gmem_to_smem(self.rhs.at[own[1], rows], self.rhs_tiles.at[stage], full)
+        block, scales = lax.div(tile.start, STEP) + index, (self.lhs_scales, self.rhs_scales)
+        for source, target, columns in zip(scales, (memory.x_scale, memory.w_scale), own, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[block, columns], target.at[stage], full)
+        return step + 1
+
+    def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
+        # An empty group has no steps; its result is stored as zeros.
+        sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
+        self._store(sums, tile, warpgroup)
+        return step + tile.steps
+
+    def _store(self, totals: Sequence[Any], tile: WgradTile, warpgroup: Any) -> None:
+        """See `WgradKernel`; where each piece has a slot, all are copied at once."""
+        plan, out = self.plan, self.memory.out
+        if plan.out_slots < plan.pieces:
+            super()._store(totals, tile, warpgroup)
+            return
+        rows = pl.ds(tile.row + plan.part_rows * warpgroup, plan.part_rows)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(plan.pieces):
+            out.at[warpgroup, i][...] = self.piece(totals, i)
+        plgpu.commit_smem()
+        for i in range(plan.pieces):
+            columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
+            plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
+
+    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
+        def multiply(accumulator: Any, stage: Any) -> None:
+            plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
+
+        return products_of((self.plan.part_rows, self.plan.tile_columns), stages, multiply)
