@@ -17,7 +17,9 @@ from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
 from ejkernel.ops import ArgumentError, KernelCheckError
 from ejkernel.testing import CheckRow, check_kernel, paired
-from ejkernel.testing.report import GROUPS, CheckReport
+from ejkernel.testing.advice import GROUPS
+from ejkernel.testing.crashes import named_after
+from ejkernel.testing.report import CheckReport
 from ejkernel.testing.subject import Subject
 
 pytestmark = pytest.mark.slow
@@ -297,20 +299,83 @@ def test_the_table_has_a_line_for_each_check_and_the_reasons_below():
     rows += [CheckRow(check="vmap", config={"rows": 4}, status="ok", error=1e-7, allowed=1e-4)]
     rows += [CheckRow(check="pickle", config=None, status="skipped", reason="a script's own")]
     assert str(CheckReport("sine@v0 f32[4]", ({"rows": 1}, {"rows": 2}), tuple(rows))).splitlines() == [
-        "sine@v0 f32[4]: 2 configurations, 2 of 6 checks failed",
-        "check    status   worst error  allowed  of",
+        "sine@v0 f32[4]: 2 configurations, 1 of 3 checks failed (2 of 5 runs)",
+        "check    status   worst error  allowed  runs",
         "outputs  ok       2e-06        0.0001   2",
         "vmap     failed   0.5          0.0001   2 of 3",
         "    rows=1 and 1 more: result 0 differs",
-        "pickle   skipped  -            -        1",
+        "pickle   skipped  -            -        -",
         "    a script's own",
         "what to do:",
-        "    vmap: `run` sees one example; code that uses the size of a batch, or of the",
-        "      grid, is wrong for many",
+        "    vmap: under vmap `run` sees one example at a time; do not rely on the batch",
+        "      or grid size",
         "    to repeat the check 'vmap' alone: check_kernel(kernel, ...,",
         "      configs=[{'rows': 1}], without=['second derivative', 'tangents', 'inputs',",
         "      'dtypes', 'platforms', 'key', 'pickle', 'export', 'split'])",
     ]
+
+
+def made(check, status, rows=1, reason="", **options):
+    return CheckRow(check=check, config={"rows": rows}, status=status, reason=reason, **options)
+
+
+def flat(rows, count=2):
+    report = CheckReport("sine@v0", tuple({"rows": n} for n in range(1, count + 1)), tuple(rows))
+    return " ".join(str(report).split())
+
+
+def test_advice_is_about_the_first_failure_of_each_configuration_and_names_what_follows():
+    rows = [made("outputs", "ok", 1), made("outputs", "failed", 2, "off", error=0.5, allowed=0.1)]
+    rows += [made("vmap", "failed", 2, "off"), made("odd sizes", "failed", 2, "off"), made("pickle", "failed", 2, "no")]
+    text = flat(rows)
+    assert "outputs: rows=2 is wrong, the others are not: look at what depends on the configuration" in text
+    assert "the other failures follow from it: vmap, odd sizes to repeat the check 'outputs' alone" in text
+    assert "pickle: define the kernel at the top of a module" in text
+    assert "mask the rest" not in text
+    assert "under vmap" not in text
+    assert "vmap: under vmap `run` sees one example" in flat(
+        [made("outputs", "ok", 2), made("vmap", "failed", 2, "off")]
+    )
+
+
+def test_advice_on_an_exception_repeats_it():
+    rows = [made("types", "failed", 2, "RuntimeError: tile does not fit", raised=True)]
+    rows += [made("bfloat16", "ok", 1, error=0.004, allowed=0.02), made("bfloat16", "failed", 2, "tile", raised=True)]
+    text = flat(rows)
+    assert "types: rows=2 raises RuntimeError: tile does not fit: fix it, or leave it out of config_space" in text
+    assert "sum in float32" not in text
+    assert "same shapes" not in text
+    assert "bfloat16 failed - - 1 of 2" in text  # the error of the failed run, which has none
+    assert "fix it; untuned calls run with the heuristic's" in flat([made("types", "failed", 1, "x", raised=True)])
+
+
+def test_checks_that_were_not_run_after_a_failure_are_listed():
+    report = check_kernel(wrong_kernels.RaisingConfiguration(), x, w, strict=False, without=only("gradient", "inputs"))
+    left = [row.check for row in report.rows if row.reason.startswith("not run: types already failed")]
+    assert left[:4] == ["outputs", "repeated", "arguments", "jit"]
+    assert "scaled inputs, zeros" in left
+    assert "not run: types already failed: outputs, repeated, arguments, jit" in " ".join(str(report).split())
+
+
+def test_after_a_wrong_gradient_the_rows_that_follow_are_skipped():
+    groups = only("gradient", "second derivative", "inputs")
+    report = check_kernel(wrong_kernels.GradientOfOneArgument(), x, w, strict=False, without=groups)
+    skipped = {row.check: row.reason for row in report.rows if row.status == "skipped"}
+    assert skipped["second derivative"] == "not run: the gradient already failed"
+    assert skipped["odd sizes"] == "not run: gradient of w already failed"
+
+
+def test_a_heuristic_that_does_not_run_skips_all_other_checks():
+    report = check_kernel(wrong_kernels.Leaking(), x, w, strict=False, without=GROUPS)
+    assert (report.rows[-1].check, report.rows[-1].status) == ("all other checks", "skipped")
+
+
+def test_the_stack_of_a_crash_names_the_configuration(tmp_path):
+    import faulthandler
+
+    with open(tmp_path / "stack", "w") as file:
+        named_after({"rows": 64}, lambda: faulthandler.dump_traceback(file))()
+    assert 'File "check_kernel", line 2 in configuration rows=64' in (tmp_path / "stack").read_text()
 
 
 def test_a_long_name_has_its_own_line():

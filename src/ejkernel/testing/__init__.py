@@ -4,5 +4,5 @@
 from ejkernel.testing.check_kernel import check_kernel as check_kernel
 from ejkernel.testing.implementations import paired as paired
 from ejkernel.testing.report import CheckReport as CheckReport
-from ejkernel.testing.report import CheckRow as CheckRow
-from ejkernel.testing.report import CheckStatus as CheckStatus
+from ejkernel.testing.rows import CheckRow as CheckRow
+from ejkernel.testing.rows import CheckStatus as CheckStatus

@@ -9,7 +9,9 @@ from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.testing.report import GROUPS, CheckReport
+from ejkernel.testing.advice import GROUPS
+from ejkernel.testing.crashes import reported_crashes
+from ejkernel.testing.report import CheckReport
 from ejkernel.testing.running import checked
 from ejkernel.testing.subject import Scope
 
@@ -31,14 +33,20 @@ def check_kernel(
 
     - Results and gradients are also compared under `vmap` of all arrays, of each alone, and nested; and for small and
       large values, zeros, odd sizes and other dtypes. Second derivatives are compared if the kernel has them.
-    - Every backward must compute the same gradient after every forward.
+    - Any forward configuration must work with any backward configuration.
     - Repeated calls must agree, arguments must not be modified, types must not depend on the configuration, and a
       gradient rule must return the arguments' dtypes.
     - Under the heuristic, the call is lowered for other platforms, exported, and looked up by its key, and its kernel
       is pickled. A kernel with a `sharding_rule` is split along each axis of the rule, over as many devices of this
       process as divide the axis.
 
-    Checks that do not apply are listed as skipped, with the reason. `not_checked` of the report lists the omissions.
+    Checks that do not apply are listed as skipped, with the reason, and so are checks that were not run because an
+    earlier one failed. `not_checked` of the report lists the omissions.
+
+    A kernel that ends the process, e.g. by a segmentation fault, ends the checks as well. Then the stack on stderr has
+    a line such as `File "check_kernel", line 2 in configuration rows=64`. To continue after crashes, use
+    `ejkernel tune`, which measures in a worker process and lists such candidates as crashed.
+
     A kernel refuses sizes and dtypes by raising `UnsupportedError`, or another error of ejkernel, with the reason. Any
     other exception is a failure, unless the reference rejects the same arrays.
 
@@ -79,7 +87,8 @@ def check_kernel(
             raise ArgumentError(f"{argument} must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
     scope = Scope(without=frozenset(without), unavailable=unavailable or {}, seed=seed)
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
-    report = on_measuring_thread(lambda: checked(kernel, args, kwargs, configs, scope))
+    with reported_crashes():
+        report = on_measuring_thread(lambda: checked(kernel, args, kwargs, configs, scope))
     if strict:
         report.raise_if_failed()
     return report

@@ -28,7 +28,7 @@ from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Arrays, Results, compiled
-from ejkernel.testing.report import CheckRow, compared, error_line, row
+from ejkernel.testing.rows import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _same_row(
     try:
         return compared(check, config, numbers.subject.compare(Results(outs()), want, whose))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(check, config, error_line(error))
+        return row(check, config, error)
 
 
 # --- platforms ---
@@ -133,7 +133,7 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
         try:
             configs = configs_for(inv)
         except Exception as error:  # noqa: BLE001 - a kernel need not support every platform
-            yield row(check, None, error_line(error), skipped=not claims)
+            yield row(check, None, error, skipped=not claims)
             continue
         # If the kernel has no variant for the platform, try one configuration, to report whether it works.
         for config in configs if claims else configs[:1]:
@@ -146,7 +146,7 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
                 except Exception as error:  # noqa: BLE001 - the row has the reason
                     # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
                     skipped = not claims or compat.lacks_lowering(error)
-                    yield row(check, config, error_line(error), skipped=skipped)
+                    yield row(check, config, error, skipped=skipped)
 
 
 def lowered(subject: Subject, run: Flat) -> list[Any]:
@@ -191,7 +191,7 @@ def key_row(subject: Subject) -> CheckRow:
         calls = [subject.inv, *_derived(subject, run, arrays)]
         return row("key", None, next(filter(None, (_key_error(inv) for inv in calls)), ""))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row("key", None, error_line(error))
+        return row("key", None, error)
 
 
 def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Invocation[Any, Any]]:

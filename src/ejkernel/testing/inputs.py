@@ -26,16 +26,8 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
-from ejkernel.testing.report import (
-    HOW_TO_REFUSE,
-    CheckRow,
-    CheckStatus,
-    compared,
-    error_line,
-    refusal,
-    row,
-    wide,
-)
+from ejkernel.testing.report import wide
+from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, CheckStatus, compared, error_line, refusal, row
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -165,7 +157,7 @@ def _value_row(
     try:
         found = numbers.results(config, arrays)
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(name, config, error_line(error))
+        return row(name, config, error)
     deviations = [
         _value_deviation(index, *each, numbers.subject.platform)
         for index, each in enumerate(zip(found.outs, true.outs, slack, strict=True))
@@ -324,7 +316,7 @@ def _changed_rows(
             continue
         made = other.row_of(name, config, one)
         if made.status == CheckStatus.FAILED and len(one.outs) == len(true.outs) and _is_rounding(other, one, true):
-            made = dataclasses.replace(made, status=CheckStatus.OK, reason="")
+            made = row(name, config)  # within rounding; the error would exceed the general tolerance
         yield dataclasses.replace(made, reason=f"{types}: {made.reason}" if made.reason else "")
     for made in pairs_for(other) if pairs_for is not None else ():
         reason = f"{types}: {made.reason}" if made.reason else ""

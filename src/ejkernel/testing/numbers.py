@@ -35,7 +35,8 @@ from ejkernel.testing.programs import (
     pulled,
     pushed,
 )
-from ejkernel.testing.report import BY_JAX, HEURISTIC, REFERENCE, CheckRow, CheckStatus, compared, error_line, row
+from ejkernel.testing.report import BY_JAX, HEURISTIC, REFERENCE
+from ejkernel.testing.rows import CheckRow, CheckStatus, compared, error_line, not_run_row, row
 from ejkernel.testing.rules import numeric_row, rule_row
 from ejkernel.testing.subject import Subject, Truth, function_of, listed, types_of
 
@@ -44,7 +45,8 @@ logger = logging.getLogger(__name__)
 _ALONE = "under grad"
 _BEFORE = "the same call before"
 _REPEATS = 2  # further calls, whose results must be the same
-_NUMERIC = ("gradient", "second derivative", "tangents", "vmap")
+_SECOND = "second derivative"
+_NUMERIC = ("gradient", _SECOND, "tangents", "vmap")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,9 +179,9 @@ class Numbers:
             fully: Whether to compare second derivatives, nested batches, and batches of one array.
         """
         try:
-            differs = "" if self._scope.is_brief else self._types_differ(config)
+            differs: str | Exception = "" if self._scope.is_brief else self._types_differ(config)
         except Exception as error:  # noqa: BLE001 - a configuration may fail in any way; the row has the reason
-            differs = error_line(error)
+            differs = error
         yield row("types", config, differs)
         if differs:
             return
@@ -215,7 +217,7 @@ class Numbers:
             calls = [Results(run(*self.examples[index])) for index in (0, 1, *[0] * _REPEATS)]
             first, fresh, *again = jax.block_until_ready(calls)
         except Exception as error:  # noqa: BLE001 - the row has the reason
-            yield row("outputs", config, error_line(error))
+            yield row("outputs", config, error)
             return
         found = [self.subject.compare(got, self.true(n), self._whose) for n, got in enumerate((first, fresh))]
         yield compared("outputs", config, [*found[0], *found[1]])
@@ -247,26 +249,32 @@ class Numbers:
         rows = [made for name, c in checks.items() for made in self._check_rows(name, config, found[name], c)]
         wrong = any(made.status == CheckStatus.FAILED for made in rows if made.check.startswith("gradient of "))
         # The derivative of a wrong gradient is wrong, too.
-        yield from (made for made in rows if made.check != "second derivative" or not wrong)
+        for made in rows:
+            yield not_run_row(made.check, config, "the gradient") if wrong and made.check == _SECOND else made
         if residuals:
             yield row("residuals", config, self._residuals_error(found["residuals"]))
         if "gradient" not in without and not differentiates:
             yield row("gradient", config, self._why_none or why, skipped=bool(self._why_none))
-        elif fully and differentiates and "second derivative" not in without | checks.keys() and not wrong:
-            yield row("second derivative", config, self._why_no_second, skipped=True)
+        if fully and not self._why_none and not without & {"gradient", _SECOND} and _SECOND not in checks:
+            why_none = self._why_no_second if differentiates else ""
+            yield (
+                row(_SECOND, config, why_none, skipped=True)
+                if why_none
+                else not_run_row(_SECOND, config, "the gradient")
+            )
         if "tangents" not in without | checks.keys():
             yield row("tangents", config, self._why_no_tangents, skipped=True)
         if "vmap" not in without and self._why_no_batches:
             yield row("vmap", config, self._why_no_batches, skipped=True)
 
-    def _differentiates(self, config: object, run: Flat, without: frozenset[str]) -> tuple[bool, str]:
-        """Return whether to differentiate, and an error if this configuration has no gradient."""
+    def _differentiates(self, config: object, run: Flat, without: frozenset[str]) -> tuple[bool, Any]:
+        """Return whether to differentiate, and the error of a configuration that has no gradient."""
         if self._why_none or "gradient" in without:
             return False, ""
         error = self.own_error
         if config is not self._baseline:
             error = self._trace_error(pulled(run, self.wrt), self.cotangents[0])
-        return error is None, "" if error is None else error_line(error)
+        return error is None, error or ""
 
     def _checks(
         self, run: Flat, without: frozenset[str], *, differentiates: bool, fully: bool
@@ -287,13 +295,13 @@ class Numbers:
             push = functools.partial(pushed, wrt=self._inexact)
             want = functools.partial(self.truth.by, "tangents", push, arrays, self._tangents)
             yield "tangents", _Check(push(run), arrays, self._tangents, want, "tangent")
-        if fully and differentiates and "second derivative" not in without and not self._why_no_second:
+        if fully and differentiates and _SECOND not in without and not self._why_no_second:
             want = functools.partial(self.truth.by, "second", self._curved, arrays, self._ways)
-            yield "second derivative", _Check(self._curved(run), arrays, self._ways, want, "second derivative")
+            yield _SECOND, _Check(self._curved(run), arrays, self._ways, want, _SECOND)
 
     def _check_rows(self, name: str, config: object, found: Any, check: _Check) -> Iterator[CheckRow]:
         if isinstance(found, Exception):
-            yield row(name, config, error_line(found))
+            yield row(name, config, found)
             return
         true = check.want()
         other = self._whose_derivative

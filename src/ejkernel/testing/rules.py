@@ -20,7 +20,8 @@ from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs,
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.testing.programs import Arrays, Results, Together, compiled
-from ejkernel.testing.report import CheckRow, Comparison, compared, error_line, row
+from ejkernel.testing.report import Comparison
+from ejkernel.testing.rows import CheckRow, compared, error_line, row
 from ejkernel.testing.subject import Subject, listed, types_of
 
 
@@ -29,9 +30,9 @@ def rule_row(subject: Subject, config: object, arrays: Arrays, cotangents: Array
     if not has_gradient_rule(subject.kernel) or not cotangents:
         return
     try:
-        reason = "; ".join(_wrong_types(subject, config, arrays, cotangents))
+        reason: str | Exception = "; ".join(_wrong_types(subject, config, arrays, cotangents))
     except Exception as error:  # noqa: BLE001 - a rule may fail in any way; the row has the reason
-        reason = error_line(error)
+        reason = error
     yield row("gradient types", config, reason)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,11 +25,13 @@ from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.encode import stable_json
+from ejkernel.testing.crashes import named_after
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import BATCHES
-from ejkernel.testing.report import CheckReport, CheckRow, CheckStatus, error_line, row
+from ejkernel.testing.report import CheckReport
+from ejkernel.testing.rows import CheckRow, CheckStatus, not_run_row, row
 from ejkernel.testing.rules import pair_rows
 from ejkernel.testing.splitting import split_rows
 from ejkernel.testing.subject import Scope, Subject
@@ -40,6 +42,9 @@ _TOO_FEW: Final = 2  # number of rows if a configuration does not run
 _SMALL: Final = 8  # largest number of configurations for which every check covers all
 _FEW: Final = 4  # configurations for costly checks in a larger space
 _FULLY: Final = 2  # configurations for second derivatives, nested batches, and batches of one array
+_FULL_ONLY: Final = ("second", "vmap o")  # beginnings of the names of checks of `_FULLY` configurations
+_HEURISTIC_ONLY: Final = "gradient, by"
+_REST: Final = "all other checks"
 _FORMS: Final = ("inputs", "dtypes", "export", "pickle", "split")
 
 
@@ -58,7 +63,7 @@ def checked(
         for config in chosen:
             check_config(subject.kernel, config)
     except Exception as error:  # noqa: BLE001 - the kernel's hooks; without a configuration there is nothing to check
-        return CheckReport(call, (), (row("configurations", None, error_line(error)),))
+        return CheckReport(call, (), (row("configurations", None, error),))
     rows = tuple(_rows(subject, chosen, configs))
     return CheckReport(call, tuple(chosen), rows, note, _not_checked(len(chosen), scope.without))
 
@@ -133,35 +138,69 @@ def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | 
         yield from _form_rows(subject, configs[0])
         return
     except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
-        yield row("outputs", configs[0], error_line(error))
+        yield row("outputs", configs[0], error)
+        yield not_run_row(_REST, None, "outputs")
         return
-    right: list[Any] = []
+    usual: list[CheckRow] = []
+    failed: dict[int, str] = {}
     fully = _few(configs, _FULLY, subject.scope.seed)
-    for config in configs:
-        rows = list(numbers.rows(config, fully=any(config is other for other in fully)))
+    for index, config in enumerate(configs):
+        is_full = any(config is other for other in fully)
+        rows = named_after(config, lambda *given: list(numbers.rows(given[0], fully=given[1])))(config, is_full)
         yield from rows
-        if config is configs[0] and len(rows) <= _TOO_FEW and not subject.scope.is_brief:  # the heuristic does not run
+        first = next((made.check for made in rows if made.status == CheckStatus.FAILED), None)
+        if index == 0 and len(rows) <= _TOO_FEW and not subject.scope.is_brief:  # the heuristic does not run
+            yield not_run_row(_REST, None, first or "outputs")
             return
-        right += [config] if all(made.status != CheckStatus.FAILED for made in rows) else []
-    yield from _input_rows(numbers, configs, right, given)
+        usual = usual or rows
+        if first is not None:
+            failed[index] = first
+            yield from _left_out(rows, usual, config, first, fully=is_full)
+    yield from _input_rows(numbers, configs, failed, given)
     yield from _call_rows(numbers, configs[0])
     yield from _form_rows(subject, configs[0])
 
 
-def _input_rows(
-    numbers: Numbers, configs: Sequence[Any], right: Sequence[Any], given: Collection[object] | None
+def _left_out(
+    rows: Sequence[CheckRow], usual: Sequence[CheckRow], config: object, failed: str, *, fully: bool
 ) -> Iterator[CheckRow]:
-    """Yield rows of checks that need several configurations, or several inputs."""
-    scope = numbers.subject.scope
+    """Yield a row for each check that the heuristic's configuration has, and this one lacks because `failed` failed."""
+    has, left = {made.check for made in rows}, dict.fromkeys(made.check for made in usual)
+    for check in left:
+        is_due = not check.startswith(_HEURISTIC_ONLY) and (fully or not check.startswith(_FULL_ONLY))
+        # `gradient` is a row of failed and missing gradients alone.
+        if is_due and check not in has and check != "gradient":
+            yield not_run_row(check, config, failed)
+
+
+def _input_rows(
+    numbers: Numbers, configs: Sequence[Any], failed: Mapping[int, str], given: Collection[object] | None
+) -> Iterator[CheckRow]:
+    """Yield rows of checks that need several configurations, or several inputs.
+
+    Args:
+        numbers: The call.
+        configs: All configurations, the heuristic's first.
+        failed: By index, the first failed check of configurations with wrong results for the usual inputs.
+        given: See `check_kernel`.
+    """
+    scope, right = numbers.subject.scope, [c for index, c in enumerate(configs) if index not in failed]
     without = scope.without | scope.reasons(numbers.subject.kernel, configs[0]).keys()
     if "gradient" not in without and numbers.has_gradient and not scope.is_brief:
         runs = _costly([c for c in configs if c is configs[0] or any(c is other for other in right)], scope.seed)
         backwards = _backward_configs(numbers, given)
-        yield from pair_rows(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0])
-    # A configuration with wrong results for usual inputs would also fail for all others.
-    if "inputs" not in without and right:
-        yield from value_rows(numbers, _costly(right, scope.seed))
-        if right[0] is configs[0]:
+        pairs = list(pair_rows(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0]))
+        yield from pairs
+        if pairs and backwards is None:
+            yield from (not_run_row("residuals", configs[index], first) for index, first in failed.items() if index)
+    if "inputs" not in without:
+        # A configuration with wrong results for usual inputs would also fail for all others.
+        if right:
+            yield from value_rows(numbers, _costly(right, scope.seed))
+        yield from (not_run_row("scaled inputs, zeros", configs[index], first) for index, first in failed.items())
+        if 0 in failed:
+            yield not_run_row("odd sizes", None, failed[0])
+        else:
             configs_for = functools.partial(_sized_configs, given=given)
             yield from size_rows(numbers, configs_for, functools.partial(_sized_pairs, given=given))
     if "dtypes" not in without:

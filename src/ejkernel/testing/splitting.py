@@ -16,7 +16,7 @@ from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Arrays, Results
-from ejkernel.testing.report import CheckRow, compared, error_line, row
+from ejkernel.testing.rows import CheckRow, compared, row
 from ejkernel.testing.subject import Subject
 
 _AXIS = "devices"
@@ -65,7 +65,7 @@ def split_rows(numbers: Numbers, config: object, whole: Results) -> Iterator[Che
         spec, own = subject.taken_apart(arrays)
         found = factors(Forward(spec), own)
     except Exception as error:  # noqa: BLE001 - the author's rule; the row has the reason
-        yield row("split", config, error_line(error))
+        yield row("split", config, error)
         return
     if found is None:
         yield row("split", config, "the rule does not split this call", skipped=True)
@@ -91,7 +91,7 @@ def _split_row(numbers: Numbers, config: object, check: str, whole: Results, pla
         split = numbers.results_of(function, placement.place(numbers.examples[0]))
         return compared(check, config, numbers.subject.compare(split, whole, "the whole call"))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(check, config, error_line(error))
+        return row(check, config, error)
 
 
 def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Factors) -> CheckRow:
@@ -110,7 +110,7 @@ def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Fact
         split = numbers.results_of(mapped, arrays)
         return compared("shard_map", config, subject.compare(split, whole, "the call itself"))
     except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row("shard_map", config, error_line(error))
+        return row("shard_map", config, error)
 
 
 def _specs(factors: Sequence[Sequence[Factor]], name: str | None) -> list[PartitionSpec]:

@@ -24,6 +24,7 @@ from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.testing.crashes import named_after
 from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, pulled
 from ejkernel.testing.report import REFERENCE, Comparison
 
@@ -157,7 +158,7 @@ class Subject:
             args, kwargs = self.join(arrays)
             return tuple(jax.tree.leaves(self.executor(kernel or self.kernel, *args, cfg=config, **kwargs)))
 
-        return call
+        return named_after(config, call)
 
     def plain(self, choice: Choice) -> Flat:
         """Return the kernel's `run` or `reference` as a plain function, which JAX differentiates without the rule."""
@@ -166,7 +167,7 @@ class Subject:
             spec, own = self.taken_apart(arrays)
             return Forward(spec).flat(choice)(*own)
 
-        return call
+        return call if choice.reference else named_after(choice.config, call)
 
     def taken_apart(self, arrays: Sequence[jax.Array]) -> tuple[Any, Arrays]:
         """Return the call's spec as the kernel sees it, and its arrays."""
