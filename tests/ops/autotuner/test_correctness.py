@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops.autotuner.measure import correctness
-from ejkernel.ops.autotuner.measure.correctness import check_results, deviations, tolerance
+from ejkernel.ops.autotuner.measure.correctness import (
+    check_results,
+    deviations,
+    is_all_finite,
+    is_nowhere_finite,
+    tolerance,
+)
 from ejkernel.ops.errors import CandidateError
 
 INF, NAN = float("inf"), float("nan")
@@ -196,3 +202,16 @@ def test_a_reference_of_less_precision_allows_more():
 def test_the_message_has_the_given_names():
     with pytest.raises(CandidateError, match=r"^the gradient of w differs from the reference"):
         check_results(arrays(1.0), arrays(2.0), platform="cpu", precision=None, names=["the gradient of w"])
+
+
+@pytest.mark.parametrize("size", [4, correctness._SMALL + 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_finite_elements_are_counted_in_small_and_large_arrays(size, dtype):
+    ones, nans = jnp.ones(size, dtype), jnp.full(size, NAN, dtype)
+    assert [is_all_finite(array) for array in (ones, ones.at[1].set(NAN), nans)] == [True, False, False]
+    assert [is_nowhere_finite(array) for array in (ones, nans.at[1].set(1), nans)] == [False, False, True]
+
+
+def test_integers_are_finite_and_an_empty_array_has_nothing_that_is_not():
+    assert is_all_finite(jnp.ones(4, jnp.int32))
+    assert not is_nowhere_finite(jnp.zeros(0, jnp.float32))

@@ -392,3 +392,4 @@ def test_more_outcomes_than_a_model_holds_are_those_of_the_rarer_kind_and_the_la
     assert len(kept) == 256
     assert set(range(0, 1000, 100)) <= set(kept)
     assert kept_outcomes([True] * 1000, 256) == list(range(744, 1000))
+    assert kept_outcomes([True, False] * 6, 6) == [6, 7, 8, 9, 10, 11]

@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.ops.autotuner.tier import AutotuneTier
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.published import PublishedTable
+from ejkernel.ops.config.published import PublishedRow, PublishedTable
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.implementation import Implementation, Implementations, OperationCall, OperationConfig
@@ -192,3 +192,11 @@ def test_counts_are_by_source_and_device(chain_of):
     chain_of(row(4), row(64))
     assert list(KERNEL.published_on(CHIP)) == [("fast", SOURCE, 2)]
     assert list(KERNEL.published_on("tpu:tpu_v4")) == []
+
+
+@pytest.mark.parametrize("times", [{}, {"us": 2.0}, {"xla_us": 2.0}])
+def test_without_both_times_a_row_has_no_gain_and_no_comparison(times):
+    row = PublishedRow({"rows": 2}, SOURCE, **times)
+    assert row.gain == 0
+    assert row.note == f"published in {SOURCE}"
+    assert row.why_not_untuned == f"published in {SOURCE}, without a comparison with XLA"

@@ -241,6 +241,11 @@ def test_a_space_is_small_up_to_a_number_of_configurations():
     assert ConfigSpace({"a": list(range(ENUMERATED + 1))}).points() is None
 
 
+@pytest.mark.parametrize(("count", "is_small"), [(2, False), (3, True), (4, True)])
+def test_a_space_has_at_most_as_many_configurations_as_it_has(count, is_small):
+    assert ConfigSpace({"a": [1, 2, 3]}).has_at_most(count) is is_small
+
+
 def test_a_large_space_can_be_walked_a_little():
     assert [config["axis11"] for config in itertools.islice(large(), 3)] == [1, 2, 4]
 

@@ -249,6 +249,10 @@ def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
         jax.jit(Product(rule=ShardingRule("m -> m", split="m")))(*placed((X, P("a")), (Y, P())))
     with pytest.raises(TypeError, match="product: sharding_rule must return a ShardingRule or None, got 'm'"):
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
+    for result in ("m", "m n o"):
+        rule = ShardingRule(f"m k, k n -> {result}", split="m")
+        with pytest.raises(TypeError, match=f"names the axes of results '{result}', but their shapes are"):
+            jax.jit(Product(rule=rule))(*placed((X, P("a")), (Y, P())))
 
 
 def test_an_exported_program_keeps_the_whole_call_and_warns_once():
