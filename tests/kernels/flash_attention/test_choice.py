@@ -24,7 +24,7 @@ def test_the_choice_without_a_call_is_nearly_the_best_for_it(backward):
         lost.append(math.expm1(max(0, -gain if chosen else gain)))
     assert len(own) >= 50
     assert sum(lost) / len(own) <= 0.02
-    assert max(lost) <= 0.09
+    assert max(lost) <= 0.08
     assert sum(x == 0 for x in lost) / len(own) >= 0.85
 
 

@@ -469,7 +469,11 @@ def test_short_windows_have_small_steps():
         return found.kv_block, found.pack_heads
 
     wide = {"head_dim": 128, "value_dim": 128}
-    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 1023)] == [(64, False), (128, False)]
+    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 127, 1023)] == [
+        (64, False),
+        (128, False),
+        (128, False),
+    ]
     assert [chosen(left, heads=8, groups=4, **wide) for left in (127, 1023)] == [(64, True), (128, False)]
 
 

@@ -201,8 +201,9 @@ class Xla(AttentionImplementation):
 def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp of a single pair of blocks, as `Grid.split_queries` and `split_rows` do.
 
-    XLA makes one kernel of this softmax. If it also had the log-sum-exp as a result, there would be a kernel for each
-    of maximum, sum and weights, and the forward of 4,096 tokens at head_dim 512 took 1.4 times as long.
+    XLA makes one kernel of this softmax, as of that in `jax.nn`. If it also had the log-sum-exp as a result, there
+    would be a kernel for each of maximum, sum and weights: then a forward of 4,096 tokens at head_dim 512 took 919 us,
+    and 645 us in `jax.nn`.
     """
     pair = jnp.asarray(grid.pairs[0])
     logits, value = _logits(blocks, grid, pair), take(blocks.value, pair[1])

@@ -24,7 +24,7 @@ from .plan import (
 _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
 _LARGEST_DIM_WITH_BIAS = 128
-_NARROW_WINDOW = 128  # keys; with 64, the backward at head_dim 64 took 91 us instead of 117
+_SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 117
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -63,7 +63,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     if wide <= 64:
         choices = [BackwardParams(q_block=64)]
         left = call.rules.left
-        if left is not None and left < _NARROW_WINDOW:  # with 128 queries a step, more of them see none of its keys
+        if left is not None and left <= _SHORT_WINDOW:  # 128 keys see three blocks of 64 queries, or two of 128
             choices.append(BackwardParams(q_block=64, warpgroups=1))
         elif not call.rules.dropout_rate:  # a dropout takes registers
             choices.insert(0, BackwardParams(q_block=128))

@@ -21,8 +21,7 @@ from .forward_support import heuristic
 from .plan import TILE_ROWS, WHOLE_DIMS
 
 _FILE = "flash_attention_h200.json"
-_WIDTHS = {False: 0.5, True: 0.7}  # of the weights, in units of `_position`: forward, backward
-_WIDEST_IN_ONE = 192  # head dimension; in pieces, wider ones lost 8 % in full attention
+_WIDTHS = {False: 0.35, True: 0.7}  # of the weights, in units of `_position`: forward, backward
 _NARROW, _MOST_WARPGROUPS = 64, 3  # of heads, and of the forward's tiles for these
 _USUAL = 0.04  # the gain of our kernels where no similar call was measured
 _USUAL_WEIGHT = 0.3  # of the usual gain, where an equal call has 1
@@ -81,9 +80,8 @@ def _position(call: AttentionCall) -> tuple[float, ...]:
         float(pieced),
         1.5 * three,
         # The more heads share keys, the more ours gains in the backward; in a short window it loses without them.
-        (1.2 if call.backward else 0.3) * math.log2(heads / call.key[2]),
-        0.7 * shortness * call.backward,
-        float(pieced and dim > _WIDEST_IN_ONE and not call.backward),
+        1.2 * call.backward * math.log2(heads / call.key[2]),
+        0.7 * call.backward * shortness,
     )
 
 

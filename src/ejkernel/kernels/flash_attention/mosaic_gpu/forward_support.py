@@ -19,8 +19,8 @@ from .plan import REGISTERS, ROWS, WHOLE_DIMS, ForwardPlan, forward_plan, imbala
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
-_NARROW_WINDOW, _NARROWER_WINDOW = 512, 256  # keys
-_NARROW, _WIDE = 64, 128  # head dimensions
+_NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
+_CAPPED_WITH_POLYNOMIALS = 128  # head dimension
 _EVEN = 1.05  # the imbalance up to which a persistent launch was faster
 
 
@@ -55,9 +55,9 @@ def heuristic(call: AttentionCall) -> ForwardParams:
 
 def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, for a soft cap with polynomials in place of some exponentials: it takes tanh as well."""
-    # A causal forward at head_dim 128: 553 us without, 541 with 32 of 128 columns, and 567 with 64. At head_dim 8, 64
-    # and 256, with and without a cap, none was the fastest number.
-    if call.rules.soft_cap is None or not _NARROW < max(call.query[3], call.value[3]) <= _WIDE:
+    # A causal forward with a cap at head_dim 128: 553 us without, 541 with 32 of 128 columns, and 567 with 64. At
+    # head_dim 8 and 256, and without a cap, forwards with polynomials were slower.
+    if call.rules.soft_cap is None or max(call.query[3], call.value[3]) != _CAPPED_WITH_POLYNOMIALS:
         return params
     return dataclasses.replace(params, fma_columns=params.kv_block // 32 * 8)
 
@@ -130,7 +130,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        return _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _NARROWER_WINDOW))
+        return _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _SHORT_WINDOW))
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
@@ -156,8 +156,8 @@ def _preferred_in_window(left: int, *, packs: bool) -> ForwardParams:
     """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
     if not packs:
-        # 64 keys at head_dim 128, blocks of 64 or 128 keys: 22 or 26 us.
-        return dataclasses.replace(params, kv_block=64, stages=3) if left < _NARROWER_WINDOW else params
+        # 128 rows then see three blocks of 64 keys or two of 128: 22 or 26 us at head_dim 128.
+        return dataclasses.replace(params, kv_block=64, stages=3) if left <= _SHORTEST_WINDOW else params
     # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
     # 97, and one of 256 took 77 us instead of 90.
     params = dataclasses.replace(params, pack_heads=True)
