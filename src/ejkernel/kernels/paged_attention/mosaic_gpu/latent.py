@@ -186,6 +186,7 @@ class _Kernel:
         sums = lax.cond(last < high, lambda sums: add_one(item, last, sums), lambda sums: sums, sums)
         self._finish(item, own, sums)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()  # orders the interpreter's reads before the next queries
         q.consumer_release(0)
         return 0
 
