@@ -306,6 +306,21 @@ def test_the_heuristic_and_the_space_fit_in_shared_memory(heads, tokens, head_di
     assert len(space) == len(set(space)) > 1
 
 
+@pytest.mark.parametrize(
+    ("cache", "page_size", "head_dim", "stages"),
+    [
+        ("bfloat16", 16, 128, 2),
+        ("bfloat16", 64, 128, 3),
+        ("bfloat16", 16, 64, 4),
+        ("int8", 16, 128, 3),
+        ("float8_e4m3fn", 64, 128, 3),
+    ],
+)
+def test_the_heuristic_has_the_fastest_measured_number_of_stages(cache, page_size, head_dim, stages):
+    sizes = {"q": (64, 32, head_dim), "pages": (16384, page_size, 8, 2, head_dim), "cache_dtype": cache}
+    assert MosaicGpu().heuristic(dataclasses.replace(CALL, **sizes)).stages == stages
+
+
 def test_latent_attention_has_one_configuration():
     call, own = dataclasses.replace(CALL, **LATENT), MosaicGpu()
     assert own.space(call) == [own.heuristic(call)]

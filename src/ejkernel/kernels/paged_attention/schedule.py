@@ -138,9 +138,7 @@ def schedules(
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
 
 
-def token_schedule(
-    offsets: jax.Array, lengths: jax.Array, tokens: int, kv_heads: int, window: int | None
-) -> Schedule:
+def token_schedule(offsets: jax.Array, lengths: jax.Array, tokens: int, kv_heads: int, window: int | None) -> Schedule:
     """Return the schedule of tiles of one token each, for any number of tokens of a sequence; see `schedules`."""
     return _dealt(_token_tiles(_ranges(offsets, lengths, tokens), tokens, window), kv_heads)
 

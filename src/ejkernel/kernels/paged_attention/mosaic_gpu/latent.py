@@ -221,7 +221,9 @@ class _Kernel:
 
         sums, decay = backend.with_accumulators(overlapped, (ROWS, self.plan.half))
         barriers.other.consumer_release(0)
-        (acc,) = backend.accumulate(functools.partial(self._multiply, block, 1, 1), sums.acc * by_row(decay, sums.acc.shape))
+        (acc,) = backend.accumulate(
+            functools.partial(self._multiply, block, 1, 1), sums.acc * by_row(decay, sums.acc.shape)
+        )
         barriers.own.consumer_release(1)
         return sums._replace(acc=acc)
 
@@ -271,9 +273,7 @@ class _Kernel:
             edge = edge | (block * BLOCK < item.position - plan.window)
         return lax.cond(edge, lambda x: self._visible(item, block, x), lambda x: x, scores), exponent
 
-    def _weigh(
-        self, item: Item, block: Any, stage: int, scores: Any, exponent: Any, sums: State
-    ) -> tuple[State, Any]:
+    def _weigh(self, item: Item, block: Any, stage: int, scores: Any, exponent: Any, sums: State) -> tuple[State, Any]:
         """Put the weights of a block into shared memory; return the new sums, and the factor still due on `acc`."""
         top = jnp.maximum(sums.top, scores.max(axis=1) * exponent)
         compat.store_as_it_is(self.buffers.tops.at[stage], top)
@@ -363,7 +363,7 @@ def _once(pipeline: Any, used: Any) -> Any:
 def _zero(block: Any) -> Any:
     """Return zero, which the compiler does not know.
 
-    It would compute all addresses of shared memory before the loop, and spill them, since there are more than a hundred.
+    Otherwise it computes more than a hundred addresses of shared memory before the loop, and spills them.
     """
     return jnp.minimum(block, 0)
 

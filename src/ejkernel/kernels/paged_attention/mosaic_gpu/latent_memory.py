@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.launch import plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline

@@ -58,6 +58,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import latent, latent_sums
+    from .latent_memory import Inputs
 
     plan, heads = latent_plan(call), call.q[1]
     if call.q[0] > call.table[0]:  # tiles of a plan have several tokens then
@@ -69,7 +70,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
         sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - plan.rows)))
-    inputs = latent.Inputs(
+    inputs = Inputs(
         tiles=made.tiles,
         programs=made.programs,
         q=jnp.pad(operands.q, ((0, 0), (0, padding), (0, 0))) if padding else operands.q,
