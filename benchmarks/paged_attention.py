@@ -4,8 +4,8 @@
 First the results of batches with random lengths (0, 1, whole pages) against plain JAX in float32, with NaN in every
 slot of the cache without a key, and page indices outside of the cache behind each sequence. Then times. The contenders:
 `mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, and on contiguous caches cuDNN (of the same lengths,
-padded to the longest) or our causal `flash_attention`. The figure of `paged_plan` is that of the arrays that
-`mosaic_gpu` reads.
+padded to the longest), our causal `flash_attention` or, for latent attention, plain JAX. The figure of `paged_plan` is
+that of the arrays that `mosaic_gpu` reads.
 
 Each case has its own process. `kernel_us` is the sum of the kernels of one call, the median of several; `us` is the
 host clock's time per call of calls in a row; `gb_per_s` counts the keys and values that are seen, in `kernel_us`.
@@ -35,6 +35,7 @@ from ejkernel.modules import PagedAttentionConfig, PagedPlan, flash_attention, p
 
 OURS, PLAN = "mosaic_gpu", "paged_plan"
 CUDNN, FLASH = "cudnn, contiguous", "flash_attention, contiguous"
+PLAIN = "plain JAX, contiguous"
 CHECKS = ("check decode", "check options", "check narrow", "check mixed")
 RUNS, CHECKED_TOKENS = 11, 12
 SPREAD = 40  # the standard deviation of int8 numbers
@@ -52,6 +53,7 @@ class Case:
     cache: str = "bfloat16"  # with 8 bits, of scaled keys and values
     options: tuple[tuple[str, Any], ...] = ()
     pages: tuple[int, ...] = (16, 64)
+    value_dim: int | None = None  # of latent attention: a cache of keys alone
     contenders: tuple[str, ...] = ("xla", CUDNN)
     stages: tuple[int, ...] = ()
 
@@ -64,6 +66,11 @@ class Case:
         return {"k_scale": unit, "v_scale": unit / 2}
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a call, without scales."""
+        return dict(self.options) | ({} if self.value_dim is None else {"value_dim": self.value_dim})
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """New tokens of each sequence."""
         return self.queries or (1,) * len(self.lengths)
@@ -73,10 +80,23 @@ def _ragged(count: int, low: int, high: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(7).integers(low, high + 1, count).tolist())
 
 
+def _latent(count: int, length: int, heads: int, pages: tuple[int, ...] = (64,)) -> Case:
+    """Return a decode step of absorbed latent attention, 512 values and 64 further elements of a key."""
+    return Case(
+        lengths=(length,) * count,
+        heads=(heads, 1),
+        head_dim=576,
+        value_dim=512,
+        options=(("softmax_scale", 192**-0.5),),
+        pages=pages,
+        contenders=("xla", PLAIN),
+    )
+
+
 CASES = {
     "64 x 4k": Case(lengths=(4096,) * 64, stages=(2,)),
-    "64 x 4k, float8": Case(lengths=(4096,) * 64, cache="float8_e4m3fn", contenders=(), stages=(3, 6)),
-    "64 x 4k, int8": Case(lengths=(4096,) * 64, cache="int8", contenders=(), stages=(3, 6)),
+    "64 x 4k, float8": Case(lengths=(4096,) * 64, cache="float8_e4m3fn", contenders=(), stages=(2, 4, 6)),
+    "64 x 4k, int8": Case(lengths=(4096,) * 64, cache="int8", contenders=(), stages=(2, 4, 6)),
     "256 x 1k": Case(lengths=(1024,) * 256, contenders=(CUDNN,)),
     "64 x 4k, 64/8, D64": Case(lengths=(4096,) * 64, heads=(64, 8), head_dim=64, contenders=(CUDNN,), stages=(5,)),
     "128 ragged": Case(lengths=_ragged(128, 128, 8192), contenders=(CUDNN,)),
@@ -84,6 +104,12 @@ CASES = {
     "1 x 128k": Case(lengths=(131072,), contenders=(CUDNN,)),
     "64 x 4k, window 1024": Case(lengths=(4096,) * 64, options=(("sliding_window", 1023),), contenders=(), pages=(64,)),
     "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,)),
+    "64 x 4k, MLA": _latent(64, 4096, 128, (16, 64)),
+    "64 x 4k, MLA, 64 heads": _latent(64, 4096, 64),
+    "64 x 4k, MLA, 16 heads": _latent(64, 4096, 16),
+    "8 x 32k, MLA": _latent(8, 32768, 128),
+    "1 x 128k, MLA": _latent(1, 131072, 128),
+    "256 x 1k, MLA": _latent(256, 1024, 128),
     "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,)),
     "4 chunks of 2048": Case(lengths=(2048,) * 4, queries=(2048,) * 4, contenders=(FLASH,), pages=(16, 64)),
     "64 x 4k and chunks": Case(
@@ -106,7 +132,7 @@ def batch_of(case: Case, page_size: int) -> tuple[jax.Array, ...]:
     table = np.zeros((len(needed), max(needed)), np.int32)
     for row, count, end in zip(table, needed, np.cumsum(needed), strict=True):
         row[:count] = order[end - count : end]
-    shape = (len(order), page_size, kv_heads, 2, case.head_dim)
+    shape = (len(order), page_size, kv_heads, 2 if case.value_dim is None else 1, case.head_dim)
     cache = jax.jit(lambda key: _narrowed(jax.random.normal(key, shape, jnp.bfloat16), case.cache))(jax.random.key(0))
     q = jax.random.normal(jax.random.key(1), (sum(case.counts), heads, case.head_dim), jnp.bfloat16)
     offsets = np.concatenate([[0], np.cumsum(case.counts)])
@@ -124,7 +150,7 @@ def ours(case: Case, implementation: str, stages: int | None = None) -> Function
         from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
 
         cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
-    options: dict[str, Any] = case.scales | dict(case.options)
+    options: dict[str, Any] = case.scales | case.arguments
     return lambda args, plan: paged_attention(*args, plan=plan, implementation=implementation, cfg=cfg, **options)
 
 
@@ -155,6 +181,22 @@ def by_flash(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
     return functools.partial(flash_attention, causal=True), (q.reshape(count, -1, *q.shape[1:]), key, value)
 
 
+def by_plain(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:
+    """Return latent attention to contiguous caches of equal lengths as two products of plain JAX, and its arguments."""
+    q, cache = args[:2]
+    key = cache.reshape(len(case.lengths), -1, case.head_dim)[:, : case.lengths[0]]
+    scale = dict(case.options)["softmax_scale"]
+
+    def run(q: jax.Array, key: jax.Array) -> jax.Array:
+        logits = jnp.einsum("bhd,bsd->bhs", q, key, preferred_element_type=jnp.float32) * scale
+        return jnp.einsum("bhs,bsd->bhd", jax.nn.softmax(logits).astype(q.dtype), key[..., : case.value_dim])
+
+    return run, (q, key)
+
+
+DENSE = {CUDNN: by_cudnn, FLASH: by_flash, PLAIN: by_plain}
+
+
 def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[Any, Any]:
     """Return the output of one token, in float32."""
     q, cache, table, offsets, lengths = args
@@ -164,10 +206,12 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
     both = np.asarray(cache[table[sequence]].astype(jnp.float32))
     both = both.reshape(-1, *both.shape[2:])[first : last + 1]
     query = np.asarray(q[token].astype(jnp.float32)).reshape(both.shape[1], -1, both.shape[-1])
-    logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * (both.shape[-1] ** -0.5 * case.scales.get("k_scale", 1))
+    scale = dict(case.options).get("softmax_scale", both.shape[-1] ** -0.5)
+    logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * (scale * case.scales.get("k_scale", 1))
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    out: np.ndarray[Any, Any] = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), both[:, :, 1])
-    return np.reshape(out * case.scales.get("v_scale", 1), q.shape[1:])
+    values = both[:, :, -1, : case.value_dim]
+    out: np.ndarray[Any, Any] = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), values)
+    return np.reshape(out * case.scales.get("v_scale", 1), (q.shape[1], -1))
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -205,7 +249,8 @@ def seen_bytes(case: Case) -> int:
     """Return the bytes of the keys and values that some token sees."""
     window = dict(case.options).get("sliding_window", 1 << 30)
     keys: int = sum(min(length, window + count) for length, count in zip(case.lengths, case.counts, strict=True))
-    return 2 * keys * case.heads[1] * case.head_dim * jnp.dtype(case.cache).itemsize
+    kinds = 2 if case.value_dim is None else 1
+    return kinds * keys * case.heads[1] * case.head_dim * jnp.dtype(case.cache).itemsize
 
 
 def plan_of(*args: jax.Array, window: int | None) -> PagedPlan:
@@ -224,7 +269,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     plan = jax.jit(make_plan)(*args)
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
     runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
-    runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in (CUDNN, FLASH)}
+    runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in DENSE}
     for contender, function in runs.items():
         try:
             program = jax.jit(function).lower(args, plan).compile()
@@ -236,7 +281,7 @@ def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield contender, _with_rate(case, row)
     read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays))
     yield PLAN, timed(lambda: read(*args))
-    for contender, made in ((CUDNN, by_cudnn), (FLASH, by_flash)):
+    for contender, made in DENSE.items():
         if contender in case.contenders:
             function, own = made(case, args)
             yield contender, _with_rate(case, timed(functools.partial(jax.jit(function).lower(*own).compile(), *own)))

@@ -98,6 +98,9 @@ SUBJECT = Subject(
         "float8": call_of(DECODE, page=8, head_dim=64, cache="float8_e4m3fn", scaled=True),
         "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, sinks=True, sliding_window=5, return_lse=True),
         "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),
+        "latent, wide": call_of(
+            MIXED, page=8, heads=(20, 1), keys_only=True, head_dim=192, value_dim=128, tokens=20, sliding_window=5
+        ),
     },
     briefly=("mixed", "pages of 8"),
     backends={

@@ -23,6 +23,8 @@ def calls():
     yield "decode, float8", 16, 32, 8, 128, 16, False, "float8_e4m3fn"
     yield "decode, int8, all options", 16, 32, 8, 128, 64, True, "int8"
     yield "few tokens", 64, 32, 8, 128, 16, False
+    yield "latent", 16, 128, 1, 576, 16, False
+    yield "latent, all options", 64, 16, 1, 576, 64, True
     yield "mixed", 1000, 32, 8, 128, 16, False
     yield "mixed, all options, head_dim 64", 1000, 12, 4, 64, 64, True
 
@@ -31,9 +33,13 @@ def main() -> None:
     target = Target.named("nvidia_h200")
     for name, tokens, heads, kv_heads, head_dim, page_size, with_all, *cache in calls():
         like = jax.ShapeDtypeStruct
-        pages = like((SEQUENCES * COLUMNS, page_size, kv_heads, 2, head_dim), *(cache or ["bfloat16"]))
+        values = None if head_dim <= 128 else 512
+        kinds = 2 if values is None else 1
+        pages = like((SEQUENCES * COLUMNS, page_size, kv_heads, kinds, head_dim), *(cache or ["bfloat16"]))
         integers = (like(shape, "int32") for shape in ((SEQUENCES, COLUMNS), (SEQUENCES + 1,), (SEQUENCES,)))
         options = ALL | {"sinks": like((heads,), "float32"), "k_scale": 0.5, "v_scale": 0.5} if with_all else {}
+        if values is not None:
+            options = {name: value for name, value in options.items() if name != "v_scale"} | {"value_dim": values}
         q = like((tokens, heads, head_dim), "bfloat16")
         args, options = paged_attention.prepare(q, pages, *integers, implementation="mosaic_gpu", **options)
         inv = Invocation(kernel=paged_attention, args=args, kwargs=options, device=target.fingerprint)

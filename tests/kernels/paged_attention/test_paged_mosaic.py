@@ -33,6 +33,7 @@ CALL = PagedCall(
     platform="gpu",
     device_fingerprint="gpu:nvidia_h200",
 )
+LATENT = {"q": (64, 128, 576), "pages": (16384, 16, 1, 1, 576), "value_dim": 512}
 
 
 @pytest.fixture
@@ -40,7 +41,9 @@ def simulated(monkeypatch):
     simulate_hopper(monkeypatch)
 
 
-def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None, cache="bfloat16"):
+def poisoned(
+    lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3, window=None, cache="bfloat16", kinds=2
+):
     """Return a batch with NaN in each slot that no token sees, and indices outside of the cache in unused columns.
 
     In int8 the slots have 127.
@@ -48,11 +51,11 @@ def poisoned(lengths, queries, *, page=16, heads=(4, 2), head_dim=64, padding=3,
     rng = np.random.default_rng(0)
     columns = -(-max(lengths) // page) + 1
     table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
-    pages = np.full((table.size, page, heads[1], 2, head_dim), np.nan, np.float32)
+    pages = np.full((table.size, page, heads[1], kinds, head_dim), np.nan, np.float32)
     for row, length, count in zip(table, lengths, queries, strict=True):
         first = 0 if window is None else max(length - count - window, 0)
         for position in range(first // page * page, length):
-            pages[row[position // page], position % page] = rng.standard_normal((heads[1], 2, head_dim))
+            pages[row[position // page], position % page] = rng.standard_normal((heads[1], kinds, head_dim))
         row[: first // page] = rng.choice(OUTSIDE, first // page)
         used = -(-length // page)
         row[used:] = rng.choice(OUTSIDE, columns - used)
@@ -95,6 +98,47 @@ def assert_near(found, wanted):
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
     assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"heads": (16, 1)}, {}),
+        (
+            {"heads": (72, 1), "page": 8, "window": 70},
+            {"sliding_window": 70, "k_scale": 0.5, "logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 72)},
+        ),
+    ],
+)
+def test_latent_attention_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
+    """With 72 heads, two blocks of threads share a token."""
+    lengths = [0, 1, 15, 16, 17, 64, 65, 200]
+    args = poisoned(lengths, [1] * 8, padding=0, head_dim=192, kinds=1, **shape)
+    assert_near(*results(args, value_dim=128, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_latent_attention_of_several_tokens_of_a_sequence():
+    args = poisoned([200, 64, 10, 0, 129], [5, 0, 3, 0, 20], heads=(20, 1), page=64, head_dim=192, kinds=1)
+    found, wanted = results(args, value_dim=128)
+    assert_near(found, wanted)
+    planned, _ = results(args, value_dim=128, plan=plan_of(args))
+    jax.tree.map(np.testing.assert_array_equal, planned, found)
+
+
+@pytest.mark.slow
+def test_latent_attention_has_no_races(monkeypatch):
+    """With tiles of whole rows: two blocks of threads with items of none, one and several blocks of keys."""
+    simulate_hopper(monkeypatch)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(MosaicGpu, "interpret", mosaic_gpu.InterpretGPUParams(detect_races=True))
+    args = poisoned([200, 1, 0, 65], [1] * 4, heads=(128, 1), padding=0, head_dim=192, kinds=1)
+    assert_near(*results(args, value_dim=128))
+    assert not compat.simulated_races()
 
 
 @pytest.mark.slow
@@ -233,7 +277,10 @@ def test_prefill_tiles_with_the_most_keys_come_first():
         ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
         ({"dtype": "float32", "cache_dtype": "float32"}, "q has dtype float32"),
         ({"cache_dtype": "int8", "q": (65, 32, 128)}, "kv_pages has dtype int8"),
-        ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "value_dim=64: not available"),
+        ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "takes one KV head"),
+        ({**LATENT, "q": (64, 256, 576)}, "up to 128 query heads, got 1 and 256"),
+        ({**LATENT, "value_dim": 576}, "value_dim=576 with head_dim=576"),
+        ({**LATENT, "cache_dtype": "int8"}, "with value_dim 'mosaic_gpu' needs q's"),
         ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
         ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),
         ({"q": (64, 1024, 128)}, "up to 64 query heads per KV head, got 128"),
@@ -257,6 +304,28 @@ def test_the_heuristic_and_the_space_fit_in_shared_memory(heads, tokens, head_di
     assert own.heuristic(call) in space
     assert [params for params in space if own.params_fault(call, params) is not None] == []
     assert len(space) == len(set(space)) > 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "page_size", "head_dim", "stages"),
+    [
+        ("bfloat16", 16, 128, 2),
+        ("bfloat16", 64, 128, 3),
+        ("bfloat16", 16, 64, 4),
+        ("int8", 16, 128, 3),
+        ("float8_e4m3fn", 64, 128, 3),
+    ],
+)
+def test_the_heuristic_has_the_fastest_measured_number_of_stages(cache, page_size, head_dim, stages):
+    sizes = {"q": (64, 32, head_dim), "pages": (16384, page_size, 8, 2, head_dim), "cache_dtype": cache}
+    assert MosaicGpu().heuristic(dataclasses.replace(CALL, **sizes)).stages == stages
+
+
+def test_latent_attention_has_one_configuration():
+    call, own = dataclasses.replace(CALL, **LATENT), MosaicGpu()
+    assert own.space(call) == [own.heuristic(call)]
+    assert own.params_fault(call, own.heuristic(call)) is None
+    assert "with value_dim, it runs with stages=2" in own.params_fault(call, MosaicGpuParams(stages=3))
 
 
 def test_parameters_beyond_shared_memory_are_refused():

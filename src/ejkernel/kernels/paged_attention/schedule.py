@@ -138,6 +138,11 @@ def schedules(
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
 
 
+def token_schedule(offsets: jax.Array, lengths: jax.Array, tokens: int, kv_heads: int, window: int | None) -> Schedule:
+    """Return the schedule of tiles of one token each, for any number of tokens of a sequence; see `schedules`."""
+    return _dealt(_token_tiles(_ranges(offsets, lengths, tokens), tokens, window), kv_heads)
+
+
 class _Ranges(NamedTuple):
     """The query tokens of each sequence, and its keys; the last sequence is the padding, without keys."""
 

@@ -32,7 +32,7 @@ class MosaicGpu(Implementation[PagedCall]):
         return support.params_fault(call, params)
 
     def heuristic(self, call: PagedCall) -> MosaicGpuParams:
-        """Return as many stages as let two blocks of threads share a multiprocessor."""
+        """Return as many stages as gain something and let two blocks of threads share a multiprocessor."""
         return support.heuristic(call)
 
     def space(self, call: PagedCall) -> list[MosaicGpuParams]:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.paged_attention.common import Operands, PagedCall
-from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes
+from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes, token_schedule
 
+from .latent_plan import ROWS, latent_plan
 from .params import MosaicGpuParams
 from .plan import LaunchPlan, launch_plan, prefill_plan
 
@@ -23,6 +24,8 @@ def attention(
     """Return the output and the log-sum-exp."""
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
+    if call.value_dim is not None:
+        return _latent(call, operands, interpret)
     operands, made = unsliced((operands, _schedules(call, operands)))
     short, prefill = made
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
@@ -48,6 +51,44 @@ def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
     if plan is not None and call.planned_for == (call.pages[2], call.window):
         return Schedule(plan.short_tiles, plan.short_programs), Prefill(plan.prefill_tiles, plan.prefill_ends)
     return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
+
+
+def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the log-sum-exp of latent attention."""
+    from ejkernel.kernels._hopper.launch import unsliced
+
+    from . import latent, latent_sums
+    from .latent_memory import Inputs
+
+    plan, heads = latent_plan(call), call.q[1]
+    if call.q[0] > call.table[0]:  # tiles of a plan have several tokens then
+        made = token_schedule(operands.query_offsets, operands.kv_lengths, call.q[0], 1, call.window)
+    else:
+        made = _schedules(call, operands)[0]
+    operands, made = unsliced((operands, made))
+    padding, sinks = plan.heads - heads, operands.sinks
+    if sinks is not None:
+        sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
+        sinks = jnp.pad(sinks, ((0, 0), (0, ROWS - plan.rows)))
+    inputs = Inputs(
+        tiles=made.tiles,
+        programs=made.programs,
+        q=jnp.pad(operands.q, ((0, 0), (0, padding), (0, 0))) if padding else operands.q,
+        cache=operands.kv_pages.reshape(-1, plan.head_dim),
+        table=operands.page_table,
+        sinks=sinks,
+        k_scale=operands.k_scale,
+    )
+    found = latent.run(plan, inputs, interpret)
+    out, lse = jax.new_ref(found.out), jax.new_ref(found.lse)
+    given = latent_sums.Sums(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
+    latent_sums.run(plan, given, interpret)
+
+    whole, rows = unsliced((jax.freeze(out), jax.freeze(lse)))
+    whole = whole[:, :heads] if padding else whole
+    rows = rows.reshape(call.q[0], plan.parts, ROWS)[..., : plan.rows].reshape(call.q[0], -1)[:, :heads]
+    is_padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
+    return whole, jnp.where(is_padding, -jnp.inf, rows)
 
 
 def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: Any) -> tuple[Any, jax.Array | None]:

@@ -110,9 +110,14 @@ class LaunchPlan:
         return max(BLOCK // self.page_size, 1)
 
     @property
+    def stage_bytes(self) -> int:
+        """Bytes of one pipeline stage."""
+        return BLOCK * self.row * (1 if self.is_narrow else 2)
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
-        blocks = self.stages * BLOCK * self.row * (1 if self.is_narrow else 2)
+        blocks = self.stages * self.stage_bytes
         queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
         results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
         return blocks + queries + weights + results + OVERHEAD

@@ -8,11 +8,13 @@ from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.schedule import BLOCK, MOST_ROWS, tile_sizes
 from ejkernel.ops.utils.values.signature import is_known
 
+from . import latent_plan
 from .params import MosaicGpuParams
-from .plan import launch_plan
+from .plan import LaunchPlan, launch_plan
 
 _HEAD_DIMS = (64, 128)
 _PER_BLOCK = (233_472 - 2 * 1024) // 2  # bytes of shared memory, if two blocks of threads share a multiprocessor
+_LATENT = MosaicGpuParams(stages=2, query_buffers=1)  # of latent attention: more does not fit in shared memory
 _LARGEST = 2**31 - 2**16  # tokens are counted in int32
 
 
@@ -28,28 +30,32 @@ def _arguments_reason(call: PagedCall) -> str | None:
     pages, page_size = call.pages[:2]
     if call.dtype not in hopper.DTYPES:
         return f"q has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
+    if page_size < 8 or (BLOCK % page_size and page_size % BLOCK):
+        return f"'mosaic_gpu' needs pages of 8, 16, 32 or a multiple of 64 tokens, got {page_size}; use 'xla'."
+    # All blocks of keys of all items are counted in int32.
+    blocks = call.q[0] * call.pages[2] * (-(-call.table[1] * page_size // BLOCK) + 1)
+    if max(pages * page_size, blocks) > _LARGEST:
+        return f"'mosaic_gpu' counts tokens of the cache and blocks of keys up to {_LARGEST}; use 'xla'."
+    return _values_reason(call) if call.value_dim is None else latent_plan.unsupported_reason(call)
+
+
+def _values_reason(call: PagedCall) -> str | None:
     if call.cache_dtype != call.dtype and call.q[0] > call.table[0]:
         return (
             f"kv_pages has dtype {call.cache_dtype}, and 'mosaic_gpu' takes such a cache with one new token for each "
             f"sequence, got {call.q[0]} for {call.table[0]}; use 'xla'."
         )
-    if call.value_dim is not None:
-        return f"value_dim={call.value_dim}: not available with implementation='mosaic_gpu'; use 'xla'."
     if call.q[2] not in _HEAD_DIMS:
         return f"'mosaic_gpu' needs a head_dim of 64 or 128, got {call.q[2]}; pad a smaller one, or use 'xla'."
-    if page_size < 8 or (BLOCK % page_size and page_size % BLOCK):
-        return f"'mosaic_gpu' needs pages of 8, 16, 32 or a multiple of 64 tokens, got {page_size}; use 'xla'."
     if call.group > MOST_ROWS:
         return f"'mosaic_gpu' takes up to {MOST_ROWS} query heads per KV head, got {call.group}; use 'xla'."
-    # All blocks of keys of all items are counted in int32.
-    blocks = call.q[0] * call.pages[2] * (-(-call.table[1] * page_size // BLOCK) + 1)
-    if max(pages * page_size, blocks) > _LARGEST:
-        return f"'mosaic_gpu' counts tokens of the cache and blocks of keys up to {_LARGEST}; use 'xla'."
     return None
 
 
 def params_fault(call: PagedCall, params: MosaicGpuParams) -> str | None:
     """Return why the call cannot run with `params`; `None` if it can."""
+    if call.value_dim is not None and params != _LATENT:
+        return f"with value_dim, it runs with stages={_LATENT.stages} and query_buffers={_LATENT.query_buffers} alone."
     needed = _shared_bytes(call, params)
     if needed > hopper.SHARED_MEMORY:
         return f"it needs {needed} bytes of shared memory; a block of threads has at most {hopper.SHARED_MEMORY}."
@@ -58,20 +64,37 @@ def params_fault(call: PagedCall, params: MosaicGpuParams) -> str | None:
 
 def _shared_bytes(call: PagedCall, params: MosaicGpuParams) -> int:
     """Return the shared memory of the decode kernel; that of prefill does not depend on the parameters."""
+    if call.value_dim is not None:
+        return latent_plan.shared_bytes(call)
     return launch_plan(call, params, tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short).shared_bytes
 
 
 def heuristic(call: PagedCall) -> MosaicGpuParams:
-    """Return as many stages as let two blocks of threads share a multiprocessor, in decode."""
+    """Return as many stages as gain something and let two blocks of threads share a multiprocessor, in decode."""
+    if call.value_dim is not None:
+        return _LATENT
     decode = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short
     for params in _choices():
-        if launch_plan(call, params, decode).shared_bytes <= _PER_BLOCK and params_fault(call, params) is None:
+        plan = launch_plan(call, params, decode)
+        fits = plan.shared_bytes <= _PER_BLOCK and params_fault(call, params) is None
+        if fits and plan.stages * plan.stage_bytes <= _most_in_flight(plan):
             return params
     return MosaicGpuParams(stages=2, query_buffers=1)
 
 
+def _most_in_flight(plan: LaunchPlan) -> int:
+    """Return the bytes of all stages beyond which decode is slower, or no faster."""
+    # 64 sequences of 4,096 on one H200, pages of 16, with 2, 3, 4 and 6 stages: int8 144.6, 140.1, 145.1, 151.9 us;
+    # bfloat16 with 2, 3 and 4: 244.9, 247.4, 250.2 us. Pages of 64: int8 142.1, 137.0, 140.2, 144.9 us.
+    if plan.is_narrow:
+        return 3 * 2**14
+    return 2 * 2**15 if plan.copies > 1 else hopper.SHARED_MEMORY
+
+
 def space(call: PagedCall) -> list[MosaicGpuParams]:
     """Return the numbers of stages that fit in shared memory."""
+    if call.value_dim is not None:
+        return [_LATENT]
     found = [params for params in _choices() if params_fault(call, params) is None]
     return list(dict.fromkeys((heuristic(call), *found)))
 
