@@ -2,7 +2,7 @@
 """`python -m benchmarks.quantized_grouped_wgrad`: the gradient of groups' matrices in 8 bits, beside bfloat16.
 
 "blocks" reads rows and gradients that `quantize_both` made; "blocks, from bfloat16" makes both of them first, with the
-rows' copies, which a layer needs anyway. "quantising" is one of these. Group sizes are drawn from a multinomial
+rows' copies, which a layer needs anyway. "quantize" is one of these. Group sizes are drawn from a multinomial
 distribution. Each process compiles the contenders of one shape, then runs them interleaved, as
 `benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product, of the dequantised operands
 for "blocks", in a part of one group's result: on normal numbers, and on their magnitudes, where coarse sums show.
@@ -57,7 +57,7 @@ CONTENDERS: dict[str, Function] = {
     BASE: ours(),
     "blocks": ours(),
     "blocks, from bfloat16": from_bfloat16,
-    "quantising": lambda lhs, dout, sizes: quantize_both(dout, sizes, dtype=DTYPES[1]),
+    "quantize": lambda lhs, dout, sizes: quantize_both(dout, sizes, dtype=DTYPES[1]),
     "xla bfloat16": functools.partial(grouped_matmul_wgrad, implementation="xla"),
     "blocks, block_n 128": ours(block_n=128, stages=5),
     "blocks, block_n 128, 4 stages": ours(block_n=128, stages=4),
@@ -122,7 +122,7 @@ def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
             try:
                 program, arrays = job.result(), given[is_narrow(name)]
                 row: dict[str, Any] = {}
-                if name != "quantising":
+                if name != "quantize":
                     positive = operands(shape, is_narrow(name), True)
                     row["errors"] = [error(program, each, sizes) for each in (arrays, positive)]
                 found[name] = row

@@ -7,7 +7,7 @@ belongs to one group and is filled with zeros: no rows of other groups are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
@@ -60,25 +60,6 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         """See `WgradKernel`."""
         *others, self.lhs_scales, self.rhs_scales = arrays
         super().run(others, results, memory)
-
-    def _each_tile(self, body: Callable[[WgradTile, Any], Any]) -> Any:
-        """See `WgradKernel`; each tile is looked up during the one before: it has few steps to hide the reads."""
-        plan, program = self.plan, lax.axis_index(PROGRAM)
-        whole, rest = divmod(plan.tiles, plan.programs)
-        backwards = plan.programs - 1 - program
-
-        def tile(i: Any) -> WgradTile:
-            dealt = jnp.where(lax.rem(i, 2) == 0, program, backwards) if plan.snake else program
-            return self._tile(jnp.minimum(i * plan.programs + dealt, plan.tiles - 1))
-
-        def one(i: Any, carry: tuple[Any, WgradTile]) -> tuple[Any, WgradTile]:
-            step, now = carry
-            following = tile(i + 1)
-            return body(now, step), following
-
-        last = backwards if plan.snake and whole % 2 else program
-        count = whole + (last < rest).astype(jnp.int32)
-        return lax.fori_loop(0, count, one, (jnp.int32(0), tile(jnp.int32(0))))[0]
 
     def _span(self, entry: Any) -> tuple[Any, Any, Any, Any]:
         start, rows = self.table[entry, 1], self.table[entry, 2]
