@@ -98,7 +98,8 @@ def _spilled_by_forward(
     (sight, plan), scores = walked, scores_at_once(*walked, branches=segmented)
     split = 4 * (dims.size == 4)  # float32 operands are split into three of the matrix unit's
     if segmented:
-        tiles = ((scores.tile, plan.rows if scores.tile else 0), (scores.strip, plan.strip if scores.strip else 0))
+        rows = plan.block if sum_by_product and dims.value % LANES else plan.rows
+        tiles = ((scores.tile, rows if scores.tile else 0), (scores.strip, plan.strip if scores.strip else 0))
         return max(4 * (size * (4 + 2 * split) // 4 + rows * (columns + split * LANES // 4)) for size, rows in tiles)
     if not scores.tile:
         parts = plan.block * (up(max(dims.head, dims.value)) - LANES)
