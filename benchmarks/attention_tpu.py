@@ -41,8 +41,16 @@ from benchmarks.attention_tpu_cases import SWEEPS, cases
 
 MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}
 MASKS |= {f"window {keys}": {"left": keys - 1, "right": 0} for keys in (512, 1024, 2048)}
-_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 _MEMORY = {"v5e": 96, "v6e": 96, "v5p": 48}  # MiB of vector memory for the kernels that JAX ships
+# Variables of a process that compiles for a TPU that is not here.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
 _SECONDS = 300.0  # for one program: some take gigabytes and hours
 _SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
@@ -121,7 +129,7 @@ def sharding(chip: str) -> Any:
             return made(dimension_semantics=dimension_semantics and ("arbitrary",) * len(dimension_semantics), **more)
 
         setattr(pltpu, "CompilerParams", on_one_core)  # noqa: B010 - the type of a module's class is fixed
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGIES[chip])
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
@@ -249,17 +257,10 @@ class Simulator:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
-            environment = os.environ | {
-                "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}",
-                "JAX_PLATFORMS": "cpu",
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-                "TPU_SKIP_MDS_QUERY": "1",
-                "TPU_WORKER_HOSTNAMES": "localhost",
-                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            }
+            profiles = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}"}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, "--simulate"],
-                env=environment,
+                env=os.environ | ENVIRONMENT | profiles,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -125,7 +125,7 @@ OWN = ATTENTION | {
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", OWN)
 def test_our_attention_compiles_within_the_estimate(sharding, case, backward, monkeypatch):
-    """Each kernel's estimate is passed to the compiler as its limit."""
+    """Each kernel's estimate, with a margin, is passed to the compiler as its limit."""
     rules, limits, estimated = OWN[case]["rules"], [], memory.limit
     monkeypatch.setattr(memory, "limit", lambda needed: limits.append(needed) or estimated(needed))
     operands, (out, lse) = attention_operands(sharding, **OWN[case])
@@ -146,9 +146,10 @@ def test_our_attention_compiles_within_the_estimate(sharding, case, backward, mo
             )
         else:
             used = used_memory(lambda o, params=params: implementation.attend(o, rules, params), operands)
-        assert max(limits) <= choices.needed(call, params) <= choices.capacity(call)
+        assert max(limits) == choices.needed(call, params) <= choices.capacity(call)
         assert len(used) == len(limits)
-        assert all(size <= limit for size, limit in zip(sorted(used), sorted(limits), strict=True)), params
+        for size, estimate in zip(sorted(used), sorted(limits), strict=True):
+            check_estimate(estimate, size, params, most=2)
 
 
 PRODUCTS = {

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
-from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
+from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch, memory
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
 from ejkernel.kernels.flash_attention.reference import attention
@@ -157,6 +157,55 @@ def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
     fault = PallasTpu().params_fault(call, BackwardParams())
     assert "bytes of vector memory, more than the 100663296" in fault
     assert choices.needed(call, BackwardParams()) > choices.capacity(call)
+
+
+# Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_tpu.json has more.
+COMPILED = {
+    "unrolled chunks": (17_448_960, Rules(scale=0.1), ForwardParams(block_q=1024, chunk=512, unroll=4)),
+    "strips of causal attention": (
+        31_584_256,
+        Rules(scale=0.1, right=0),
+        ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256),
+    ),
+    "sum by product": (
+        34_668_544,
+        Rules(scale=0.1, right=0),
+        ForwardParams(block_q=2048, chunk=2048, rows=2048, unroll=1, sum_by_product=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_estimates_of_memory_are_up_to_15_percent_above_the_compilers(name):
+    used, rules, params = COMPILED[name]
+    call = dataclasses.replace(call_of(8192, CHIPS[1], False), rules=rules)
+    assert used <= choices.needed(call, params) <= 1.15 * used
+
+
+def test_estimates_of_memory_depend_on_what_a_kernel_reads():
+    """Ids put a branch around each tile, and padding has ids; a transposed gradient has no padded lanes."""
+    params = ForwardParams(block_q=1024, chunk=1024, unroll=4)
+    plain = call_of(8192, CHIPS[1], False)
+    assert choices.needed(dataclasses.replace(plain, segments=True), params) < choices.needed(plain, params)
+    assert choices.needed(call_of(8000, CHIPS[1], False), params) < choices.needed(plain, params)
+    causal = call_of(8000, CHIPS[1], False, right=0)
+    assert choices.needed(causal, params) == choices.needed(call_of(8192, CHIPS[1], False, right=0), params)
+    narrow = {"query": (1, 8192, 8, 64), "key": (1, 8192, 4, 64), "value": (1, 8192, 4, 64)}
+    backward = dataclasses.replace(call_of(8192, CHIPS[1], True), **narrow)
+    saved = choices.needed(backward, BackwardParams()) - choices.needed(backward, BackwardParams(transpose=True))
+    assert 2**21 <= saved < 2.1 * 2**20
+
+
+def test_the_compilers_limit_has_a_margin_above_the_estimate():
+    assert memory.limit(2**20) == memory.limit(2**24) == 2**24
+    assert memory.limit(2**25) == 2**25 * 5 // 4
+
+
+def test_the_space_of_float32_has_no_large_tiles():
+    wide = dataclasses.replace(call_of(4096, CHIPS[1], False, right=0), dtype="float32")
+    space = PallasTpu().space(wide)
+    assert all(params.unroll == 1 and params.block_q * params.chunk <= 2**19 for params in space)
+    assert len(space) < len(PallasTpu().space(call_of(4096, CHIPS[1], False, right=0)))
 
 
 def test_heads_too_wide_for_the_memory_are_refused():

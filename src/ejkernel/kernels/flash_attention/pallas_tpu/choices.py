@@ -45,19 +45,27 @@ def capacity(call: AttentionCall) -> int:
 def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> int:
     """Return an upper bound on the bytes of vector memory of the kernels of one direction."""
     lengths = Lengths(call.query[1], call.key[1])
-    # padding is hidden by ids, unless causal attention does not reach it
-    segmented = call.segments or call.query_lengths or call.key_lengths or call.rules.right != 0
     repeats = call.query[2] // call.key[2]
     dims = memory.Dims(call.query[3], call.value[3], repeats, jnp.dtype(call.dtype).itemsize)
+    own: dict[str, Any]
     if isinstance(params, ForwardParams):
         walked = forward_plan(lengths, call.rules, params)
-        return memory.of_forward(dims, walked, call.rules, segmented=segmented)
-    walked, fused = backward_plan(lengths, call.rules, params), params.query is None
-    found = memory.of_keys(dims, walked, call.rules, fused=fused, segmented=segmented)
+        own = {"segmented": _segmented(call, walked[1].columns), "sum_by_product": params.sum_by_product}
+        return memory.of_forward(dims, walked, call.rules, **own)
+    walked = backward_plan(lengths, call.rules, params)
+    own = {"segmented": _segmented(call, walked[1].block * walked[1].blocks), "transpose": params.transpose}
+    found = memory.of_keys(dims, walked, call.rules, fused=params.query is None, **own)
     if params.query is None:
         return found
     walked = forward_plan(lengths, call.rules, params.query)
+    segmented = _segmented(call, walked[1].columns)
     return max(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
+
+
+def _segmented(call: AttentionCall, padded_keys: int) -> bool:
+    """Return whether a kernel reads ids: they also hide the padding, unless causal attention does not reach it."""
+    given = call.segments or call.query_lengths or call.key_lengths
+    return given or (padded_keys > call.key[1] and call.rules.right != 0)
 
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
@@ -136,22 +144,29 @@ def _simple(call: AttentionCall, rows: int, columns: int, resident: int | None) 
 
 
 def _candidates(call: AttentionCall) -> Iterable[Any]:
+    yield heuristic(call)
+    is_narrow = call.dtype == "bfloat16"
+    if is_narrow:
+        yield from _large(call)
+    fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
+    residents = (None,) if fits_whole else _RESIDENT
+    blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024 if is_narrow else 512), (512, 512))
+    for resident, (rows, columns) in itertools.product(residents, blocks):
+        yield from _simple(call, rows, columns, resident)
+
+
+def _large(call: AttentionCall) -> Iterator[Any]:
+    """Yield large and unrolled tiles; in float32 the compiler takes more than four minutes for some of them."""
     everything = call.rules.left is None and call.rules.right is None
     strips, flags = (512,) if everything else (256, 512), (False, True)
-    yield heuristic(call)
     if call.backward:
         for (kv, chunk), strip, unroll, flag in itertools.product(_BACKWARD_BLOCKS, strips, (1, 2), flags):
             yield BackwardParams(block_kv=kv, chunk=chunk, strip=strip, unroll=unroll, transpose=flag)
-    else:
-        for (q, chunk), strip, unroll, flag in itertools.product(_FORWARD_BLOCKS, strips, (2, 4), flags):
-            yield ForwardParams(block_q=q, chunk=chunk, rows=q, strip=strip, unroll=unroll, sum_by_product=flag)
-        for q in (2048, 4096) if _takes_long_blocks(call) else (2048,):
-            yield ForwardParams(block_q=q, chunk=1024, rows=512, strip=256)
-    fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
-    residents = (None,) if fits_whole else _RESIDENT
-    blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024), (512, 512))
-    for resident, (rows, columns) in itertools.product(residents, blocks):
-        yield from _simple(call, rows, columns, resident)
+        return
+    for (q, chunk), strip, unroll, flag in itertools.product(_FORWARD_BLOCKS, strips, (2, 4), flags):
+        yield ForwardParams(block_q=q, chunk=chunk, rows=q, strip=strip, unroll=unroll, sum_by_product=flag)
+    for q in (2048, 4096) if _takes_long_blocks(call) else (2048,):
+        yield ForwardParams(block_q=q, chunk=1024, rows=512, strip=256)
 
 
 def _launched(call: AttentionCall, params: Any) -> Any:

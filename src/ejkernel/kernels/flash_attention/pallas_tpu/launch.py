@@ -71,7 +71,8 @@ def forward(
     sight, plan = forward_plan(lengths, rules, params)
     padded = Lengths(plan.block * plan.blocks, plan.columns)
     arrays, ids = _arrays(operands, padded), _ids(operands, rules, padded)
-    size = memory.of_forward(_dims(operands), (sight, plan), rules, segmented=ids is not None)
+    own = {"segmented": ids is not None, "sum_by_product": params.sum_by_product}
+    size = memory.of_forward(_dims(operands), (sight, plan), rules, **own)
 
     def run() -> Any:
         return forward_kernel.forward(
@@ -106,7 +107,8 @@ def backward(
     sight, plan = backward_plan(lengths, rules, params)
     padded = Lengths(plan.columns, plan.block * plan.blocks)
     arrays, ids = (*_arrays(operands, padded), *_rows(rows, padded)), _ids(operands, rules, padded)
-    size = memory.of_keys(_dims(operands), (sight, plan), rules, fused=params.query is None, segmented=ids is not None)
+    own = {"fused": params.query is None, "segmented": ids is not None, "transpose": params.transpose}
+    size = memory.of_keys(_dims(operands), (sight, plan), rules, **own)
 
     def run() -> Any:
         return backward_kernels.backward_of_keys(

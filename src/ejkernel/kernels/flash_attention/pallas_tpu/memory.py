@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An upper bound on the vector memory that a kernel takes."""
+"""An upper estimate of the vector memory of a kernel.
+
+The compiler allocates two buffers of each window, the scratch arrays, an internal scratch array, and the registers
+that it spills. All but the last follow from the shapes; a line, such as the log-sum-exp of a block, has no padding.
+
+Spilled registers hold intermediate values of one basic block, in which operations on whole tiles follow each other: the
+float32 scores of a tile are alive until their maximum, or the product of cotangent and value, is known, and the results
+of products until they are added to the sums. Segment ids put a branch around each tile. Otherwise the chunks that are
+unrolled are one basic block, and the strips at the edges another. The forward computes the scores of all its chunks
+ahead, but with `sum_by_product` only those of one. The backward adds each chunk to the same sums, so the scores of one
+chunk are alive, or those of all strips at one edge. The factors are those of compiled kernels: `benchmarks.memory_tpu`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,9 @@ from .numbers import up
 from .walk import Plan, Sight, scores_at_once
 
 _DEFAULT = 16 << 20  # the compiler's default limit, in bytes
-_LINES = 2 * 4 * 8  # bytes of a 32-bit value along a vector register's row, in a window: eight rows, two buffers
+_LINE = 2 * 4  # bytes of a 32-bit value of a line, in two buffers
+_INTERNAL = 72 << 10  # bytes of the internal scratch array on v6e; 36 KiB on v5e and v5p
+_MANY = 4 << 20  # scores; the compiler computes fewer of the rest ahead
 
 
 class Dims(NamedTuple):
@@ -25,46 +38,103 @@ class Dims(NamedTuple):
 
 
 def limit(needed: int) -> int:
-    """Return the limit to pass to the compiler."""
-    return max(needed, _DEFAULT)
+    """Return the limit to pass to the compiler: a margin costs nothing, and saves a kernel whose estimate is too low.
+
+    Kernels take at most three quarters of the memory of chips with more than the default.
+    """
+    return _DEFAULT if needed <= _DEFAULT else needed * 5 // 4
 
 
-def of_forward(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> int:
-    """Return an upper bound on the bytes of the forward kernel."""
+def of_forward(
+    dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool, sum_by_product: bool = False
+) -> int:
+    """Return an upper estimate of the bytes of the forward kernel."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
-    windows = 2 * dims.size * (plan.block + plan.part) * (head + value) + _LINES * plan.block
-    scratch = dims.size * plan.block * head + 4 * plan.block * (2 * LANES + value)
-    return windows + scratch + _ids(plan, segmented) + _scores(dims, walked, rules, segmented)
+    windows = 2 * dims.size * (plan.block + plan.part) * (head + value) + _LINE * plan.block
+    sums = up(dims.value + 1) if sum_by_product else value
+    scratch = dims.size * plan.block * head + 4 * plan.block * (LANES + sums + (0 if sum_by_product else LANES))
+    # ones in the same register as a part of the value have to be merged with it
+    columns = sums + (3 * LANES if sum_by_product and dims.value % LANES else LANES)
+    spilled = _spilled_by_forward(dims, walked, segmented, columns, sum_by_product)
+    return _total(windows + scratch, plan, segmented, spilled)
 
 
 def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> int:
-    """Return an upper bound on the bytes of the kernel for the query's gradient."""
+    """Return an upper estimate of the bytes of the kernel for the query's gradient."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
-    windows = 2 * dims.size * (plan.block * (2 * head + value) + plan.part * (head + value)) + 2 * _LINES * plan.block
+    windows = 2 * dims.size * (plan.block * (2 * head + value) + plan.part * (head + value)) + 2 * _LINE * plan.block
     scratch = dims.size * plan.block * head + 4 * plan.block * (2 * LANES + head)
-    return windows + scratch + _ids(plan, segmented) + _scores(dims, walked, rules, segmented)
+    scores = scores_at_once(*walked, branches=segmented)
+    live = max(scores.tile, scores.strip) if segmented else max(scores.chunk, scores.edges * 17 // 20)
+    wide, capped = dims.size == 4, rules.soft_cap is not None
+    spilled = 4 * (live * (2 + capped + 5 * wide) // 2 + plan.rows * (head + 2 * LANES))
+    return _total(windows + scratch, plan, segmented, spilled)
 
 
-def of_keys(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool) -> int:
-    """Return an upper bound on the bytes of the kernel for the gradients of key and value."""
+def of_keys(
+    dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool, transpose: bool = False
+) -> int:
+    """Return an upper estimate of the bytes of the kernel for the gradients of key and value."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (2 * plan.block * (head + value) + plan.part * (head * (2 if fused else 1) + value))
     kept = plan.block * plan.blocks if fused and dims.repeats > 1 else plan.block
-    scratch = dims.size * plan.block * head + 4 * kept * (head + value) + (4 * plan.part * head if fused else 0)
-    lines = 2 * _LINES * plan.part + _ids(plan, segmented)
-    return windows + lines + scratch + _scores(dims, walked, rules, segmented)
+    scratch = dims.size * plan.block * head + 4 * kept * (head + value)
+    if fused:
+        scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
+    lines = 2 * _LINE * plan.part
+    spilled = _spilled_by_backward(dims, walked, rules, fused=fused, segmented=segmented, transpose=transpose)
+    return _total(windows + lines + scratch, plan, segmented, spilled)
 
 
-def _ids(plan: Plan, segmented: bool) -> int:
-    return _LINES * (plan.block + plan.part) if segmented else 0
+def _total(arrays: int, plan: Plan, segmented: bool, spilled: int) -> int:
+    ids = _LINE * (plan.block + plan.part) if segmented else 0
+    return (arrays + ids + spilled + _INTERNAL) * 65 // 64
 
 
-def _scores(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, segmented: bool) -> int:
-    """Return the bytes of the intermediate values of a basic block.
+def _spilled_by_forward(
+    dims: Dims, walked: tuple[Sight, Plan], segmented: bool, columns: int, sum_by_product: bool
+) -> int:
+    """Return the bytes of spilled registers; `columns` are those of the product with the values, and of row values."""
+    (sight, plan), scores = walked, scores_at_once(*walked, branches=segmented)
+    split = 4 * (dims.size == 4)  # float32 operands are split into three of the matrix unit's
+    if segmented:
+        rows = plan.block if sum_by_product and dims.value % LANES else plan.rows
+        tiles = ((scores.tile, rows if scores.tile else 0), (scores.strip, plan.strip if scores.strip else 0))
+        return max(4 * (size * (4 + 2 * split) // 4 + rows * (columns + split * LANES // 4)) for size, rows in tiles)
+    if not scores.tile:
+        parts = plan.block * (up(max(dims.head, dims.value)) - LANES)
+        return (scores.edges * 3 // 10 + parts) * (4 + split)
+    two_edges = sight.before is not None and sight.after is not None
+    edges = scores.edges * 17 // 20 if two_edges else scores.edges
+    if split:
+        return 4 * (max(scores.ahead * 5, edges * 2) + plan.rows * (columns + LANES))
+    results = plan.block * columns
+    if sum_by_product:
+        return 4 * (max(scores.chunk, edges) + results * 6 // 5)
+    if sight.everything:
+        return 4 * scores.ahead * 19 // 20
+    ahead = scores.ahead if scores.ahead <= _MANY else _MANY + (scores.ahead - _MANY) * 17 // 20
+    return 4 * (max(ahead, edges) + results * 19 // 20)
 
-    In bfloat16 and without a cap, the compiler needs 0.3 to 0.9 of the float32 scores of one chunk on v6e, and up to
-    2.3 of them for two chunks on v5e; of strips, whose tiles have one size each, at most 0.8 of their scores.
-    """
-    size = 4 + 2 * (rules.soft_cap is not None) + 2 * segmented + 4 * (dims.size == 4)
-    edges, chunk = scores_at_once(*walked)
-    return size * max(edges * 5 // 4, (walked[1].unroll + 1) * chunk)
+
+def _spilled_by_backward(
+    dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool, transpose: bool
+) -> int:
+    """Return the bytes of spilled registers: the scores that are alive, and results of products."""
+    (sight, plan), scores = walked, scores_at_once(*walked, branches=segmented)
+    head, value = up(dims.head), up(dims.value)
+    # the soft cap's derivative, and the parts of float32 operands
+    capped = 0 if rules.soft_cap is None else 4 if segmented else 5 if sight.everything else 6
+    factor = 4 + capped + 14 * (dims.size == 4)
+    if not scores.tile:
+        width = scores.strip // plan.strip
+        return scores.strip * factor + 4 * (plan.strip * (head + value) + (width * head if fused else 0))
+    own, others = plan.rows * (head + value), plan.chunk * head if fused else 0
+    if segmented or (sight.before is None) == (sight.after is None):
+        # products of several matrix units' widths are added up in parts
+        results = (own + others) * 3 // 4 if max(head, value) == LANES else own * 23 // 20 + 2 * others
+        return max(scores.tile, scores.strip if segmented else 0) * factor + 4 * results
+    unroll = min(plan.unroll, plan.columns // plan.chunk)
+    partial = own + others if transpose and dims.head > LANES and dims.head % LANES else 0
+    chunks = (scores.chunk * factor + 4 * unroll * (own + others)) * 21 // 20
+    return max(chunks, scores.edges * factor + 4 * (own + others) * 11 // 10) + 4 * partial

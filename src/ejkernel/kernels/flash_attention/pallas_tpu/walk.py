@@ -198,11 +198,42 @@ class _Loop(NamedTuple):
         pl.when(~one & (first <= high) & (low <= last))(lambda: self.update(rows, columns, mixed))
 
 
-def scores_at_once(sight: Sight, plan: Plan) -> tuple[int, int]:
-    """Return the number of scores of the strips at the edges, which are one basic block, and those of one chunk."""
-    strips = _strips(sight, plan)
-    edges = 0 if strips is None else sum(plan.strip * width for _, _, width in strips.tiles)
-    return edges, plan.block * plan.chunk
+class Scores(NamedTuple):
+    """Numbers of scores: of one tile, one chunk, the chunks of one basic block, all strips, and the largest strip.
+
+    They are 0 for code that a kernel does not have.
+    """
+
+    tile: int
+    chunk: int
+    ahead: int
+    edges: int
+    strip: int
+
+
+def scores_at_once(sight: Sight, plan: Plan, *, branches: bool) -> Scores:
+    """Return the scores of a kernel's basic blocks.
+
+    Args:
+        sight: The static rules.
+        plan: The sizes.
+        branches: Whether each tile is a basic block, because ids decide whether to compute it.
+    """
+    strips, chunk = _strips(sight, plan), plan.block * plan.chunk
+    sizes = [0] if strips is None else [plan.strip * width for _, _, width in strips.tiles]
+    if strips is not None and _has_only_strips(sight, plan, strips):
+        return Scores(0, 0, 0, sum(sizes), max(sizes))
+    unroll = 1 if branches else min(plan.unroll, plan.columns // plan.chunk)
+    return Scores(plan.rows * plan.chunk, chunk, unroll * chunk, sum(sizes), max(sizes))
+
+
+def _has_only_strips(sight: Sight, plan: Plan, strips: _Strips) -> bool:
+    """Return whether a single block sees no chunk besides its strips; the compiler then drops the loop."""
+    base = sight.offset - strips.lead
+    if plan.blocks > 1 or base + strips.first < 0 or base + strips.end > plan.columns:
+        return False
+    before = sight.before is not None or base < plan.chunk
+    return before and (sight.after is not None or (base + strips.end) // plan.chunk >= plan.columns // plan.chunk)
 
 
 def visible_chunks(sight: Sight, position: Any, plan: Plan) -> tuple[Any, Any, Any, Any]:

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.memory_tpu`: vector memory of `pallas_tpu` kernels, estimated and compiled; needs no TPU.
+
+Each call is drawn by a seed from all combinations of chip, direction, mask, soft cap, ids, dtype, length, head
+dimension and grouped heads. It has the heuristic's parameters or others of the space, also those that do not fit in our
+estimate. Google's compiler compiles each of its kernels for arrays of at least 160 MiB, since XLA keeps short arrays in
+vector memory, and reports the bytes of vector memory that the kernel uses. Nothing runs on a TPU.
+
+The ratio is our estimate over the compiler's figure. A kernel that the compiler refuses has its reason. Calls that the
+estimate refuses, although they compile are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import attention_tpu
+
+_DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_WINDOWS: dict[str, dict[str, int]] = {
+    "two sides": {"left": 700, "right": 300},
+    "window 4096": {"left": 4095, "right": 0},
+}
+_MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
+_DIMS = ((64, 64), (128, 128), (128, 128), (128, 128), (192, 128), (192, 192), (256, 256))
+_LENGTHS = (512, 1024, 1500, 2048, 3000, 4096, 4096, 8192, 16_384)
+_SECONDS = 240.0  # for the kernels of one call
+_LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
+
+
+def drawn(seed: int, index: int) -> dict[str, Any]:
+    """Return a call and its parameters."""
+    dice = random.Random(f"{seed} {index}")
+    case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(("forward", "backward"))}
+    case |= {"mask": dice.choice(_MASKS), "soft_cap": dice.choice((None, None, None, None, 30.0))}
+    case |= {"segments": dice.random() < 0.2, "dtype": dice.choice(("bfloat16",) * 15 + ("float32",))}
+    case |= {"length": dice.choice(_LENGTHS), "dims": list(dice.choice(_DIMS)), "repeats": dice.choice((1, 1, 2, 4, 8))}
+    call, _ = described(case)
+    space = _candidates(call)
+    return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.15 else dice.choice(space))}
+
+
+def _candidates(call: Any) -> list[Any]:
+    """Return the heuristic's parameters and those of the space, as if memory had no limit."""
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    heuristic, fault = choices.heuristic(call), choices.params_fault
+    choices.params_fault = lambda call, params: None
+    try:
+        return [heuristic, *choices.space(call)]
+    finally:
+        choices.params_fault = fault
+
+
+def described(case: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the call of a case, and its operands."""
+    import jax
+
+    from ejkernel.kernels.flash_attention.common import Operands, describe
+
+    like: Any = jax.ShapeDtypeStruct
+    length, (head_dim, value_dim) = case["length"], case["dims"]
+    batch = math.ceil(_LEAST / (length * min(head_dim, value_dim) * (4 if case["dtype"] == "float32" else 2)))
+    query = like((batch, length, case["repeats"], head_dim), case["dtype"])
+    key, value = (like((batch, length, 1, dim), case["dtype"]) for dim in (head_dim, value_dim))
+    ids = like((batch, length), "int32") if case["segments"] else None
+    operands = Operands(query, key, value, query_segments=ids, key_segments=ids)
+    fingerprint, backward = _DEVICES[case["chip"]], case["direction"] == "backward"
+    return describe(operands, rules_of(case), platform="tpu", fingerprint=fingerprint, backward=backward), operands
+
+
+def rules_of(case: dict[str, Any]) -> Any:
+    """Return the static options of a case."""
+    from ejkernel.kernels.flash_attention.common import Rules
+
+    window = _WINDOWS.get(case["mask"]) or attention_tpu.MASKS[case["mask"]]
+    scale: float = case["dims"][0] ** -0.5
+    return Rules(scale=scale, left=window.get("left"), right=window.get("right"), soft_cap=case["soft_cap"])
+
+
+def params_of(case: dict[str, Any]) -> Any:
+    """Return the parameters of a case."""
+    from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
+
+    sizes = dict(case["params"])
+    if case["direction"] == "forward":
+        return ForwardParams(**sizes)
+    if sizes.get("query") is not None:
+        sizes["query"] = ForwardParams(**sizes["query"])
+    return BackwardParams(**sizes)
+
+
+class _Launches:
+    """Records the kernels that a call launches: the function, its arguments, and our estimate."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]] = []
+        self.estimates: list[int] = []
+
+    def of(self, case: dict[str, Any]) -> _Launches:
+        """Trace a call."""
+        import jax
+
+        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch, memory
+
+        call, operands = described(case)
+        rules, params = call.rules, params_of(case)  # a window that hides no key is none
+        places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
+        own = [(module, name, getattr(module, name)) for module, name in places]
+        limit = memory.limit
+
+        def noted(needed: int) -> int:
+            self.estimates.append(needed)
+            return limit(needed)
+
+        memory.limit = noted
+        for module, name, function in own:
+            setattr(module, name, self._recording(function))
+        try:
+            if case["direction"] == "forward":
+                jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
+            else:
+                batch, length, heads, _ = operands.query.shape
+                out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
+                lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
+                jax.eval_shape(
+                    lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
+                    *(operands, (out, lse), out),
+                )
+        finally:
+            memory.limit = limit
+            for module, name, function in own:
+                setattr(module, name, function)
+        return self
+
+    def _recording(self, function: Any) -> Any:
+        def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
+            self.found.append((function, *_shapes((arrays, ids)), (args, options)))
+            return function(arrays, ids, *args, **options)
+
+        return run
+
+
+def _shapes(tree: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+
+# --- in the process that compiles ---
+
+
+def used(case: dict[str, Any]) -> list[int]:
+    """Return the bytes of vector memory that the kernels of a case use, with the chip's limit."""
+    import jax
+    from jax.experimental import topologies
+
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    call, _ = described(case)
+    found = []
+    for function, arrays, ids, (args, options) in _Launches().of(case).found:
+        options["memory"] = choices.capacity(call)
+        given = [
+            None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
+            for pair in (arrays, ids)
+        ]
+        run = jax.jit(functools.partial(_run, function, args, options))
+        found.append(used_memory(str(run.lower(*given).compile().as_text())))
+    return found
+
+
+def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: Any) -> Any:
+    return function(arrays, ids, *args, **options)
+
+
+def used_memory(text: str) -> int:
+    """Return the bytes of vector memory of a compiled program's kernel."""
+    (part,) = text.split('custom_call_target="tpu_custom_call"')[1:]
+    scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)
+    size = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)
+    assert scope is not None
+    assert size is not None
+    return int(size[1]) - int(scope[1])
+
+
+def _compile() -> None:
+    """Read cases from standard input, one JSON object a line, and write the bytes or an error to standard output."""
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"used": used(json.loads(line))}
+        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
+            answer = {"error": " ".join(str(error).split())[:500]}
+        print(json.dumps(answer), flush=True)
+
+
+# --- in the caller ---
+
+
+class Compiler:
+    """A process that compiles; another one takes its place if it ends.
+
+    Args:
+        module: The module of this package that compiles.
+        seconds: The time limit of a case.
+    """
+
+    def __init__(self, module: str = "memory_tpu", seconds: float = _SECONDS) -> None:
+        self._module, self._seconds = f"benchmarks.{module}", seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Return the bytes of each kernel, or an error."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, "--compile"],
+                env=os.environ | attention_tpu.ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(case) + "\n")
+        process.stdin.flush()
+        limit = threading.Timer(self._seconds, process.kill)
+        limit.start()
+        answer = process.stdout.readline()
+        limit.cancel()
+        if not answer:
+            self._process = None
+            return {"error": f"the compiler ended with {process.wait()}, or took more than {self._seconds:.0f} s"}
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+        self._process = None
+
+
+def estimated(case: dict[str, Any]) -> list[int]:
+    """Return our estimates for the kernels of a case."""
+    return _Launches().of(case).estimates
+
+
+def ratios(results: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
+    """Return the estimate over the compiler's figure for each kernel, and its case, in ascending order."""
+    found = [
+        (estimate / size, one)
+        for one in results
+        for estimate, size in zip(one["estimated"], one.get("used", ()), strict=False)
+    ]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the distribution of the ratios by class, as a Markdown table, and the refused calls."""
+    classes: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "all": lambda one: True,
+        "forward": lambda one: bool(one["direction"] == "forward"),
+        "backward": lambda one: bool(one["direction"] == "backward"),
+        "without ids and soft cap": lambda one: not one["segments"] and one["soft_cap"] is None,
+        "of 4 MiB or more": lambda one: bool(max(one["used"]) >= 4 << 20),
+        "float32": lambda one: bool(one["dtype"] == "float32"),
+        **{chip: functools.partial(_is_for, chip) for chip in _DEVICES},
+    }
+    lines = [
+        "| kernels | compiled | below 1 | up to 1.1 | up to 1.2 | median | largest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, of_class in classes.items():
+        values = [ratio for ratio, one in ratios(results) if of_class(one)]
+        if not values:
+            continue
+        counts = [sum(low <= ratio <= high for ratio in values) for low, high in ((0, 0.9999), (1, 1.1), (1, 1.2))]
+        cells = [name, len(values), counts[0], *(f"{count / len(values):.0%}" for count in counts[1:])]
+        lines.append(f"| {' | '.join(map(str, cells))} | {statistics.median(values):.2f} | {values[-1]:.2f} |")
+    refused = [one for one in results if "error" in one]
+    lines += ["", f"{len(refused)} of {len(results)} calls were not compiled:", ""]
+    for one in refused:
+        reason = "memory" if "RESOURCE_EXHAUSTED" in one["error"] else one["error"][:100]
+        ours = "refused by the estimate" if one["refused"] else "allowed by the estimate"
+        lines.append(
+            f"- {one['chip']}, {one['direction']}, {one['mask']}, {one['dtype']}, {one['params']}: {reason}; {ours}"
+        )
+    spared = sum(one["refused"] and "used" in one for one in results)
+    return "\n".join([*lines, "", f"{spared} calls were compiled although the estimate refuses them."])
+
+
+def _is_for(chip: str, one: dict[str, Any]) -> bool:
+    return bool(one["chip"] == chip)
+
+
+def _write(out: Path, results: list[dict[str, Any]], seed: int) -> None:
+    what = "our estimate of vector memory over the figure of Google's compiler; nothing ran on a TPU"
+    data = {"what": what, "versions": attention_tpu.versions() | {"device": "compiled"}, "seed": seed}
+    lines = ",\n".join(f"    {json.dumps(one)}" for one in results)
+    out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
+    head = f"# Vector memory of `pallas_tpu`, compiled\n\n{what}; seed {seed}. {json.dumps(data['versions'])}\n\n"
+    out.with_suffix(".md").write_text(f"{head}{table(results)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile, and write the results after each call."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
+    parser.add_argument("--seed", type=int, default=25)
+    parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
+    given = parser.parse_args(arguments)
+    if given.compile:
+        _compile()
+        return
+    results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
+    compiler = Compiler()
+    try:
+        for index in range(len(results), given.calls):
+            case = drawn(given.seed, index)
+            found = case | {"estimated": estimated(case), "refused": _refused(case), **compiler(case)}
+            results.append(found)
+            print(json.dumps(found), flush=True)
+            if given.out:
+                _write(given.out, results, given.seed)
+    finally:
+        compiler.close()
+
+
+def _refused(case: dict[str, Any]) -> bool:
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    return choices.params_fault(described(case)[0], params_of(case)) is not None
+
+
+if __name__ == "__main__":
+    main()
