@@ -22,6 +22,8 @@ from train import CUDNN, EJKERNEL, PLAIN, Model, Operations, batch_of, default_m
 
 from ejkernel.cli.rounds import FEWEST, compared, run_rounds
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, labels_to_configs, set_default_executor
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 UNTUNED, TUNED = "untuned", "tuned"
 
@@ -130,7 +132,7 @@ def summary(builds: Sequence[Build], model: Model) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "rounds": found.rounds,
         "tokens": model.tokens,
-        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens, {model.vocabulary:,} words",
+        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens, vocabulary {model.vocabulary:,}",
         "missing": {each.name: each.missing for each in builds if each.compiled is None},
         "seconds": found.seconds,
         "middle half of the tuned steps": found.middle[TUNED],
@@ -160,7 +162,15 @@ def compare(cache: Path, rounds: int, model: Model, seconds: float = math.inf) -
     builds += own
     drop_too_large(builds, memory_limit())
     run([each for each in builds if each.compiled is not None], model, rounds, deadline)
-    return summary(builds, model)
+    return summary(builds, model) | {"unfinished": unfinished_searches(cache)}
+
+
+def unfinished_searches(cache: Path) -> int:
+    """Return the number of calls whose search did not finish, of those that the folder has."""
+    store = PersistentCache(cache)
+    known = [SearchProgress.stored_in(entry.measured) for _, entry in store.entries()]
+    known += [search.progress for search in MeasurementStore(store).without_entry()]
+    return sum(progress is not None and not progress.state.is_finished for progress in known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,9 +43,22 @@ SLOW, FAST = [4.0] * 5 + [4.1] * 5, [2.0] * 5 + [2.2] * 5
 )
 def test_a_call_is_undecided_unless_the_intervals_are_apart(tmp_path, capsys, before, after, verdict):
     save(tmp_path / "old", timed(*before))
-    save(tmp_path / "new", timed(*after))
+    save(tmp_path / "new", timed(*after, rows_of_winner=2))
     (found_call,) = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))["calls"]
     assert found_call["verdict"] == verdict
+
+
+@pytest.mark.parametrize(("jax", "verdict", "says"), [("1", "same configuration", "not compared"), ("2", "slower", "")])
+def test_the_same_configuration_is_neither_faster_nor_slower_unless_its_software_changed(jax, verdict, says):
+    key = dict.fromkeys(("op", "device", "call", "arguments", "config", "result"), "x")
+    sides = [
+        report_data.CallReport(**key, after_us=time, after_range=(time, time), versions={"jax": version})
+        for time, version in ((1.0, "1"), (2.0, jax))
+    ]
+    found = comparison.compare(sides[:1], sides[1:], "old", "new")
+    assert [each.verdict for each in found.calls] == [verdict]
+    assert (found.mean is None) == bool(says)
+    assert says in found.in_words
 
 
 def test_times_by_two_clocks_have_no_ratio(tmp_path, capsys):
@@ -62,9 +75,10 @@ def test_times_by_two_clocks_have_no_ratio(tmp_path, capsys):
 
 def test_a_ratio_has_the_range_of_opposite_ends(tmp_path, capsys):
     save(tmp_path / "old", timed(*SLOW))
-    save(tmp_path / "new", timed(*FAST))
+    save(tmp_path / "new", timed(*FAST, rows_of_winner=2))
     data = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))
     ratio = data["calls"][0]["ratio"]
+    assert data["calls"][0]["verdict"] == "faster"
     assert [round(ratio[name], 3) for name in ("median", "low", "high")] == [1.929, 1.818, 2.05]
     assert data["geometric_mean"] == ratio["median"]
 
@@ -113,8 +127,8 @@ def test_the_same_entry_in_a_copy_is_unchanged(tmp_path, capsys):
 
 
 def test_an_entry_without_its_search_is_undecided(tmp_path, capsys):
-    for folder in ("old", "new"):
-        save(tmp_path / folder, timed(*SLOW))
+    save(tmp_path / "old", timed(*SLOW))
+    save(tmp_path / "new", timed(*SLOW, rows_of_winner=2))
     next((tmp_path / "old").rglob("*.jsonl")).unlink()
     (found_call,) = compared(tmp_path, capsys, "--against", str(tmp_path / "old"))["calls"]
     assert found_call["verdict"] == "undecided"
@@ -127,7 +141,7 @@ def test_the_page_shows_both_sides(tmp_path, capsys):
     output = tmp_path / "out.html"
     options = ["--cache", str(tmp_path / "new"), "--against", str(tmp_path / "old"), "--output", str(output)]
     assert main(["report", *options]) == 0
-    assert "1 call: 1 faster; geometric mean of the ratios: 1.93x" in capsys.readouterr().out
+    assert "1 call: 1 faster; geometric mean of 1 ratio: 1.93x" in capsys.readouterr().out
     shown = Page(output.read_text(encoding="utf-8"))
     assert "4.0 us (4.0 us to 4.1 us)" in shown.text
     assert "rows=1" in shown.text
@@ -160,7 +174,7 @@ def test_nothing_on_both_sides_is_an_error(tmp_path, capsys):
         (tmp_path / folder).mkdir()
     options = ["--cache", str(tmp_path / "new"), "--against", str(tmp_path / "old")]
     assert main(["report", *options, "--output", str(tmp_path / "out.html")]) == 1
-    assert "Nothing is saved" in capsys.readouterr().err
+    assert "No saved configurations" in capsys.readouterr().err
 
 
 def test_previous_searches_are_of_one_device(tmp_path, capsys):

@@ -220,7 +220,7 @@ def test_ctrl_c_saves_the_best_so_far_and_the_next_search_continues_from_it(fold
     status, _, err = run(folder, "tune", "prog:long", "--in-process")
     assert status == 0, err
     assert "already tuned" not in err
-    assert "1 of 1 call tuned" in err
+    assert "1 call in " in err
     search = saved(folder)["measured"]["search"]
     assert (search["done"], search["candidates"]) == (12, 12)
     assert search["state"] in ("complete", "undecided")  # a busy machine may be too noisy to tell

@@ -156,7 +156,7 @@ def test_a_fresh_process_lists_the_calls_of_a_file(folder, file):
 def test_the_program_uses_configurations_tuned_by_another_process(folder, lowered):
     status, out, err = tune(folder, "program.mlir", *IMPORTS, "--budget", "20", worker=True)
     assert status == 0, err
-    assert "4 of 4 calls tuned" in err
+    assert "4 calls in " in err
     assert "affine.bwd" in out
     (folder / "my_program.py").write_bytes((lowered / "my_program.py").read_bytes())
     ask = (

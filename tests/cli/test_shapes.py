@@ -82,7 +82,10 @@ def test_keywords_have_their_json_values(tmp_path):
         (NORM % (8, ', "weight": "2"'), "line 2: weight must be a positive number up to 1e.100, got '2'"),
         (NORM % (8, ', "kwargs": []'), r"line 2: kwargs must be an object, got \[\]"),
         (NORM % (8, ', "set": 1'), "line 2: set must be a string, got 1"),
-        ('{"kernel": "rms_norn", "args": []}', "line 2: kernel must be one of .*rms_norm@v0.*, got 'rms_norn'"),
+        (
+            '{"kernel": "rms_norn", "args": []}',
+            "line 2: there is no kernel 'rms_norn'; did you mean 'rms_norm'\\? Kernels: .*rms_norm@v0",
+        ),
         (NORM % ("8]", ""), "line 2: "),
         (NORM.replace("f32", "f33") % (8, ""), r"line 2: 'f33\[8,64\]' has an unknown dtype"),
         ('{"kernel": "rms_norm", "args": ["f32[8,64]", "f32[32]"]}', "line 2: weight must"),
@@ -162,12 +165,12 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, 
     assert [entry["config"] for entry in entries] == [{"rows": 4}] * 2
     assert [case["weight"] for case in entries[0]["measured"]["cases"]] == [0.25, 0.75]
     assert "2 calls in 1 set, each with one configuration" in printed.err
-    assert "2 of 2 calls tuned" in printed.err
+    assert "2 faster than the heuristic; saved in" in printed.err
     assert main(command) == 0
     assert "2 calls already tuned" in capsys.readouterr().err
     (folder / "shapes.jsonl").write_text(f"{LINE % (16, 1)}\n{LINE % (48, 1)}\n")  # another set: other weights
     assert main([*command, "--dry-run", "--json"]) == 0
-    assert [call["tuned"] for call in json.loads(capsys.readouterr().out)] == ["apart", "apart"]
+    assert [call["tuned"] for call in json.loads(capsys.readouterr().out)] == ["no (tuned alone)", "no (tuned alone)"]
     assert main(["show", "--cache", "saved", "--log", "scaled_by_file"]) == 0
     assert "one configuration for 2 cases of 2 calls, by the geometric mean" in capsys.readouterr().out
 

@@ -41,6 +41,14 @@ def test_a_compiled_search_is_not_over():
     assert left.total() == ", about 90 s left"
 
 
+def test_a_cheap_call_does_not_stand_for_all_others():
+    clock, left = searches(budget=25.0)
+    left.step(KEYS[0], 0.0)
+    clock.now = 5.0
+    left.finish(KEYS[0])
+    assert left.total() == ", about 45 s left"  # three calls of 15 s, the mean of 5 s and the budget
+
+
 def test_searches_on_a_busier_machine_count():
     clock, left = searches()
     for key, clock.now in zip(KEYS[:2], (0.0, 10.0), strict=True):

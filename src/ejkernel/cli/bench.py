@@ -291,7 +291,7 @@ def print_table(
     if options.per_step is not None:
         per_step = options.per_step
         added[f"{options.unit}/s"] = lambda build: f"{per_step / found.seconds[build.name]:,.0f}"
-    reference = f"times {builds[-1].name}"
+    reference = f"relative to {builds[-1].name}"
     header = ["", "step", "quartiles", reference, "memory", "compiled in", *added]
     rows = [[*_row(build, found), *(cell(build) for cell in added.values())] for build in builds]
     click.echo(report.table(header, rows, "compiled in", "quartiles"))
@@ -342,7 +342,7 @@ def _made(build: Build) -> str:
     numbers = sorted(((build.times.get(inv.key, 1), inv) for inv in build.calls), key=lambda each: -each[0])
     if all(times == 1 for times, _ in numbers):
         return ""
-    named = [f"{inv.op_id} ({arguments(inv.description)}) {times} times" for times, inv in numbers[:_CALLS]]
+    named = [f"{inv.op_id} ({arguments(inv.description)}) {counted(times, 'time')}" for times, inv in numbers[:_CALLS]]
     more = [f"{len(numbers) - _CALLS} others"] if len(numbers) > _CALLS else []
     return f"A step makes {sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
 

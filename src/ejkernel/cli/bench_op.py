@@ -86,7 +86,8 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any) -> _
     result = _Result(inv=inv)
     kernel = kernel_of(inv)
     if isinstance(kernel, Operation):
-        result.missing |= kernel.refusals(inv)
+        refusals = kernel.refusals(inv).items()
+        result.missing |= {name: why.removeprefix(f"implementation={name!r} ") for name, why in refusals}
     args, kwargs = kernel.example_inputs(inv, np.random.default_rng(0))
     for name, function in _functions(kernel, inv):
         value = functools.partial(function, **kwargs)

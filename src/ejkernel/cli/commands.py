@@ -109,7 +109,13 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option(
     "--budget", type=_Seconds(min=0, min_open=True), help="About so many seconds for each call, plus compiling."
 )
+@click.option(
+    "--time",
+    type=_Seconds(min=0, min_open=True),
+    help="Seconds for all calls together; each gets an equal share of what is left.",
+)
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
+@click.option("--undecided", is_flag=True, help="Also tune the calls again whose search was undecided.")
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."
 )
@@ -184,6 +190,7 @@ def tune(**options: Any) -> int:
         raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
     if options["ray"] and (options["in_process"] or options["devices"] > 1 or options["mesh_devices"]):
         raise click.UsageError("--ray cannot be used with --in-process, --devices or --mesh-devices.")
+    _check_time(options)
     if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
         raise click.UsageError("--mesh-devices requires MODULE:FUNCTION and cannot be used with --in-process.")
     if not options["in_process"]:
@@ -191,6 +198,11 @@ def tune(**options: Any) -> int:
     from ejkernel.cli.tune import TuneOptions, run_tune
 
     return run_tune(TuneOptions(**options))
+
+
+def _check_time(options: dict[str, Any]) -> None:
+    if options["time"] and (options["budget"] or options["ray"] or options["devices"] > 1):
+        raise click.UsageError("--time cannot be used with --budget, --devices or --ray.")
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
@@ -219,7 +231,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
     """Check that no option was given that a command without measurements ignores."""
-    for name in (*more, "budget", "force", "dry_run", "devices", "mesh_devices", "ray"):
+    for name in (*more, "budget", "time", "force", "undecided", "dry_run", "devices", "mesh_devices", "ray"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
             raise click.UsageError(f"--{option} cannot be used with {by}, which measures nothing.")
@@ -257,7 +269,9 @@ def _share_devices() -> None:
 @aim
 @read_cache
 @as_json
-@click.option("--verbose", "-v", is_flag=True, help="Also print each tier that has no answer for the usual reason.")
+@click.option(
+    "--verbose", "-v", is_flag=True, help="Print a line for every tier, also for those without an answer or not asked."
+)
 def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **options: Any) -> int:
     """Explain where each call of a program gets its configuration.
 

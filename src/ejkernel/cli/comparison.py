@@ -17,11 +17,15 @@ FASTER: Final = "faster"
 SLOWER: Final = "slower"
 UNDECIDED: Final = "undecided"
 UNCHANGED: Final = "unchanged"
+SAME: Final = "same configuration"
 TWO_CLOCKS: Final = "two clocks"
 NO_TIME: Final = "no time"
 ONLY_BEFORE: Final = "only before"
 ONLY_AFTER: Final = "only after"
-_ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, TWO_CLOCKS, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
+_ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, SAME, TWO_CLOCKS, ONLY_AFTER, ONLY_BEFORE, NO_TIME)
+_COUNTED: Final = (SLOWER, FASTER, UNDECIDED)  # the mean covers these calls
+_EXPLAINED: Final = {TWO_CLOCKS: "with times by two clocks, which do not compare"}
+_SOFTWARE: Final = ("ejkernel", "jax", "jaxlib", "driver")  # a new version can change the time of a configuration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,13 +137,25 @@ class ComparedCall:
         if self.ratio is None:
             return NO_TIME
         # The same measurement, e.g. in a copy of the cache.
-        is_same = dataclasses.replace(self.before, source=self.after.source) == self.after
-        return UNCHANGED if is_same else self.ratio.verdict
+        if dataclasses.replace(self.before, source=self.after.source) == self.after:
+            return UNCHANGED
+        return SAME if self._is_same_program else self.ratio.verdict
 
     @property
     def same_configuration(self) -> bool:
         """Whether both sides have the same configuration."""
         return self.before is not None and self.after is not None and self.before.config == self.after.config
+
+    @property
+    def _is_same_program(self) -> bool:
+        """Whether both sides run the same configuration on one device with the same software.
+
+        A difference of their times then comes from the machine's load, not from tuning.
+        """
+        if self.before is None or self.after is None or not self.same_configuration:
+            return False
+        mine, theirs = ([side.versions.get(name) for name in _SOFTWARE] for side in (self.before, self.after))
+        return self.before.device == self.after.device and mine == theirs
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -166,17 +182,20 @@ class Comparison:
 
     @property
     def mean(self) -> float | None:
-        """The geometric mean of all ratios; `None` without any."""
-        found = [call.ratio.median for call in self.calls if call.ratio is not None]
+        """The geometric mean of the ratios of calls that are faster, slower or undecided; `None` without any."""
+        found = [call.ratio.median for call in self.calls if call.ratio is not None and call.verdict in _COUNTED]
         return math.exp(sum(map(math.log, found)) / len(found)) if found else None
 
     @property
     def in_words(self) -> str:
         """The number of calls by result, and the mean ratio."""
         counts = collections.Counter(call.verdict for call in self.calls)
-        parts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in self.verdicts)
-        mean = "" if self.mean is None else f"; geometric mean of the ratios: {ratio(self.mean)}"
-        return f"{counted(len(self.calls), 'call')}: {parts}{mean}"
+        shown = [verdict for verdict in self.verdicts if verdict != SAME]
+        parts = [", ".join(f"{counts[verdict]} {_EXPLAINED.get(verdict, verdict)}" for verdict in shown)]
+        parts += [f"{counts[SAME]} with the same configuration on both sides, not compared"] if SAME in counts else []
+        compared = sum(counts[verdict] for verdict in _COUNTED)
+        mean = "" if self.mean is None else f"; geometric mean of {counted(compared, 'ratio')}: {ratio(self.mean)}"
+        return f"{counted(len(self.calls), 'call')}: {'; '.join(filter(None, parts))}{mean}"
 
     @property
     def axis(self) -> Axis | None:

@@ -16,10 +16,22 @@ from ejkernel.cli.programs import import_operations, import_users, look_here, mo
 from ejkernel.cli.show import opened
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT, SHARED, SHIPPED
+from ejkernel.ops.config.tiers import (
+    AUTOTUNE,
+    FORWARD,
+    HEURISTIC,
+    MEMORY,
+    OVERLAY,
+    OVERRIDE,
+    PERSISTENT,
+    SHARED,
+    SHIPPED,
+    SISTER,
+)
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
@@ -47,6 +59,11 @@ _USUAL = frozenset(
         "the kernel has a heuristic for the backward call",
         "its forward call has no measured configuration either",
     }
+)
+# The tiers that every call may ask, in this order.
+_ALWAYS = (
+    *(OVERRIDE.name, OVERLAY.name, MEMORY.name, PERSISTENT.name, SHIPPED.name, AUTOTUNE.name),
+    *(SISTER.name, FORWARD.name, HEURISTIC.name),
 )
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
@@ -117,17 +134,24 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> s
     silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
     tiers = [f"{'no answer':<10}  {', '.join(silent)}"] if silent else []
     tiers += [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent]
+    tiers += [f"{name:<10}  not asked" for name in _after(why.tiers[-1].tier if why.tiers else "")] if verbose else []
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     lines = [f"{why.op_id_v}  {arguments(inv.description)}", key, *tiers, *_search(why), *refusals, why.elsewhere]
     found = [report.wrapped(printable(line), indent=12) for line in (*lines, f"=> {why.answer}") if line]
     return "\n".join(found)
 
 
+def _after(last: str) -> list[str]:
+    """Return the names of the tiers after the one that answered; those that cannot have an answer are left out."""
+    asked = [name for name in _ALWAYS if name == last]
+    return list(_ALWAYS[_ALWAYS.index(last) + 1 :]) if asked else []
+
+
 def _search(why: Explanation) -> list[str]:
     if why.search is None or why.key is None:
         return []
     return [
-        f"search: {why.search.in_words}",
+        f"search: {why.search.in_words}{f': {why.search_note}' if why.search_note else ''}",
         f"candidates: ejkernel show --log {why.key.op.partition('@')[0]}:{why.key.call}",
     ]
 
@@ -168,7 +192,10 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
 
 def _sum_up(explained: Sequence[Explanation], where: str) -> None:
     measured = sum(map(is_measured, explained))
-    rest = "" if measured == len(explained) else f"; `ejkernel tune {where}` measures the rest"
+    failed = sum(why.search is not None and why.search.state == SearchState.FAILED for why in explained)
+    rest = f"; {counted(failed, 'search', 'searches')} failed, see above" if failed else ""
+    if measured + failed < len(explained):
+        rest += f"; `ejkernel tune {where}` measures the {'other calls' if failed else 'rest'}"
     click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
 
 

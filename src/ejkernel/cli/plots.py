@@ -45,7 +45,7 @@ def plot_report(calls: Sequence[CallReport], folder: Path, form: str) -> list[Pa
         ConfigError: Matplotlib is not installed.
     """
     with _matplotlib(folder, form) as draw:
-        timed = [call for call in calls if call.before_us and call.after_us]
+        timed = [call for call in calls if call.before_us and call.tuned_us]
         if timed:
             draw("calls", _before_and_after, timed, len(timed))
         for roofline in rooflines_of(calls):
@@ -106,8 +106,8 @@ def _matplotlib(folder: Path, form: str) -> Iterator[_Draw]:
 
 def _before_and_after(axes: Any, calls: Sequence[CallReport]) -> None:
     for place, call in enumerate(calls):
-        axes.plot([call.before_us, call.after_us], [place, place], color=_SPREAD, linewidth=3, zorder=1)
-    befores, afters = [call.before_us for call in calls], [call.after_us for call in calls]
+        axes.plot([call.before_us, call.tuned_us], [place, place], color=_SPREAD, linewidth=3, zorder=1)
+    befores, afters = [call.before_us for call in calls], [call.tuned_us for call in calls]
     axes.scatter(befores, range(len(calls)), facecolor="white", edgecolor=_ACCENT, s=28, label="heuristic", zorder=2)
     axes.scatter(afters, range(len(calls)), color=_WIN, s=16, label="tuned", zorder=3)
     _name_rows(axes, [f"{call.result}: {_name(call)}" for call in calls])

@@ -129,7 +129,7 @@ def _what_to_type(target: str) -> str:
 def _first_function(path: Path) -> str:
     """Return the public function of a file that looks most like a program, found without importing the file.
 
-    It needs no arguments; preferred is the first that returns `something, (args...)`.
+    It needs no arguments; preferred is the first that returns `something, (args...)`, then `name, something`.
     """
     try:
         # Parse only: a wrong target must not run any code.
@@ -138,15 +138,16 @@ def _first_function(path: Path) -> str:
         return "FUNCTION"
     able = [node for node in body if isinstance(node, ast.FunctionDef) and not _needed_by(node.args)]
     public = [node for node in able if not node.name.startswith("_")]
-    return next((node.name for node in sorted(public, key=_returns_no_program)), "FUNCTION")
+    return next((node.name for node in sorted(public, key=_unlikeness)), "FUNCTION")
 
 
-def _returns_no_program(function: ast.FunctionDef) -> bool:
+def _unlikeness(function: ast.FunctionDef) -> int:
+    """Return 0 for a function that returns a tuple with its arguments, 1 for one that may, and 2 for another."""
     found = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    return not any(
-        isinstance(value, ast.Tuple) and value.elts and isinstance(value.elts[-1], ast.Tuple | ast.Dict)
-        for value in found
-    )
+    returned = [value.elts for value in found if isinstance(value, ast.Tuple) and len(value.elts) > 1]
+    if any(isinstance(elements[-1], ast.Tuple | ast.Dict) for elements in returned):
+        return 0
+    return 1 if any(isinstance(elements[0], ast.Name | ast.Attribute | ast.Lambda) for elements in returned) else 2
 
 
 def _needed_by(arguments: ast.arguments) -> bool:

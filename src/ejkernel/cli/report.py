@@ -55,7 +55,13 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str, times
     every = sum(times.get(inv.key, 1) for inv in calls)
     runs = f", made {every} times in a run" if every > len(calls) else ""
     kinds = f"{forward} forward and {len(calls) - forward} backward"
-    return f"{target}: {calls_found}, {kinds}{runs}, on {device}{unused}"
+    return f"{target}: {calls_found}, {kinds}{runs}, on {device}{_cores(device)}{unused}"
+
+
+def _cores(device: str) -> str:
+    """Return the meaning of the suffix of a processor's name, e.g. `x2`."""
+    number = device.rpartition("_x")[2]
+    return f" (x{number}: {counted(int(number), 'core')})" if device.startswith("cpu:") and number.isdigit() else ""
 
 
 def calls_as_text(
@@ -113,12 +119,11 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
             *seconds,
             tuned.in_a_word,
             compact(tuned.config),
-            tuned.progress.in_words,
             _statuses(tuned),
         )
         for tuned, seconds in zip(result.searches, before_and_after(result.searches), strict=True)
     ]
-    figures = ("heuristic", "tuned", "speed-up", "configuration", "search", "candidates")
+    figures = ("heuristic", "tuned", "speed-up", "configuration", "candidates")
     header = ("operation", "arguments", *numbers, *figures)
     text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, result.remarks())])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
@@ -144,9 +149,9 @@ def candidates(tuned: AutotuneData) -> str:
 def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
     """Return a line with the winner's TFLOP/s and GB/s; empty if its kernel defines no cost."""
     cost = tuned.inv.node.spec.kernel.cost(tuned.inv)
-    if cost is None or tuned.after is None:
+    if cost is None or not tuned.tuned:
         return ()
-    return (f"{cost.flops / tuned.after * 1e-12:.3g} TFLOP/s, {cost.bytes / tuned.after * 1e-9:.3g} GB/s",)
+    return (f"{cost.flops / tuned.tuned * 1e-12:.3g} TFLOP/s, {cost.bytes / tuned.tuned * 1e-9:.3g} GB/s",)
 
 
 def _statuses(tuned: AutotuneData) -> str:

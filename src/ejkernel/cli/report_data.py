@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.rounds import FEWEST, interval
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.outcome import remarks
+from ejkernel.ops.autotuner.trials.outcome import CPU, remarks
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry, time_in
@@ -62,7 +64,7 @@ class CallReport(SearchView):
         arguments: The arguments as text.
         config: The saved configuration; that of the search's winner if none is saved.
         result: The speed-up or, in a word, why there is none.
-        speedup: `before_us / after_us`.
+        speedup: The speed-up that decided, `before_us / tuned_us`.
         after_range: The 95 % interval of `after_us`; `None` without enough samples.
         clock: The timer of `after_us`; empty if unknown.
         search: Progress of the search; `-` without one.
@@ -95,6 +97,12 @@ class CallReport(SearchView):
     def is_kept(self) -> bool:
         """Whether the heuristic stays, so that there is no tuned time."""
         return self.before_us is not None and self.before_us == self.after_us
+
+    @property
+    def counts(self) -> bool:
+        """Whether the mean of the speed-ups covers the call: it has a tuned configuration, or keeps the heuristic."""
+        is_ratio = self.speedup is not None and 0 < self.speedup < math.inf  # files may hold any number
+        return is_ratio and not (self.kind == "open" and self.is_kept)
 
     @property
     def kind(self) -> str:
@@ -143,6 +151,8 @@ def _without_search(entry: StoredEntry) -> CallReport:
         result=stored_in_brief(entry.measured, entry.speedup),
         before_us=times[0],
         after_us=times[1],
+        tuned_us=times[0] / entry.speedup if times[0] and entry.speedup else times[1],
+        note=CPU if _stored_clock(entry) == PROCESSOR else "",
         speedup=entry.speedup,
         clock=_stored_clock(entry),
         search=stored_in_words(entry.measured),
@@ -179,7 +189,8 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
 def _one_source(search: StoredSearch, entries: Mapping[ConfigKey, StoredEntry]) -> str:
     """Return where the configuration of a search is now."""
     entry = entries.get(search.key)
-    if search.not_saved or not search.progress.state.is_finished:
+    # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
+    if search.not_saved or (search.is_kept and not search.progress.state.is_finished):
         return f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
     if entry is None:
         return "saved by this search, but the entry is gone"
@@ -237,7 +248,7 @@ def _throughput(search: StoredSearch, peaks: Peaks) -> tuple[tuple[Throughput, .
         return (), None
     intensity, peak = cost.flops / cost.bytes, peaks.of(search.key.device, dtype)
     found = []
-    for name, seconds in (("with the heuristic", search.before), ("tuned", search.after)):
+    for name, seconds in (("with the heuristic", search.before), ("tuned", search.tuned)):
         if seconds is None:
             continue
         tflops, gbytes = cost.flops / seconds * 1e-12, cost.bytes / seconds * 1e-9

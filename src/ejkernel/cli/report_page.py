@@ -80,7 +80,7 @@ def run_report(options: ReportOptions) -> int:
     if options.as_json:
         report.echo_json([dataclasses.asdict(call) for call in calls])
     elif not calls:
-        click.echo(f"Nothing is saved in {store.path}{_of(options.device)}.", err=True)
+        click.echo(f"No saved configurations in {store.path}{_of(options.device)}.", err=True)
     elif options.form == "html":
         _write(options.place, page(calls, str(store.path)))
         click.echo(f"{options.place.resolve()}: {counted(len(calls), 'call')}")
@@ -118,7 +118,7 @@ def _write_comparison(options: ReportOptions, store: PersistentCache) -> int:
     if options.as_json:
         report.echo_json(found.data())
     elif not found.calls:
-        click.echo(f"Nothing is saved in {before[0]} or {after[0]}.", err=True)
+        click.echo(f"No saved configurations in {before[0]} or {after[0]}.", err=True)
     elif options.form == "html":
         _write(options.place, comparison_page(found))
         click.echo(f"{options.place.resolve()}: {found.in_words}")
@@ -160,18 +160,27 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
     Raises:
         ConfigError: Jinja2 is not installed.
     """
-    # Files may hold any number.
-    speedups = [call.speedup for call in calls if call.speedup is not None and 0 < call.speedup < math.inf]
+    speedups = [call.speedup for call in calls if call.speedup is not None and call.counts]
     mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
     return render(
         "report.html",
         calls=calls,
         place=printable(place),
         mean=ratio(mean),
+        covered=_covered(calls),
         devices=sorted({call.device for call in calls}),
         rooflines=rooflines_of(calls),
         **_stamp(),
     )
+
+
+def _covered(calls: Sequence[CallReport]) -> str:
+    """Return what the mean of the speed-ups covers, up to the figure."""
+    known = [call for call in calls if call.counts]
+    kept = sum(call.is_kept for call in known)
+    left_out = f", {len(calls) - len(known)} left out" if len(known) < len(calls) else ""
+    parts = f"{len(known) - kept} faster than the heuristic, {kept} with the heuristic, which count as 1x{left_out}"
+    return f"geometric mean of the speed-ups of {counted(len(known), 'call')} ({parts}): "
 
 
 def comparison_page(comparison: Comparison) -> str:

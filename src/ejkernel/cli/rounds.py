@@ -45,7 +45,8 @@ def run_rounds(
         if now > deadline and number >= WARM_UP + FEWEST:
             return
         if now - said > _TICK:
-            left = min((now - started) / number * (WARM_UP + rounds - number), max(deadline - now, 0.0))
+            each, least = (now - started) / number, max(WARM_UP + FEWEST - number, 0)
+            left = min(each * (WARM_UP + rounds - number), max(deadline - now, each * least))
             round_ = f"round {number + 1 - WARM_UP} of at most {rounds}" if number >= WARM_UP else "warming up"
             say(f"{round_}, about {left:.0f} s left")
             said = now

@@ -142,8 +142,8 @@ def _kernel(name: object) -> Kernel[Any, Any]:
     found = [kernel for op, kernels in living.items() if name in (op, op.rpartition("@")[0]) for kernel in kernels]
     if not found:
         raise ArgumentError(
-            f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; import the module of other kernels "
-            f"(--import MODULE){did_you_mean(name, [op.rpartition('@')[0] for op in living])}"
+            f"there is no kernel {name!r}{did_you_mean(name, [op.rpartition('@')[0] for op in living])} Kernels: "
+            f"{', '.join(sorted(living))}; --import MODULE adds those of a module."
         )
     # A bucket would measure other sizes than those in the file.
     return next((kernel for kernel in found if not overrides(kernel, "bucket")), found[0])

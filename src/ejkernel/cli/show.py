@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
+from ejkernel.ops.autotuner.trials.outcome import CPU, Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
@@ -54,11 +55,11 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     if as_json:
         report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
     elif entries or open_searches:
-        header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "search", "measured")
+        header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
         rows = [*map(_cells, entries), *map(_open_cells, open_searches)]
         click.echo(report.table(header, rows, "measured", "device", "arguments"))
     else:
-        click.echo(f"Nothing is saved in {store.path}.")
+        click.echo(f"No saved configurations in {store.path}.")
     return 0 if entries or open_searches else 1
 
 
@@ -98,7 +99,6 @@ def _cells(entry: StoredEntry) -> tuple[str, ...]:
         arguments(entry.call),
         compact(entry.config),
         _result_of(entry),
-        stored_in_words(entry.measured),
         entry.time,
     )
 
@@ -109,7 +109,7 @@ def _result_of(entry: StoredEntry) -> str:
 
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
     """Return the row of a call without an entry: its search is partial or failed."""
-    cells = arguments(search.call), "-", search.in_a_word, search.progress.in_words
+    cells = arguments(search.call), "-", search.in_a_word
     return (*search.key, *cells, time_in(search.provenance))
 
 
@@ -123,9 +123,10 @@ def _in_full(entry: StoredEntry) -> str:
         ("device", device),
         ("speed-up", _result_of(entry)),
         ("search", stored_in_words(entry.measured)),
-        *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
+        *([("heuristic", _median(measured["heuristic"]))] if "heuristic" in measured else []),
+        *([("winner", _winner(measured, entry.speedup))] if "winner" in measured else []),
         *(
-            (name, str(measured[name]))
+            (name, _words(measured[name]))
             for name in ("candidates", "seconds", "checked", "input_sets")
             if name in measured
         ),
@@ -137,8 +138,23 @@ def _in_full(entry: StoredEntry) -> str:
     return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 
 
+def _winner(measured: dict[str, Any], speedup: float | None) -> str:
+    """Return the winner's time: the heuristic's divided by the speed-up that decided, if both are known."""
+    winner, before = measured["winner"], measured.get("heuristic")
+    known = before.get("median_us") if isinstance(before, dict) and isinstance(winner, dict) else None
+    if not isinstance(known, int | float) or not speedup:
+        return _median(winner)
+    return _median(winner | {"median_us": known / speedup})
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _median(times: Any) -> str:
-    return stored_time(times.get("median_us")) if isinstance(times, dict) else "-"
+    if not isinstance(times, dict):
+        return "-"
+    return f"{stored_time(times.get('median_us'))}{CPU if times.get('method') == PROCESSOR else ''}"
 
 
 def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: bool) -> None:

@@ -145,7 +145,8 @@ def find_sendable(source: Source) -> Found:
             warn(text, OfflineWarning)
         else:
             calls.append(inv)
-    empty = found.empty or f"no call of {found.name} can be tuned in a worker process."
+    none = "its only call cannot" if len(found.calls) == 1 else f"none of its {len(found.calls)} calls can"
+    empty = f"{found.name}: {none} be tuned in a worker process; the warnings above say why."
     keys = {inv.key for inv in calls}
     return dataclasses.replace(
         found,

@@ -128,7 +128,8 @@ class TimeLeft:
         if len(ended) == self._count:
             return ""
         if ended:
-            each = statistics.fmean(ended)
+            # With a budget, the unknown calls count as one that spends it, so that a cheap call does not stand for all.
+            each = statistics.fmean([*ended, *([] if self._budget is None else [self._budget])])
             todo = (self._count - len(self._searches)) * each + sum(self._left(one, each) for one in running)
             return f", about {todo / self._together:.0f} s left"
         if self._budget is not None:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
+from ejkernel.cli.outcome import TuneOutcome, doubled
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -32,7 +33,7 @@ from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, is
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import Action, default_stale_policy, differences, space_digest, standing
 from ejkernel.ops.core.declared_names import note_config_types
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 
+_LEAST_SHARE: Final = 5.0  # seconds of a search that are worth its start
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
     """The options of `ejkernel tune`; see its help."""
@@ -56,7 +60,9 @@ class TuneOptions:
     target: str = ""
     cache: Path | None = None
     budget: float | None = None
+    time: float | None = None
     force: bool = False
+    undecided: bool = False
     dry_run: bool = False
     as_json: bool = False
     verbose: bool = False
@@ -107,8 +113,9 @@ def _run(options: TuneOptions) -> int:
 def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayExecutor | None]:
     if options.ray is None:
         return contextlib.nullcontext()
-    from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
+    from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor, check_installed
 
+    check_installed()
     messages().print(f"connecting to Ray at {options.ray}")  # a failure takes a minute or more
     return RayExecutor(options.ray)
 
@@ -168,53 +175,38 @@ def _tune_found(
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     done = [] if options.force else [calls for calls in sets if _all_known(chain, calls)]
+    if options.undecided:
+        done = [calls for calls in done if not any(_is_undecided(chain, call.inv) for call in calls)]
     todo = [calls for calls in sets if not any(calls is known for known in done)]
     if done:
         known = [call.inv for calls in done for call in calls]
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
         _print_doubts(chain, known, console)
     started = time.monotonic()
-    result = _tune(options, chain, todo, found, console)
+    result, started_sets = _tune(options, chain, todo, found, console)
     seconds = time.monotonic() - started
-    has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
     if options.as_json:
         report.echo_json(report.result_as_data(result, found.times))
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose, times=found.times))
     if todo:
-        console.print(_in_brief(result, sum(map(len, todo)), seconds, store, has_entries))
-        _print_unfinished(sum(not _known(chain, call.inv) for calls in todo for call in calls), console)
-    _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches)
+        outcome = TuneOutcome(
+            calls=[call.inv for calls in todo for call in calls],
+            searches=result.searches,
+            has_entry=lambda inv: _has_entry(chain, inv),
+            place=store.path,
+            seconds=seconds,
+            budget=options.budget,
+            not_started=[call.inv for calls in todo[started_sets:] for call in calls],
+        )
+        for line in outcome.lines():
+            console.print(line, highlight=False)
+    _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches, options.budget)
     found.settle(lambda inv: _known(chain, inv))
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
+    has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
     return 1 if todo and not len(result) and not has_entries else 0
-
-
-def _why_none_is_saved(has_entries: bool) -> str:
-    if has_entries:
-        return "the saved configurations stay; --force tunes again"
-    return "none saved yet"
-
-
-def _print_unfinished(count: int, console: Console) -> None:
-    if not count:
-        return
-    text = (
-        f"{counted(count, 'call is', 'calls are')} not finished: run the command again to continue. Until then "
-        f"{'it has' if count == 1 else 'they have'} no saved configuration, and EJKERNEL_ON_MISS=error raises."
-    )
-    console.print(text, highlight=False)
-
-
-def _in_brief(result: AutotuningResult, count: int, seconds: float, store: PersistentCache, has_entries: bool) -> str:
-    """Return a line with the number of saved and of faster configurations."""
-    calls = f"{len(result)} of {counted(count, 'call')} tuned in {seconds:.1f} s"
-    if not len(result):
-        return f"{calls}; {_why_none_is_saved(has_entries)}"
-    faster = sum(not tuned.is_kept and not tuned.not_saved for tuned in result.searches)
-    found = f"{faster} faster than the heuristic" if faster else "none measurably faster than the heuristic"
-    return f"{calls}: {found}; saved in {store.path}"
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:
@@ -278,6 +270,7 @@ def _print_doubts(
     calls: Sequence[Invocation[Any, Any]],
     console: Console,
     searches: Sequence[AutotuneData] = (),
+    budget: float | None = None,
 ) -> None:
     """Print calls with an undecided search, or with an entry older than a change of their kernel.
 
@@ -286,6 +279,7 @@ def _print_doubts(
         calls: The calls.
         console: The console.
         searches: The searches of this command. For the other calls, those behind the entries count.
+        budget: The budget of the searches of this command.
     """
     states = {search.key: (search.progress.state, search.seconds) for search in searches}
     undecided, longest = [], 0.0
@@ -298,8 +292,10 @@ def _print_doubts(
             undecided.append(name)
             longest = max(longest, seconds)
     if undecided:
-        more = 10 * math.ceil(2 * max(longest, 10.0) / 10)
-        text = f"{len(undecided)} undecided ({', '.join(undecided)}); `--force --budget {more}` gives twice the time."
+        text = (
+            f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {doubled(longest, budget)}` "
+            "measures them again with twice the time. A less busy machine helps more."
+        )
         console.print(printable(text), highlight=False)
 
 
@@ -309,6 +305,10 @@ def _state_and_seconds(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any
     entry = None if chain.persistent is None else chain.persistent.load(inv.key)
     seconds = dict(entry.measured or {}).get("seconds") if entry is not None else None
     return ("" if progress is None else progress.state), seconds if isinstance(seconds, int | float) else 0.0
+
+
+def _is_undecided(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    return _state_and_seconds(chain, inv)[0] == SearchState.UNDECIDED
 
 
 def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
@@ -330,7 +330,8 @@ def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) ->
 def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], *, is_done: bool) -> str:
     """Return the tuning state of a call: that of its search, `saved` (entry without a search), `stale` or `no`.
 
-    `apart` means tuned, but not together with the calls that share its configuration.
+    A finished search is not enough: its entry may have been removed, or the call may share its configuration with other
+    calls now, so that all of them must be tuned together.
     """
     actions = [action for _, action in _saved(chain, inv)]
     if actions and "use" not in actions:
@@ -338,7 +339,9 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
     progress = chain.store.progress(inv.key)
     if progress is None:
         return "saved" if actions else "no"
-    return "apart" if progress.state.is_finished and not is_done else progress.in_words
+    if progress.state.is_finished and not actions:
+        return "no (entry removed)"
+    return "no (tuned alone)" if progress.state.is_finished and not is_done else progress.in_words
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
@@ -376,6 +379,11 @@ def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any])
     return weights
 
 
+def _has_entry(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    """Return whether a call has a saved configuration that it uses."""
+    return any(action == "use" for _, action in _saved(chain, inv))
+
+
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
     """Return whether the search of a call is complete; a partial search continues."""
     entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
@@ -391,30 +399,61 @@ def _tune(
     todo: Sequence[Sequence[SharedCall]],
     found: Found,
     console: Console,
-) -> AutotuningResult:
+) -> tuple[AutotuningResult, int]:
+    """Return the results, and the number of sets of calls that were started."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: list[AutotuneData] = []
+    told: list[str] = []  # advice already given
+    budget = options.time / max(len(todo), 1) if options.time is not None else chain.policy.budget_s
 
     def note(event: Event) -> None:
         shown.hear(event)
         if isinstance(event, WorkerRestarted):
-            console.print(f"{event.key.op}: {event.reason}; a new worker continues", highlight=False)
+            console.print(
+                f"{event.key.op}: {event.reason}; a new worker continues{_advice(event, told)}", highlight=False
+            )
         elif isinstance(event, SearchFinished):
             done.append(event.data)
 
     try:
         with (
-            bars(console, len(todo), "tuning", budget=chain.policy.budget_s) as shown,
+            bars(console, len(todo), "tuning", budget=budget) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
         ):
-            return tune_together(chain, todo, progress=shown.step, compiled=found.compiled, resume=not options.force)
+            more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
+            if options.time is not None:
+                return _tune_in_time(options.time, chain, todo, more)
+            return tune_together(chain, todo, **more), len(todo)
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         raise
+
+
+def _tune_in_time(
+    seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
+) -> tuple[AutotuningResult, int]:
+    """Tune as many sets as fit into a time for all; each gets an equal share of what is left."""
+    end, result = time.monotonic() + seconds, None
+    for number, calls in enumerate(todo):
+        left = end - time.monotonic()
+        if result is not None and left < _LEAST_SHARE:
+            return result, number
+        with policy_override(budget_s=max(left / (len(todo) - number), _LEAST_SHARE)):
+            found = tune_together(chain, [calls], **more)
+        result = found if result is None else result | found
+    return result or AutotuningResult(device_fingerprint(), ()), len(todo)
+
+
+def _advice(event: WorkerRestarted, told: list[str]) -> str:
+    """Return advice for a worker that was ended after a silence; only once, since all have the same reason."""
+    if told or not event.reason.startswith(("no sign of life", "deadline exceeded")):
+        return ""
+    told.append(event.reason)
+    return ". On a busy machine a healthy worker may be this slow; a larger --budget gives it more time"
 
 
 @contextlib.contextmanager

@@ -110,9 +110,7 @@ class NoConfigError(EjkernelError, LookupError):
             lines.append("Give the kernel a heuristic_cfg or a config_space, or pass cfg=...")
         else:
             lines.append(f"To tune it, {self._how_to_tune()}.")
-            lines.append(
-                "To run untuned, unset EJKERNEL_ON_MISS=error, or use AutotunePolicy(heuristic=True) or cfg=..."
-            )
+            lines.append("To run untuned, unset EJKERNEL_ON_MISS, or use AutotunePolicy(heuristic=True) or cfg=...")
         return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
 
     def _how_to_tune(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, clock_note, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
 from ejkernel.ops.autotuner.trials.status import stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
@@ -74,14 +74,14 @@ def _counted_rows(count: int, noun: str, plural: str = "") -> str:
 
 @_sections.register
 def _(search: Findings) -> list[_Section]:
-    before, after = durations((search.before, search.after))
+    before, after = (f"{time}{clock_note(search.heuristic)}" for time in durations((search.before, search.tuned)))
     call = search.inv.description if isinstance(search, AutotuneData) else None
     call = search.call if isinstance(search, StoredSearch) else call
     winner = search.winner
     facts = [
         ("Result", search.in_words),
         ("Configuration", "-" if winner.measurement is None else compact(winner.config)),
-        ("Time", f"{before} with the heuristic, {after} tuned"),
+        ("Time", f"{before} with the heuristic, {'which is kept' if search.is_kept else f'{after} tuned'}"),
         (
             "Search",
             f"{search.progress.in_words}, {counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s",

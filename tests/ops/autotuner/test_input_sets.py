@@ -119,7 +119,7 @@ def test_rounding_of_large_inputs_is_forgiven_as_far_as_the_heuristic_rounds():
 def test_the_result_and_the_entry_have_the_number_of_sets():
     data = tune(Toy(lambda x: x + 0, lambda x: x * 1))
     assert (data.config, data.input_sets, data.summary_data()["input_sets"]) == (2, 10, 10)
-    assert "the winner is right on 10 sets of inputs" in data.summary()
+    assert "the winner matched the reference on 10 input sets" in data.summary()
 
 
 def test_inputs_that_the_user_gave_are_used_as_they_are():

@@ -31,7 +31,8 @@ class Search:
         self.now = 100.0
         task = TuningTask(inv=INV, policy=AutotunePolicy(budget_s=budget))
         self.cancellation = Cancellation()
-        self.journal = Journal(task, clock=lambda: self.now, cancellation=self.cancellation)
+        self.load = 1.0
+        self.journal = Journal(task, clock=lambda: self.now, cancellation=self.cancellation, load=lambda: self.load)
         self.journal.task()
         if heard:
             self.journal.note(SearchStarted(INV.key, 3, HEURISTIC))
@@ -101,6 +102,16 @@ def test_without_a_budget_an_attempt_has_the_time_that_it_asks_for():
     assert (search.journal.left(), search.journal.is_over) == (math.inf, False)
 
 
+def test_a_busy_machine_gets_longer_limits():
+    search = Search(budget=20.0)
+    search.measured(HEURISTIC)
+    search.now += 20.0
+    quiet = search.journal.silence("running", [A], 120.0), search.journal.left()
+    search.load = 3.0
+    assert search.journal.silence("running", [A], 120.0) == 3 * quiet[0]
+    assert search.journal.left() == 3 * quiet[1]
+
+
 @pytest.mark.parametrize("what", ["compiling", "loading", "running", "measuring"])
 def test_with_a_budget_a_candidate_may_be_silent_for_half_of_the_remaining_time(what):
     search = Search(budget=20.0)
@@ -108,7 +119,7 @@ def test_with_a_budget_a_candidate_may_be_silent_for_half_of_the_remaining_time(
     assert search.journal.silence(what, [A], 120.0) == 6.0
     assert search.journal.silence(what, [A], 2.0) == 2.0
     search.now += 11.9
-    assert search.journal.silence(what, [A], 120.0) == 1.0
+    assert search.journal.silence(what, [A], 120.0) == 2.0
 
 
 def test_naturally_slow_steps_have_all_remaining_time_unless_they_keep_the_lock():
@@ -134,7 +145,7 @@ def test_the_heuristic_has_its_turn_and_no_more():
 
 def test_a_worker_that_starts_slowly_does_not_take_the_heuristic_s_turn():
     search = Search(budget=4.0, heard=False)
-    assert search.journal.silence("starting", [], 120.0) == 30.0
+    assert search.journal.silence("starting", [], 120.0) == 60.0
     search.now += 25.0
     assert search.journal.left() == math.inf
     search.journal.note(SearchStarted(INV.key, 3, HEURISTIC))

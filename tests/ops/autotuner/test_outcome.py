@@ -11,7 +11,8 @@ from ejkernel.cli import report as cli_report
 from ejkernel.cli import show
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.measure.paired import compare
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
@@ -47,7 +48,8 @@ def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
         "*  rows=2         measured  10.0 us  -       50%",
         "h  rows=1         measured  20.0 us  8%      100%",
         "   rows=3         failed    -        -       -             out of shared memory",
-        "* chosen, h heuristic; the fastest first. The confirmation run decides and may choose another row.",
+        '* chosen, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. '
+        "The confirmation run decides and may choose another row.",
     ]
 
 
@@ -60,11 +62,11 @@ def test_times_by_two_clocks_are_not_compared():
     lines = found.summary().splitlines()
     assert lines[3].startswith("two clocks: ")
     assert [line.split() for line in lines[4:-1]] == [
-        ["configuration", "status", "median", "spread", "clock", "of", "heuristic", "reason"],
-        ["*h", "rows=1", "measured", "4.0", "us", "0%", "wall", "100%"],
-        ["rows=3", "measured", "5.0", "us", "0%", "wall", "125%"],
-        ["rows=2", "measured", "1.0", "us", "0%", "processor", "-"],
-        ["rows=3", "failed", "-", "-", "-", "-", "out", "of", "shared", "memory"],
+        ["configuration", "status", "median", "spread", "of", "heuristic", "reason"],
+        ["*h", "rows=1", "measured", "4.0", "us", "0%", "100%"],
+        ["rows=3", "measured", "5.0", "us", "0%", "125%"],
+        ["rows=2", "measured", "1.0", "us", "cpu", "0%", "-"],
+        ["rows=3", "failed", "-", "-", "-", "out", "of", "shared", "memory"],
     ]
     view = SearchView(**view_of(found))
     assert [row.clock for row in view.rows] == ["", "", "processor", ""]
@@ -117,6 +119,18 @@ def test_each_time_of_a_table_has_its_own_unit():
     assert (cells.count("us"), cells.count("ms")) == (2, 2)
 
 
+def test_the_speed_up_is_the_ratio_that_decided_also_of_an_older_entry():
+    won = Challenge({"rows": 2}, compare([2e-6] * 10, [3e-6] * 10), is_confirmation=True)
+    tuned = dataclasses.replace(search(measured(1, 20), measured(2, 7), winner=1), challenge=won)
+    assert (tuned.speedup, tuned.in_a_word) == (1.5, "1.50x")
+    assert tuned.tuned == pytest.approx(20e-6 / 1.5)
+    older = tuned.summary_data() | {"speedup": 2.85}
+    entry = StoredEntry(key=CALL.key, config={"rows": 2}, config_type="json", call={}, measured=older, provenance={})
+    assert entry.speedup == 1.5
+    early = dataclasses.replace(tuned, planned=4)
+    assert early.in_a_word == "1.50x, not finished (2 of 4)"
+
+
 def test_an_undecided_search_has_one_name_everywhere():
     tuned = dataclasses.replace(search(measured(1, 20), measured(2, 19), winner=0), undecided=True, why="a tie")
     entry = StoredEntry(
@@ -124,7 +138,7 @@ def test_an_undecided_search_has_one_name_everywhere():
     )
     assert (tuned.in_a_word, tuned.progress.in_words) == ("undecided", "undecided")
     assert tuned.summary().splitlines()[2].endswith("; undecided: a tie")
-    assert show._cells(entry)[5:7] == ("undecided", "undecided")
+    assert show._cells(entry)[5] == "undecided"
     assert explain._measured(entry).startswith("undecided, ")
     texts = (cli_report.searches(result_of(tuned)), show._in_full(entry), tuned.summary(), explain._measured(entry))
     assert not any(word in text for word in ("1.00x", "complete", "kept:") for text in texts)

@@ -174,7 +174,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         progress = self.store.progress(key) if persistent.path is not None else None
         if progress is not None and why.startswith("no entry"):
             why = f"its search is {progress.in_words}; tuning again continues it{why.removeprefix('no entry')}"
-        return "" if why == "no entry" else f"In the cache: {why}"
+        text = "" if why == "no entry" else why.removeprefix("no entry; ")
+        return text[:1].upper() + text[1:]
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""

@@ -21,15 +21,13 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases, compact, counted, ratio, terminal_width, wrapped
+from ejkernel.ops.utils.formatting import cases, compact, counted, terminal_width, wrapped
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.status import SearchProgress
-
-_SAME = 0.03  # difference of two speed-ups of one search that is not worth a remark
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +46,7 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
+        search_note: Why the search failed; empty if it did not.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
 
@@ -62,6 +61,7 @@ class Explanation(Shown):
     split: tuple[str, ...] = ()
     split_note: str = ""
     search: SearchProgress | None = None
+    search_note: str = ""
     runs: Any = None
 
     @property
@@ -80,7 +80,11 @@ class Explanation(Shown):
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
         lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
-        lines += [] if self.search is None else [f"  search     {self.search.in_words}"]
+        lines += (
+            []
+            if self.search is None
+            else [f"  search     {self.search.in_words}{f': {self.search_note}' if self.search_note else ''}"]
+        )
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
@@ -160,6 +164,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         split=split,
         split_note=split_note,
         search=_search_of(chooser, key),
+        search_note=_why_failed(chooser, key),
         runs=None if resolution is None else kernel.completed(inv, resolution.config),
     )
 
@@ -167,6 +172,15 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
 def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
     store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
     return None if store is None or key is None else store.progress(key)
+
+
+def _why_failed(chooser: object, key: ConfigKey | None) -> str:
+    """Return why the newest search of a call without an entry failed; empty if it did not."""
+    store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
+    progress = None if store is None or key is None else store.progress(key)
+    if store is None or key is None or progress is None or progress.state != "failed":
+        return ""
+    return next((search.why for search in store.searches(key.op) if search.key == key), "")
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
@@ -225,19 +239,11 @@ def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
 def _measured(entry: StoredEntry) -> str:
     from ejkernel.ops.autotuner.trials.status import stored_in_brief  # most programs import no tuner
 
-    found = stored_in_brief(entry.measured, entry.speedup)
+    found, _, unfinished = stored_in_brief(entry.measured, entry.speedup).partition(", ")
     words = {"-": "", "kept": "heuristic kept, ", "undecided": "undecided, the heuristic is kept, "}
-    faster = words.get(found, f"{found} as fast as the heuristic's{_in_rounds(entry)}, ")
-    return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}"
-
-
-def _in_rounds(entry: StoredEntry) -> str:
-    """Return the speed-up in the median round, which decided, if it differs from the ratio of the median times."""
-    standing = (entry.measured or {}).get("standing")
-    found = standing.get("speedup") if isinstance(standing, dict) else None
-    if not isinstance(found, float) or entry.speedup is None or abs(found / entry.speedup - 1) <= _SAME:
-        return ""
-    return f" by the medians of all rounds ({ratio(found)} in the median round, which decided; times varied)"
+    faster = words.get(found, f"{found} as fast as the heuristic's, ")
+    rest = f"; its search is {unfinished}" if unfinished else ""
+    return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}{rest}"
 
 
 def _place_of(entry: StoredEntry, store: PersistentCache) -> str:

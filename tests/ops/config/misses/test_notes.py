@@ -265,8 +265,8 @@ def test_a_miss_error_names_the_call_and_is_recorded(monkeypatch):
     other = Invocation(kernel=TIMES, args=(jnp.ones(7),))
     cache.put(other.key, 1, call=other.description)
     says = (
-        r"'times' \(f32\[.*\], key \w+ on cpu:.*\)\.\n  In the cache: no entry; the nearest of 1 tuned call: args\[0\] "
-        r"f32\[7\] instead.*\n  To tune it, run `ejkernel tune --missed --import tests\.\S+`\."
+        r"'times' \(f32\[.*\], key \w+ on cpu:.*\)\.\n  Closest tuned call: args\[0\] "
+        r"is f32\[7\]; this call has.*\n  To tune it, run `ejkernel tune --missed --import tests\.\S+`\."
     )
     with pytest.raises(NoConfigError, match=says):
         TIMES(X)

@@ -179,7 +179,7 @@ class Oracle:
         self._sets: dict[str, list[Any]] | None = None
         self._expected: dict[str, Sequence[Any]] = {}
         self._has_warned = False
-        self._lacks_reference = False
+        self.lacks_reference = False  # whether it did not compile in time
 
     @property
     def all(self) -> tuple[Oracle, ...]:
@@ -250,7 +250,7 @@ class Oracle:
         self.begin(REFERENCE)
         with self.settings.during("the reference"):
             self._compute_references(what)
-        if self._lacks_reference:
+        if self.lacks_reference:
             text = "the reference takes too long to compile for so small a budget; candidates are compared with"
             warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
         self._warn_of_non_finite_references()
@@ -324,7 +324,7 @@ class Oracle:
         if self.has_reference and left < math.inf:  # a slow compilation must leave time for candidates
             job = in_callers_context(functools.partial(self._compiled, node, arrays, reference=True))
             compiled, in_time = result_within(max(_LEAST, left * _SHARE), job, self.watch.is_abandoned)
-            self._lacks_reference = not in_time
+            self.lacks_reference = not in_time
         elif self.has_reference:
             compiled = self._compiled(node, arrays, reference=True)
         return compiled or self._compiled(node, arrays, reference=False)
@@ -340,7 +340,7 @@ class Oracle:
     @property
     def has_reference(self) -> bool:
         """Whether the kernel has a reference that compiles within the time left."""
-        return overrides(self.inv.node.spec.kernel, "reference") and not self._lacks_reference
+        return overrides(self.inv.node.spec.kernel, "reference") and not self.lacks_reference
 
     def judge(self, results: Sequence[object], draw: str) -> None:
         """Raise a `CandidateError` unless the results on a set of inputs are within tolerance of the reference results.

@@ -123,6 +123,11 @@ class RayExecutor(concurrent.futures.Executor):
             return RayLine(self._mailbox)
 
 
+def check_installed() -> None:
+    """Raise a `ConfigError` unless Ray is installed."""
+    _ray()
+
+
 def _ray() -> Any:
     try:
         import ray

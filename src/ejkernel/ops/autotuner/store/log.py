@@ -47,7 +47,7 @@ SCHEMA: Final = 2  # increase when the layout changes; logs with another schema 
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
 # Fields of `Findings` that a header holds as they are.
-_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed")
+_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference")
 _TEXTS: Final = ("why", "rule_fault", "not_saved")
 _TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
@@ -191,8 +191,8 @@ class _Header:
         outcomes: Number of outcome lines.
         columns: Columns of these lines.
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
-        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
-            `AutotuneData`.
+        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved, lacks_reference: As in
+            `AutotuneData`; the last one is only written if it is true.
         standing: `AutotuneData.challenge`.
         cases: The cases of the search, without samples; `None` if it has a single case.
     """
@@ -217,6 +217,7 @@ class _Header:
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
+    lacks_reference: bool = False
     cases: list[Case] | None = None
 
 
@@ -283,7 +284,10 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         _row(config if fields is None else [config[name] for name in fields], outcome)
         for config, outcome in zip(configs, data.outcomes, strict=True)
     )
-    first = {name: value for name, value in to_data(header).items() if name != "cases" or value is not None}
+    # Older versions do not know these fields.
+    first = {
+        name: value for name, value in to_data(header).items() if value or name not in ("cases", "lacks_reference")
+    }
     lines = [first, *([getattr(row, name) for name in columns] for row in rows)]
     text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
     return sealed_lines(printable_json(text))

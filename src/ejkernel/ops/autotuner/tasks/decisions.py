@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Challenge
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
+from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.formatting import compact, counted
 
@@ -201,13 +202,27 @@ class Decider:
 
     def _why_no_winner(self) -> str:
         """Return why a search has no winner: the reasons of all candidates, the most frequent first."""
-        reasons = collections.Counter(candidate.reason for candidate in self._pool.tried)
-        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        own = [candidate for candidate in self._pool.tried if candidate.status != Status.SAME]  # one per program
+        reasons = collections.Counter(candidate.reason for candidate in own)
+        counts = (f"{count} x " if len(reasons) > 1 else "" for _, count in reasons.most_common())
+        listed = "; ".join(f"{count}{reason}" for count, (reason, _) in zip(counts, reasons.most_common(), strict=True))
         tried = counted(len(self._pool.tried), "candidate")
-        text = f"{self._task.inv.op_id}: none of {tried} could be measured: {listed}"
+        alike = f" ({counted(len(own), 'different program')})" if len(own) < len(self._pool.tried) else ""
+        text = f"{self._task.inv.op_id}: none of {tried}{alike} could be measured: {listed}{self._why_no_gradient()}"
         if any(NOT_FINITE in reason for reason in reasons):
             text = f"{text}; {why_not_finite(self._task.kernel, self._task.inputs)}"
         return text
+
+    def _why_no_gradient(self) -> str:
+        """Return advice if every program of a backward call computes wrong gradients; empty otherwise."""
+        inv = self._task.inv
+        others = [candidate for candidate in self._pool.tried if candidate.status not in (Status.WRONG, Status.SAME)]
+        if inv.direction != "bwd" or others:
+            return ""
+        root = inv.node.spec.kernel
+        rule = next((f"{type(root).__name__}.{name}" for name in ("vjp", "custom_vjp") if overrides(root, name)), "")
+        cause = f"; the gradient rule, {rule}, is wrong under every configuration" if rule else ""
+        return f"{cause}; ejkernel.testing.check_kernel compares the gradient with JAX's, without tuning"
 
 
 def _are_measured(*candidates: Candidate) -> bool:
@@ -247,7 +262,7 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
     if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
         return f"no candidate was measurably faster{so_far}"
     comparison = challenge.comparison
-    what = "did not beat the heuristic" if comparison.settled else "was neither certainly faster nor certainly slower"
+    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
     where = " in the confirmation run" if challenge.is_confirmation else ""
     rounds = f"{comparison.speedup:.2f}x, ahead in {comparison.ahead} of {comparison.pairs} rounds"
     return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"

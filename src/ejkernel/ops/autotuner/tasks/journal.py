@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -23,9 +24,10 @@ from ejkernel.ops.utils.formatting import compact
 _GRACE = 5.0  # least seconds after the budget for confirming the winner
 _GRACE_SHARE = 0.25  # of the budget, if that is more
 _TURN = 10.0  # least seconds after the budget for measuring the heuristic, if it was not measured before
-_START = 30.0  # least seconds for the start of a worker, if the search has a budget
+_START = 60.0  # least seconds for the start of a worker, if the search has a budget
+_MOST_LOAD = 4.0  # largest factor of the limits on a busy machine
 _STOPPING = 4.0  # seconds after Ctrl-C for confirming the winner
-_LEAST = 1.0  # least seconds that a candidate may be silent, even with little budget left
+_LEAST = 2.0  # least seconds that a candidate may be silent, even with little budget left
 _MOST_LOST = 20  # lost machines before a search fails; preemptible machines are lost often
 _RUNS = ("compiling", "loading", "running", "measuring")  # steps that are short for each candidate
 
@@ -36,13 +38,15 @@ class Journal:
     A budget shortens the permitted silence: an attempt ends after a silence of half the time left, so that the other
     candidates still get time. The heuristic is measured even if the budget is spent, alone and for up to the same
     time again. A short grace period after the budget, or after that measurement, ends the search in any case;
-    unconfirmed candidates do not win. After Ctrl-C the search ends within a few seconds.
+    unconfirmed candidates do not win. After Ctrl-C the search ends within a few seconds. On a busy machine, a healthy
+    worker makes little progress, so the least limits and the grace period are multiplied by the load.
 
     Args:
         task: The task.
         clock: Source of seconds.
         cancellation: Requested by Ctrl-C.
         is_remote: Whether the attempts run on other machines, which can be lost for many reasons.
+        load: Returns the number of processes that compete for a core; see `load_per_core`.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class Journal:
         *,
         cancellation: Cancellation | None = None,
         is_remote: bool = False,
+        load: Callable[[], float] | None = None,
     ) -> None:
         self._task = task
         self._is_remote = is_remote
+        self._load_per_core = load or load_per_core
         self._clock = clock
         self._cancellation = cancellation or Cancellation()
         self._stopping_since: float | None = None
@@ -117,13 +123,13 @@ class Journal:
         if self._end is None:
             return allowed
         if self._heard is None:
-            return min(allowed, max(_START, self._end - self._start))
+            return min(allowed, max(_START * self._load, self._end - self._start))
         left = self._end - self._clock()
         others = [config for config in accused if config_id(config) != config_id(self._first)]
         # This includes compilations. Long steps, e.g. the reference or the confirmation run, get all the time left,
         # unless the worker's counter shows that a thread holds the interpreter's lock.
         if others and (is_stuck or what in _RUNS):
-            return min(allowed, max(_LEAST, left / 2))
+            return min(allowed, max(_LEAST * self._load, left / 2))
         return min(allowed, max(0.0, left) + self._grace)
 
     def left(self) -> float:
@@ -158,7 +164,12 @@ class Journal:
     @property
     def _grace(self) -> float:
         budget = self._task.policy.budget_s or 0.0
-        return max(_GRACE, _GRACE_SHARE * budget) if self._has_answer else max(_TURN, budget)
+        return self._load * (max(_GRACE, _GRACE_SHARE * budget) if self._has_answer else max(_TURN, budget))
+
+    @property
+    def _load(self) -> float:
+        """The factor of limits that exist only to save time."""
+        return 1.0 if self._is_remote else min(max(self._load_per_core(), 1.0), _MOST_LOAD)
 
     @property
     def _has_answer(self) -> bool:
@@ -265,6 +276,14 @@ class Journal:
         # Workers may die for unrelated reasons, and no winner can be confirmed without the heuristic.
         is_first = config_id(config) == config_id(self._first)
         return 2 if is_first and config_id(config) not in self._suspects else 1
+
+
+def load_per_core() -> float:
+    """Return the load average of the last minute per core; 1 where the system has none."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return 1.0
 
 
 def named(accused: Iterable[object]) -> str:

@@ -219,6 +219,13 @@ class Pool:
         else:
             self.measure(best, plan)
 
+    def rank_the_best(self) -> None:
+        """Rank the heuristic and the best other candidate by earlier times, without new rounds; compile the latter."""
+        best = self.fastest_first(self.tried[1:])[:1]
+        self.prepare_again(best)
+        compiled = (candidate for candidate in (self.heuristic, *best) if candidate.compiled is not None)
+        self.ranking = self.fastest_first(list(compiled))
+
     def release_losers(self) -> None:
         """Release the programs of all candidates except the finalists: they occupy device memory."""
         kept = {id(candidate) for candidate in self._finalists()}

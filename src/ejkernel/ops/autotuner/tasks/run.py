@@ -95,6 +95,7 @@ class TuningRun:
             rule_fault=decider.fault(decision),
             planned=planned,
             unconfirmed=decision.unconfirmed,
+            lacks_reference=any(one.lacks_reference for one in oracle.all),
         )
         if not data.is_kept:
             return data
@@ -189,8 +190,12 @@ class TuningRun:
         fresh = [candidate for candidate in pool.tried if not pool.recall(candidate)]
         pool.prepare(fresh, stop=pool.must_measure)
         pool.measure(fresh, self._plan)
-        if len(fresh) < len(pool.tried):
+        if len(fresh) == len(pool.tried):
+            return len(pool.tried)
+        if pool.ranking[1:]:
             pool.measure_finalists(self._plan)
+        else:
+            pool.rank_the_best()  # an earlier search measured all others, so the budget goes to the confirmation
         return len(pool.tried)
 
     def _proposed(self, pool: Pool, space: ConfigSpace[Any], first: Sequence[object]) -> int:

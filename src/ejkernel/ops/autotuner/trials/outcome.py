@@ -23,7 +23,11 @@ from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 _REASON = 100  # characters of a reason in a table
 _STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
 _FAILURES = 100  # failures listed in a cache entry; the log of the search has all
-_LEGEND = "* chosen, h heuristic; the fastest first. The confirmation run decides and may choose another row."
+_LEGEND = (
+    '* chosen, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
+    "confirmation run decides and may choose another row."
+)
+CPU = " cpu"  # after a time by the processor's clock
 _TWINS = 2  # configurations that a table lists after the first of a program
 
 
@@ -119,14 +123,15 @@ class Challenge:
     def in_rounds(self) -> str:
         """The speed-up that decides, and the least one that wins."""
         figures = self.comparison
-        return f"{ratio(figures.speedup)} in the median round, which decides (at least {figures.least:.2f}x wins)"
+        return f"{ratio(figures.speedup)} in the median round, which decides (threshold {figures.least:.2f}x)"
 
     def line(self) -> str:
         """Return it as one line of text."""
         figures = self.comparison
-        mine, theirs = durations((figures.challenger, figures.incumbent))
+        by_cpu = figures.judged_by == PROCESSOR
+        mine, theirs = (f"{time}{CPU if by_cpu else ''}" for time in durations((figures.challenger, figures.incumbent)))
         where = "in the confirmation run" if self.is_confirmation else "in the run of all candidates"
-        by = " of processor time, since other processes disturbed the clock" if figures.judged_by == PROCESSOR else ""
+        by = " (processor time, since other processes disturbed the clock)" if by_cpu else ""
         return (
             f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
             f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
@@ -154,6 +159,8 @@ class Findings(Shown):
         planned: Number of candidates in the search; `outcomes` may lack candidates that were never started.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
         not_saved: Why the configuration is not saved; empty if it is.
+        lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
+            compared with the heuristic's results.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -167,6 +174,7 @@ class Findings(Shown):
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
+    lacks_reference: bool = False
 
     @property
     def key(self) -> ConfigKey:
@@ -200,8 +208,37 @@ class Findings(Shown):
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of the winner over the heuristic; `None` if the heuristic was not measured."""
-        return None if self.before is None or self.after is None else self.before / self.after
+        """Speed-up of the winner over the heuristic; `None` if the heuristic was not measured.
+
+        This is the ratio that decided, that of the median round of the confirmation run. For one of several calls that
+        share the configuration, it is the ratio of the call's own median times.
+        """
+        if self.before is None or self.after is None:
+            return None
+        decided = None if self.is_kept or self._has_several_calls else self._decided
+        return self.before / self.after if decided is None else decided
+
+    @property
+    def tuned(self) -> float | None:
+        """Seconds per call with the winner for display: the heuristic's time divided by `speedup`.
+
+        `after` may differ on a busy machine, because a ratio of medians is not the median of the ratios. It counts if
+        the heuristic was not measured.
+        """
+        return self.before / self.speedup if self.before is not None and self.speedup else self.after
+
+    @property
+    def _decided(self) -> float | None:
+        """The speed-up in the confirmation run that the winner won; `None` without one."""
+        found = self.challenge
+        if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
+            return None
+        is_winner = stable_json(to_data(found.challenger)) == stable_json(to_data(self.winner.config))
+        return found.comparison.speedup if is_winner and 0 < found.comparison.speedup < math.inf else None
+
+    @property
+    def _has_several_calls(self) -> bool:
+        return len({case.call for case in self.cases}) > 1
 
     @property
     def progress(self) -> SearchProgress:
@@ -326,7 +363,7 @@ def shortened(reason: str) -> str:
 
 
 def summary_of(title: Sequence[str], search: Findings, *, width: int | None = None, verbose: bool = False) -> str:
-    """Return a search as text: `title`, the result, and a table of its programs, the fastest first.
+    """Return a search as text: `title`, the result, and a table of its programs, sorted by `of heuristic`.
 
     Configurations with the same program share a row.
 
@@ -339,23 +376,19 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     tried = f"{counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s; {search.in_words}"
     found = ranked(search.outcomes)
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
-    others = [is_by_another(one, clock) for one in firsts]
+    times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
     columns = {
         "": ["*" * (one is search.winner) + "h" * (one is search.heuristic) for one in firsts],
         "configuration": list(map(program_name, found)),
         "status": [str(one.status) for one in firsts],
-        "mean" if search.cases else "median": durations(one.seconds for one in firsts),
+        "mean" if search.cases else "median": [f"{time}{clock_note(one, clock)}" for time, one in times],
         **({"of each": _times_of_each(firsts)} if search.cases else {}),
         "spread": [_spread(one.measurement) for one in firsts],
-        **({"clock": [one.measurement.method if one.measurement else "-" for one in firsts]} if any(others) else {}),
-        "of heuristic": [
-            "-" if other and one.relative is None else _share(one, search.heuristic)
-            for one, other in zip(firsts, others, strict=True)
-        ],
+        "of heuristic": [share_of(one, search) for one in firsts],
         **({"compiled in": [_compiled_in(one.compile_seconds) for one in firsts]} if verbose else {}),
         "reason": [_in_one_line(one.reason, None if verbose else _REASON) for one in firsts],
     }
-    optional = ("compiled in", "of heuristic", "spread")
+    optional = ("compiled in", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
     return "\n".join(
         (*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, wrapped(_LEGEND, width))
@@ -368,9 +401,11 @@ def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
     return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
 
 
-def _share(outcome: Outcome, heuristic: Outcome) -> str:
-    found = outcome.relative
-    if found is None:  # they were not measured in the same rounds
+def share_of(outcome: Outcome, search: Findings) -> str:
+    """Return an outcome's time relative to the heuristic's as text, such as `61%`; `-` if they do not compare."""
+    found, heuristic = outcome.relative, search.heuristic
+    # Without common rounds, the medians compare if the clock is the same.
+    if found is None and not is_by_another(outcome, clock_of(search.outcomes)):
         found = outcome.seconds / heuristic.seconds if outcome.seconds and heuristic.seconds else None
     return "-" if found is None else f"{found:.0%}"
 
@@ -393,9 +428,11 @@ def remarks(search: Findings) -> list[str]:
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.challenge is None else [search.challenge.line()]
     if search.input_sets:
-        lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
+        lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
-        lines.append("two clocks: other processes disturbed the clock; only times by the same one compare")
+        lines.append("two clocks: other processes disturbed the clock; times with and without `cpu` do not compare")
+    if search.lacks_reference:
+        lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
     if search.undecided:
         lines.append("undecided: the machine was too noisy to tell which candidate is the fastest")
     if search.interrupted:
@@ -453,6 +490,14 @@ def clock_of(outcomes: Sequence[Outcome]) -> str:
     If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
     """
     return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
+
+
+def clock_note(outcome: Outcome, clock: str = "") -> str:
+    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing."""
+    method = "" if outcome.measurement is None else outcome.measurement.method
+    if method == PROCESSOR:
+        return CPU
+    return f" by {method}" if clock and method and method != clock else ""
 
 
 def is_by_another(outcome: Outcome, clock: str) -> bool:

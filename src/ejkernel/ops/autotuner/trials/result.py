@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, clock_note
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
@@ -177,12 +177,18 @@ class AutotuningResult(Shown):
 
 
 def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str, str]]:
-    """Return the times with the heuristic and with another winner of each search, for two columns of a table."""
+    """Return the times with the heuristic and with another winner of each search, for two columns of a table.
+
+    Their quotient is the speed-up of the search. Processor time has the label `cpu`.
+    """
     columns = [
         [None if s is None else s.before for s in searches],
-        [None if s is None or s.is_kept else s.after for s in searches],
+        [None if s is None or s.is_kept else s.tuned for s in searches],
     ]
-    times = durations(itertools.chain(*columns))
+    notes = ["" if s is None else clock_note(s.heuristic) for s in searches]
+    every = list(itertools.chain(*columns))
+    labelled = zip(durations(every), every, 2 * notes, strict=True)
+    times = [text if seconds is None else f"{text}{note}" for text, seconds, note in labelled]
     return list(zip(times[: len(searches)], times[len(searches) :], strict=True))
 
 

@@ -159,9 +159,12 @@ class SearchProgress:
         return f"not finished ({self._counted})"
 
     def in_brief(self, speedup: float | None, *, kept: bool) -> str:
-        """Return the speed-up; for a kept heuristic: `kept`, `undecided`, `not finished (3 of 12)` or `failed`."""
+        """Return the result: the speed-up, `kept` (the heuristic), `undecided`, `not finished (3 of 12)` or `failed`.
+
+        If a search ended early but has a winner, the speed-up comes first: `1.50x, not finished (3 of 12)`.
+        """
         if not kept:
-            return ratio(speedup)
+            return f"{ratio(speedup)}, {self.not_finished}" if self.state == SearchState.PARTIAL else ratio(speedup)
         if self.state == SearchState.PARTIAL:
             return self.not_finished
         return "kept" if self.state == SearchState.COMPLETE else str(self.state)

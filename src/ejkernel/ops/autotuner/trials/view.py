@@ -11,7 +11,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, clock_of, is_by_another, program_name, ranked
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
+from ejkernel.ops.autotuner.trials.outcome import (
+    CPU,
+    Findings,
+    Outcome,
+    clock_note,
+    clock_of,
+    is_by_another,
+    program_name,
+    ranked,
+    share_of,
+)
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import compact, durations
@@ -35,6 +46,8 @@ class Row:
         samples: Number of samples.
         compile_s: Seconds to compile.
         clock: The timer, if it is another than the heuristic's: such times do not compare.
+        note: The label of the time: ` cpu` for processor time, or the timer if it is another than the heuristic's.
+        relative: The time relative to the heuristic's as text, `-` if they do not compare; the order of the rows.
     """
 
     name: str
@@ -47,6 +60,8 @@ class Row:
     samples: int = 0
     compile_s: float | None = None
     clock: str = ""
+    note: str = ""
+    relative: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +116,10 @@ class SearchView:
     """A search.
 
     Attributes:
-        before_us, after_us: Time with the heuristic and with the winner.
-        rows: The programs, the fastest first.
+        before_us, after_us: Median time with the heuristic and with the winner.
+        tuned_us: The heuristic's time divided by the speed-up that decided, for display beside `before_us`.
+        note: The label of `before_us` and `tuned_us`: ` cpu` for processor time.
+        rows: The programs, sorted by the ratio to the heuristic in the same rounds.
         failures: The unmeasured candidates by reason.
         best: Number of measurements and the best time so far, at each improvement.
         measured: Number of measured programs.
@@ -111,6 +128,8 @@ class SearchView:
 
     before_us: float | None = None
     after_us: float | None = None
+    tuned_us: float | None = None
+    note: str = ""
     rows: tuple[Row, ...] = ()
     failures: tuple[Failures, ...] = ()
     best: tuple[tuple[int, float], ...] = ()
@@ -145,6 +164,8 @@ def view_of(search: Findings) -> dict[str, Any]:
     return {
         "before_us": in_microseconds(search.before),
         "after_us": in_microseconds(search.after),
+        "tuned_us": in_microseconds(search.tuned),
+        "note": clock_note(search.heuristic),
         "rows": tuple(_row(program, search, groups) for program in ranked(search.outcomes)),
         "failures": tuple(groups.values()),
         "best": tuple(_best_so_far(search.outcomes)),
@@ -162,7 +183,8 @@ def _standing(search: Findings) -> dict[str, Any] | None:
     found = search.challenge
     if found is None:
         return None
-    words = {"in_rounds": found.in_rounds, "in_words": found.came_out.in_words}
+    note = CPU if found.comparison.judged_by == PROCESSOR else ""
+    words = {"in_rounds": found.in_rounds, "in_words": found.came_out.in_words, "note": note}
     return found.data() | {"rival": compact(found.challenger), **words}
 
 
@@ -187,6 +209,8 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
         samples=len(samples),
         compile_s=first.compile_seconds,
         clock=printable(first.measurement.method) if is_by_another(first, clock_of(search.outcomes)) else "",
+        note=printable(clock_note(first, clock_of(search.outcomes))),
+        relative=share_of(first, search),
     )
 
 

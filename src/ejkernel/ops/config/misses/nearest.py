@@ -49,7 +49,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
         text = "other calls of the operation were tuned"
         return f"no entry; {text} {' and '.join(elsewhere)}" if elsewhere else "no entry"
     nearest = min((differences(inv.description, call) for call in here), key=_distance)
-    return f"no entry; the nearest of {counted(len(here), 'tuned call')}: {_differences_text(nearest)}"
+    return f"no entry; closest tuned call: {_differences_text(nearest)}"
 
 
 def differences(wanted: object, stored: object, path: str = "") -> list[CallDifference]:
@@ -112,9 +112,13 @@ def _array(data: object) -> tuple[str, list[Any]] | None:
 
 
 def _differences_text(found: list[CallDifference]) -> str:
-    parts = [f"{_cut(path)} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
+    """Return the differences as text, e.g. `args[0] is f32[4,16]; this call has f32[4,8]`."""
+    parts = [
+        f"{_cut(path)} is {_short(stored)}; this call has {'none' if wanted is None else _short(wanted)}"
+        for path, wanted, stored in found[:_SHOWN]
+    ]
     more = len(found) - _SHOWN
-    return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+    return "; ".join(parts) + (f"; and {counted(more, 'other difference')}" if more > 0 else "")
 
 
 def _short(data: Any) -> str:

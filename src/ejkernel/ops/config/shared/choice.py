@@ -50,7 +50,7 @@ def evidence(entry: StoredEntry) -> Evidence:
     """Return the rank of an entry."""
     measured: Any = entry.measured or {}
     median = _number_in(measured.get("winner"), "median_us")
-    speedup, seconds, search = _positive(measured.get("speedup")), median, search_of(entry)
+    speedup, seconds, search = _positive(entry.speedup), median, search_of(entry)
     if search:
         mean = measured.get("geometric_mean")
         before, seconds = _number_in(mean, "heuristic_us"), _number_in(mean, "winner_us")
@@ -168,7 +168,7 @@ def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
 
 def _own_speedup(entry: StoredEntry) -> float:
     """Return the speed-up of an entry for its own call."""
-    return _positive((entry.measured or {}).get("speedup")) or 1.0
+    return _positive(entry.speedup) or 1.0
 
 
 def _of_classes(ours: StoredEntry, theirs: StoredEntry) -> Verdict:

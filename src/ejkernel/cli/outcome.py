@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last lines of `ejkernel tune`: the result of each call, counted once, and how to continue."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.status import SearchState
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import arguments, counted
+
+_KINDS: Final = {
+    "faster": "faster than the heuristic",
+    "kept": "with the heuristic kept",
+    "undecided": "undecided (heuristic kept)",
+    "stays": "with the configuration saved earlier",
+    "not finished": "not finished",
+    "failed": "failed",
+    "not started": "not started",
+}
+_LEAST: Final = 10.0  # seconds of a budget that is worth suggesting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOutcome:
+    """The results of one run of the command.
+
+    Attributes:
+        calls: The calls to tune.
+        searches: Their searches; failed ones may be missing.
+        has_entry: Whether a call has a saved configuration now.
+        place: The cache folder.
+        seconds: Duration of all searches.
+        budget: Seconds for each search.
+        not_started: The calls left when the time for all calls was over.
+    """
+
+    calls: Sequence[Invocation[Any, Any]]
+    searches: Sequence[AutotuneData]
+    has_entry: Callable[[Invocation[Any, Any]], bool]
+    place: Path | None
+    seconds: float
+    budget: float | None = None
+    not_started: Sequence[Invocation[Any, Any]] = ()
+
+    def lines(self) -> list[str]:
+        """Return the summary: counts, reasons of unfinished searches, and how to continue."""
+        return [printable(line) for line in (self._counts(), *self._reasons(), self._how_to_go_on()) if line]
+
+    def _kinds(self) -> dict[str, list[Invocation[Any, Any]]]:
+        """Return the calls by their kind of result; each call has one."""
+        found, own = collections.defaultdict(list), {search.key: search for search in self.searches}
+        left = {inv.key for inv in self.not_started}
+        for inv in self.calls:
+            kind = "not started" if inv.key in left else _kind(own.get(inv.key))
+            found[kind].append(inv)
+        return found
+
+    def _counts(self) -> str:
+        kinds = self._kinds()
+        parts = [f"{len(kinds[kind])} {words}" for kind, words in _KINDS.items() if kind in kinds]
+        saved = [search for search in self.searches if not search.not_saved]
+        where = f"saved in {self.place}" if saved else "none saved yet"
+        if not saved and all(map(self.has_entry, self.calls)):
+            where = "the saved configurations stay; --force tunes again"
+        return f"{counted(len(self.calls), 'call')} in {self.seconds:.1f} s: {', '.join(parts)}; {where}"
+
+    def _open(self) -> list[AutotuneData]:
+        return [search for search in self.searches if search.progress.state == SearchState.PARTIAL]
+
+    def _reasons(self) -> Iterator[str]:
+        for search in self._open():
+            if search.why:
+                yield f"{_name(search.inv)}: {search.progress.not_finished}: {search.why}"
+        unchecked = [_name(search.inv) for search in self.searches if search.lacks_reference]
+        if unchecked:
+            yield (
+                "Compared with the heuristic's results, because the reference took too long to compile for the budget "
+                f"({self._more(self.searches)} gives it more time): {'; '.join(unchecked)}"
+            )
+        failed = self._kinds().get("failed", [])
+        if failed:
+            which = "its search" if len(failed) == 1 else "their searches"
+            yield (
+                f"{counted(len(failed), 'call')} failed ({'; '.join(map(_name, failed))}): the warnings above say why. "
+                f"Running the command again repeats {which} from the start."
+            )
+
+    def _how_to_go_on(self) -> str:
+        found, number = self._open(), len(self._open()) + len(self.not_started)
+        without = sum(not self.has_entry(inv) for inv in self.calls)
+        parts = []
+        if number:
+            which = "search" if number == 1 else "searches"
+            more = f", with {self._more(found)} for more time" if found and self.budget is not None else ""
+            parts.append(f"{number} {which} can continue: run the command again{more}.")
+        if without:
+            have = "call has" if without == 1 else "calls have"
+            parts.append(f"{without} {have} no saved configuration yet, so EJKERNEL_ON_MISS=error raises.")
+        return " ".join(parts)
+
+    def _more(self, searches: Sequence[AutotuneData]) -> str:
+        """Return the option for twice the time."""
+        return f"--budget {doubled(self.budget, *(search.seconds for search in searches))}"
+
+
+def doubled(*seconds: float | None) -> int:
+    """Return twice the longest of some times, rounded up to ten seconds."""
+    return 10 * math.ceil(2 * max(_LEAST, *(each or 0.0 for each in seconds)) / 10)
+
+
+def _kind(search: AutotuneData | None) -> str:
+    if search is None or search.progress.state == SearchState.FAILED:
+        return "failed"
+    if not search.is_kept:
+        return "stays" if search.not_saved else "faster"
+    if search.progress.state == SearchState.PARTIAL:
+        return "not finished"
+    if search.not_saved:
+        return "stays"
+    return "undecided" if search.progress.state == SearchState.UNDECIDED else "kept"
+
+
+def _name(inv: Invocation[Any, Any]) -> str:
+    return f"{inv.op_id_v} {arguments(inv.description)}"
