@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -183,6 +184,8 @@ class LazyImplementation(NamedTuple):
     platforms: tuple[str, ...] = ()
 
 
+_SUGGESTED: Final = re.compile(r"(; |, or | )use ('\w+'(?:(?:,| or|, or) '\w+')*)")
+
 Declared = Implementation[Any] | LazyImplementation | str
 
 
@@ -248,7 +251,27 @@ class Implementations(Mapping[str, Implementation[Any]]):
         return found
 
     def unsupported(self, name: str, call: OperationCall) -> str | None:
-        """Return why an implementation does not run `call`; `None` if it does."""
+        """Return why an implementation does not run `call`; `None` if it does.
+
+        The implementations that the reason suggests run the call.
+        """
+        reason = self._reason(name, call)
+        if reason is None or " use '" not in reason:
+            return reason
+
+        def usable(match: re.Match[str]) -> str:
+            able = [other for other in re.findall(r"'(\w+)'", match[2]) if self._runs(other, call)]
+            named = " or ".join(repr(other) for other in able)
+            return f"{match[1]}use {named}" if able else "" if match[1] == "; " else match[0]
+
+        return _SUGGESTED.sub(usable, reason)
+
+    def _runs(self, name: str, call: OperationCall) -> bool:
+        if name not in self:  # a value of another argument
+            return True
+        return not self.elsewhere(name, call.platform) and self._reason(name, call) is None
+
+    def _reason(self, name: str, call: OperationCall) -> str | None:
         try:
             found = self[name]
         except UnsupportedError as error:
