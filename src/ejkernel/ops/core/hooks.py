@@ -86,7 +86,7 @@ class Computation(Noted, Generic[Cfg, Out]):
     def run(self, *args: Any, **kwargs: Any) -> Out:
         """Compute the result: `run(self, ..., *, cfg, ...)`.
 
-        Shapes and dtypes of the result must not depend on `cfg`. All arguments except arrays are static.
+        `cfg` must not affect the result's shape or dtype. All arguments except arrays are static.
         """
         raise KernelError(f"{type(self).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
 

@@ -46,7 +46,8 @@ class SearchStarted(Event):
 class CandidateFinished(Event):
     """A candidate was compiled and checked, or failed.
 
-    Its times follow in a later event. It may still fail during timing.
+    A candidate that is measured has two such events: with status `ready` once it is compiled and checked, and with
+    its times or the failure later.
 
     Attributes:
         outcome: Its outcome so far.
