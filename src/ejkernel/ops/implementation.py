@@ -14,7 +14,7 @@ import jax
 
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.error_text import error_text, example_text
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.services import Shown
 
@@ -190,7 +190,9 @@ Declared = Implementation[Any] | LazyImplementation | str
 
 
 class Implementations(Mapping[str, Implementation[Any]]):
-    """The implementations of an operation by name, in order of preference; each is loaded on first lookup.
+    """The implementations of an operation by name, in order of preference: `implementations["xla"]`.
+
+    Each is loaded on first lookup.
 
     Args:
         declared: By name: an `Implementation`, its class as `"module:Class"`, or a `LazyImplementation`.
@@ -351,7 +353,8 @@ class OperationConfig(Shown):
             expected = self.implementations[self.implementation].params_type(backward=name == "bwd")
             if not isinstance(params, expected):
                 raise ConfigError(
-                    f"{name} must be a {expected.__name__} for implementation={self.implementation!r}, got {params!r}."
+                    f"{name} must be an instance of {expected.__name__} for implementation={self.implementation!r}, "
+                    f"got {params!r}{example_text(expected)}"
                 )
 
     @classmethod

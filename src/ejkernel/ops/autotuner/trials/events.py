@@ -92,7 +92,7 @@ class SearchFinished(Event):
     """A search ended.
 
     Attributes:
-        data: Its result.
+        data: Its result. A search that fails, because no configuration ran, has no such event: it raises.
     """
 
     data: AutotuneData
