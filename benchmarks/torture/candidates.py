@@ -75,7 +75,7 @@ def candidates(budget: Budget, tally: Tally) -> None:
             process.wait(seconds)
         process.kill()
         process.wait()
-        tally.counts["searches that were killed"] += 1
+        tally.counts["killed searches"] += 1
         _check(folder, mark, number, tally)
     if budget.inputs != 1:
         _let_go(folder, tally)
@@ -126,7 +126,7 @@ def _let_go(folder: Path, tally: Tally) -> None:
         process.wait()
         tally.found("hang", "candidates", -1, f"a search had not come to its end after {_LAST:g} s")
         return
-    tally.counts["searches that went to their end"] += 1
+    tally.counts["run to completion"] += 1
     if f"found {BEST!r}" not in text:
         tally.found("wrong", "candidates", -1, f"status {process.returncode}: {text[-1000:]}")
     _check(folder, mark, -1, tally)

@@ -219,7 +219,7 @@ def _cut_short(searcher: _Searcher, number: int, chance: random.Random, tally: T
     """Have one search made, and cut it short."""
     end = _ENDS[number % len(_ENDS)] if chance.random() < 0.9 else chance.choice(_ENDS)
     process = searcher.ask(number, chance.uniform(0.5, 6.0) if end == "the budget" else chance.choice([0.0, 8.0]))
-    tally.counts[f"cut short by {end}"] += 1
+    tally.counts[f"searches ended by {end}"] += 1
     if end != "the budget" and not searcher.answers(chance.uniform(0.1, 6.0)):
         if end == "a killed process":
             searcher.kill()

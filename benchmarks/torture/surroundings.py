@@ -97,9 +97,9 @@ def _limited(budget: Budget, tally: Tally) -> None:
     for number in range(1, (budget.inputs or 4000) + 1):
         cache = PersistentCache(folder, shipped=False)
         with _file_size(budget.random("limit", number).randrange(6000)):
-            tally.try_("a limit of a file's size", number, functools.partial(_stored, cache, number))
+            tally.try_("writes beyond a limit of the file size", number, functools.partial(_stored, cache, number))
         problem = _check_stored(folder, before, cache, number)
-        _tell(tally, "a limit of a file's size", number, problem)
+        _tell(tally, "writes beyond a limit of the file size", number, problem)
         found = PersistentCache(folder, shipped=False).get(call().key, Tile)
         before = before if found is None else found.rows
 
@@ -134,15 +134,15 @@ def _full(budget: Budget, tally: Tally) -> None:
                     pass
             os.truncate(filling, max(0, filling.stat().st_size - 4096 * budget.random("full", number).randrange(6)))
             cache = PersistentCache(folder, shipped=False)
-            tally.try_("a full disk", number, functools.partial(_stored, cache, number))
-            _tell(tally, "a full disk", number, _check_stored(folder, before, cache, number))
+            tally.try_("writes to a full disk", number, functools.partial(_stored, cache, number))
+            _tell(tally, "writes to a full disk", number, _check_stored(folder, before, cache, number))
     finally:
         subprocess.run(["umount", str(disk)], check=False)
 
 
 def _not_writable(budget: Budget, tally: Tally) -> None:
     """Use folders that cannot be written, or are none."""
-    where = "a folder that cannot be written"
+    where = "folders that cannot be written"
     ours, file = budget.folder / "read-only", budget.folder / "file"
     _stored(PersistentCache(ours, shipped=False), 7)
     file.write_text("")
@@ -191,7 +191,7 @@ def _as_nobody() -> Iterator[None]:
 
 def _bundles(budget: Budget, tally: Tally) -> None:
     """Write bundles to a full disk: the result is a clear error and no leftover files."""
-    where = "a bundle on a full disk"
+    where = "bundles on a full disk"
     target = Target.named("here")
     for number in range(min(4, budget.inputs or 4)):
         folder = budget.folder / f"bundle-{number}"
@@ -357,7 +357,7 @@ def clocks(budget: Budget, tally: Tally) -> None:
         folder = budget.folder / f"{number}"
         tally.try_("clock", number, functools.partial(_under, folder, times, number, tally, chance))
         shutil.rmtree(folder, ignore_errors=True)
-        tally.counts["clock"] += 1
+        tally.counts["changes of the clock"] += 1
 
 
 _TIMES: Final = (0, 1, 1_000_000_000, 1_763_800_000, 2**31 - 1, 2**31, 2**33, 250_000_000_000)

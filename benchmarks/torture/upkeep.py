@@ -180,7 +180,7 @@ def _jobs(plan: Plan) -> dict[str, Callable[[int], object]]:
     cache, rival, team = ("--cache", plan.cache), f"{plan.folder}/rival", plan.url("team")
     found: dict[str, tuple[str, ...]] = {
         "prune": ("prune", "--older-than", "52w", *cache),
-        "prune too": ("prune", "--older-than", "52w", "--not-for-this-jax", "--unreadable", *cache),
+        "prune --older-than": ("prune", "--older-than", "52w", "--not-for-this-jax", "--unreadable", *cache),
         "clear": ("clear", "--older-than", "52w", "--yes", *cache),
         "pull": ("pull", plan.url("rival"), *cache),
         "merge": ("merge", rival, *cache),

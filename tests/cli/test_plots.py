@@ -89,7 +89,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, capsys, monkeypa
     folder = save(tmp_path / "configs", found())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", "--cache", str(folder), "--format", "svg", "--output", str(tmp_path / "out")]) == 1
-    assert "pip install 'ejkernel-ops[plots]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=3.9'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -189,7 +189,7 @@ def test_without_jinja2_the_error_names_the_extra(tmp_path, capsys, monkeypatch)
     folder = save(tmp_path / "configs", found())
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", "--cache", str(folder), "--output", str(tmp_path / "out.html")]) == 1
-    assert "pip install 'ejkernel-ops[report]'" in capsys.readouterr().err
+    assert "pip install 'jinja2>=3.1'" in capsys.readouterr().err
 
 
 def test_a_search_of_a_hundred_candidates_takes_at_most_25_kilobytes():

@@ -14,8 +14,8 @@ import numpy as np
 
 from ejkernel.ops import Operation, device_fingerprint, device_kind
 from ejkernel.testing import paired
-from ejkernel.testing.advice import GROUPS
 from ejkernel.testing.programs import compiled
+from ejkernel.testing.rows import GROUPS
 from ejkernel.testing.running import checked
 from ejkernel.testing.subject import Scope
 

@@ -10,7 +10,7 @@ import pytest
 from tests.ops import wrong_in_places as kernels
 
 from ejkernel.ops import Kernel, check_kernel
-from ejkernel.testing.advice import GROUPS
+from ejkernel.testing.rows import GROUPS
 
 pytestmark = pytest.mark.slow
 

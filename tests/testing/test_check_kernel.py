@@ -17,9 +17,9 @@ from ejkernel.modules.flash_attention import _flash_attention
 from ejkernel.modules.rms_norm import _rms_norm
 from ejkernel.ops import ArgumentError, KernelCheckError
 from ejkernel.testing import CheckRow, check_kernel, paired
-from ejkernel.testing.advice import GROUPS
-from ejkernel.testing.crashes import named_after
+from ejkernel.testing.programs import named_after
 from ejkernel.testing.report import CheckReport
+from ejkernel.testing.rows import GROUPS
 from ejkernel.testing.subject import Subject
 
 pytestmark = pytest.mark.slow
@@ -385,7 +385,9 @@ def test_a_long_name_has_its_own_line():
 
 
 def test_an_invalid_kernel_or_group_is_an_error():
-    with pytest.raises(ArgumentError, match="kernel must be a Kernel or a function under tune, got"):
+    with pytest.raises(
+        ArgumentError, match=r"kernel must be a Kernel or a function under tune; .*pass its kernel.* got"
+    ):
         check_kernel(jnp.sin, x)
     with pytest.raises(ArgumentError, match=r"unavailable must name groups of checks.*got 'speed'"):
         check_kernel(wrong_kernels.right_sine, x, unavailable={"speed": "slow"})

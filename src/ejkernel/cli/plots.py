@@ -96,7 +96,7 @@ def _matplotlib(folder: Path, form: str) -> Iterator[_Draw]:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError(f"Matplotlib is not installed ({error}): pip install 'ejkernel-ops[plots]'.") from error
+        raise ConfigError(f"Matplotlib is not installed ({error}): pip install 'matplotlib>=3.9'.") from error
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; figures need one: choose it with --output.")
     folder.mkdir(parents=True, exist_ok=True)

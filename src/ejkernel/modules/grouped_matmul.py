@@ -78,10 +78,10 @@ def grouped_matmul(
 ) -> Float[Array, "m n"]:
     """Multiply the first `group_sizes[0]` rows of `lhs` with `rhs[0]`, the next `group_sizes[1]` with `rhs[1]`, ...
 
-    This is the product in a mixture of experts, for tokens sorted by expert. Groups may have any size and may be
+    This is the matmul in a mixture of experts, for tokens sorted by expert. Groups may have any size and may be
     empty. NaN and infinity in one group do not affect the rows of other groups.
 
-    The gradient consists of two calls, each with its own configuration: a product with `rhs` transposed, and
+    The gradient consists of two calls, each with its own configuration: a matmul with `rhs` transposed, and
     `grouped_matmul_wgrad`. Before, the result's gradient is rounded to the operands' dtype. For float16 operands, each
     row of a float32 gradient, or of a gradient before `row_scale`, is first scaled by a power of two into float16's
     range.
@@ -89,11 +89,11 @@ def grouped_matmul(
     With an activation or a gate, the result is `activation(lhs @ rhs) * (lhs @ gate)` for each group's matrices. This
     is a separate operation, `grouped_matmul_activation`, with its own key; implementations that can do so compute it in
     one kernel. Activation, gate and row scale are applied to float32 sums, before the result is rounded. The forward
-    saves the products for the gradient, rounded to the result's dtype as in plain JAX, but in float32 for a float16
+    saves their results for the gradient, rounded to the result's dtype as in plain JAX, but in float32 for a float16
     result. Under `jax.checkpoint` they are recomputed, unless a policy saves `grouped_matmul_activation.out` and
     `grouped_matmul_activation.residuals`. `row_scale` alone saves nothing.
 
-    Operands may be `Quantized` (or a `qwix.QArray`) on either or both sides: the result is the product of the
+    Operands may be `Quantized` (or a `qwix.QArray`) on either or both sides: the result is the matmul of the
     dequantised operands. This is a separate operation, `quantized_grouped_matmul`. On Hopper GPUs, `mosaic_gpu` runs
     two 8-bit operands, with `rhs` as `[groups, n, k]`:
 
@@ -116,7 +116,7 @@ def grouped_matmul(
         rhs: A matrix for each group, of the same dtype or `Quantized`.
         group_sizes: Number of rows in each group. The sum may differ from `m`: rows after the last group belong to no
             group, and sizes beyond the last row are ignored.
-        activation: Activation of the product: `silu`, `gelu` (the tanh approximation, `jax.nn.gelu`'s default),
+        activation: Activation of the result: `silu`, `gelu` (the tanh approximation, `jax.nn.gelu`'s default),
             `relu`, or `relu2`, its square; or `None`.
         gate: A second matrix for each group, shaped like `rhs`; the result is multiplied by `lhs @ gate`. Quantised
             operands take no activation and no gate.
@@ -128,12 +128,12 @@ def grouped_matmul(
         transpose_rhs: Whether the matrices of `rhs` and `gate` are transposed, `[groups, n, k]`.
         preferred_element_type: Dtype of the result; by default that of `lhs`. With quantised operands that of the
             operand without scales, or bfloat16.
-        precision: Of the products, as for `jax.lax.dot`; only `xla` supports a value other than `None`.
+        precision: Of the matmuls, as for `jax.lax.dot`; only `xla` supports a value other than `None`.
         accumulation: How float8 products are summed, as for `quantized_matmul`: `exact` adds partial sums in float32;
             `fast` permits sums in the tensor core.
         implementation: An implementation (`mosaic_gpu`, `jax_mgpu`, `xla`, `megablox`), or several in order of
             preference; the call raises if none of them supports it. `None` leaves the choice to the configuration. It
-            also applies to the products of the gradient.
+            also applies to the matmuls of the gradient.
         cfg: The configuration of this call, not of its gradient; `None` looks one up. With an activation or a gate it
             is a `GroupedMatmulActivationConfig`, with quantised operands a `QuantizedGroupedMatmulConfig`.
 

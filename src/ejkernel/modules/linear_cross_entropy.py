@@ -32,13 +32,13 @@ from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
 _REDUCTIONS = ("mean", "sum", "none")
 _NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
-    "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last product.",
+    "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last matmul.",
     "hidden": "x",
     "hidden_states": "x",
     "input": "x",
     "_input": "x",
     "embeddings": "x",
-    "weights": "weight= is the matrix of the last product; pass weights of tokens as token_weights.",
+    "weights": "weight= is the matrix of the last matmul; pass weights of tokens as token_weights.",
     "w": "weight",
     "lm_head_weight": "weight",
     "kernel": "weight",
@@ -162,9 +162,9 @@ def linear_cross_entropy(
     `logsumexp(s) - s[label]`. Logits, sums and the loss are float32 (float64 for float64 arguments).
 
     With `reduction="mean"` or `"sum"`, the gradients of `x`, `weight` and `bias` are computed together with the loss:
-    three products of this size in all. With `reduction="none"` each token has its own cotangent, so the backward
-    recomputes the logits: four products. To weight tokens, pass `token_weights`, which stays at three products. Without
-    differentiation there is one product.
+    three matmuls of this size in all. With `reduction="none"` each token has its own cotangent, so the backward
+    recomputes the logits: four matmuls. To weight tokens, pass `token_weights`, which stays at three matmuls. Without
+    differentiation there is one matmul.
 
     The gradients are saved between forward and backward. Under `jax.checkpoint` only the inputs are, and the logits are
     computed twice, unless a policy saves `linear_cross_entropy.residuals`. If a `scan` sums the loss of micro-batches,
@@ -177,11 +177,11 @@ def linear_cross_entropy(
 
     Args:
         x: Hidden states.
-        weight: Matrix of the last product, of the same dtype.
+        weight: Matrix of the last matmul, of the same dtype.
         labels: Index of each token's class, of any integer dtype. A label outside `0 <= label < V` other than
             `ignore_index` makes the loss and its gradients NaN.
         transpose_weight: Whether the weight is `[V, d]`, such as a tied embedding.
-        bias: Added to the product. A bias of -inf removes a column, such as padding of the vocabulary: it has
+        bias: Added to the logits. A bias of -inf removes a column, such as padding of the vocabulary: it has
             probability 0, also under a soft cap, and label smoothing leaves it out.
         token_weights: A factor of each token's loss. It has a gradient.
         ignore_index: Tokens with this label have no loss and do not count; `None` ignores none.
@@ -198,7 +198,7 @@ def linear_cross_entropy(
             the logits again; a program that does not differentiate it does not compute them again.
         return_accuracy: Whether to return the accuracy as well: the weighted share of tokens whose label has the
             largest logit; with `reduction="none"`, 1 or 0 for each token. It has no gradient.
-        precision: Of the products, as for `jax.lax.dot`.
+        precision: Of the matmuls, as for `jax.lax.dot`.
         vocab_axis: The axis of the enclosing `shard_map`, or several, over which the vocabulary is sharded. Labels
             count from the first column of the first device.
         memory_limit: Bytes that temporary arrays may take, on each device; it limits the choice and the search of a
@@ -316,7 +316,7 @@ def token_log_probs(
     """Return the log-probability of each label under `softmax(x @ weight / temperature)`, without all logits in memory.
 
     Use it for policy gradients, distillation and scoring: each token's result has its own cotangent, and the entropy
-    as well. The backward recomputes the logits: four products in all, and one without differentiation.
+    as well. The backward recomputes the logits: four matmuls in all, and one without differentiation.
 
     Args:
         x, weight, labels, transpose_weight, bias: See `linear_cross_entropy`.

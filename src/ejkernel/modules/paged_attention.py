@@ -246,7 +246,10 @@ def paged_plan(
         arguments.check_lengths(query_offsets, kv_lengths)
         return PagedPlan(None, shape)
     if page_table is None or missing:
-        raise ArgumentError(f"tokens, pages and page_table belong together; {' and '.join(missing)} is missing.")
+        raise ArgumentError(
+            f"tokens, pages and page_table belong together; {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing."
+        )
     for name, value in (("tokens", tokens), ("pages", pages)):
         if not is_integer(value) or value < 0:
             raise ArgumentError(f"{name} must be an integer of at least 0, got {given_text(value)}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantized_dense`, `quantized_grouped_dense`: layers with 8-bit products for training, and `DelayedScaling`."""
+"""`quantized_dense`, `quantized_grouped_dense`: layers with 8-bit matmuls for training, and `DelayedScaling`."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def quantized_dense(
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*rows n"]:
-    """Return `x @ w`, with 8-bit products forward and backward, for training with floating-point parameters.
+    """Return `x @ w`, with 8-bit matmuls forward and backward, for training with floating-point parameters.
 
-    **Current scaling**, the default: each of the three products quantises its operands with a scale for each row or
+    **Current scaling**, the default: each of the three matmuls quantises its operands with a scale for each row or
     column across the axis that it sums over, from the current numbers. The gradient therefore keeps `x` and `w` as they
     are, not their 8-bit copies.
 
@@ -83,25 +83,25 @@ def quantized_dense(
     whole arrays. Inside `jax.shard_map`, and where gradients of several calls are added, histories would be added too:
     use current scaling there.
 
-    On Hopper GPUs `mosaic_gpu` runs each product of 8-bit numbers.
+    On Hopper GPUs `mosaic_gpu` runs each matmul of 8-bit numbers.
 
     Args:
         x: Rows, in bfloat16, float16 or float32.
         w: The matrix.
         dtype: Dtype in which `x` and `w` are multiplied: `float8_e4m3fn`, `float8_e5m2` or `int8`.
-        gradient_dtype: Dtype of the result's gradient in products: `float8_e5m2` has more range, `float8_e4m3fn` more
+        gradient_dtype: Dtype of the result's gradient in matmuls: `float8_e5m2` has more range, `float8_e4m3fn` more
             digits.
         scaling: The history of delayed scaling, for float8 dtypes; `None`: current scaling.
         block: 128 for scales of blocks, `None` for those of rows and columns.
         accumulation: As in `quantized_matmul`.
-        implementation: As in `quantized_matmul`, for all three products.
+        implementation: As in `quantized_matmul`, for all three matmuls.
 
     Returns:
-        The product in the dtype of `x`.
+        The result in the dtype of `x`.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: `implementation` cannot run one of the products.
+        UnsupportedError: `implementation` cannot run one of the matmuls.
     """
     if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
@@ -130,13 +130,13 @@ def quantized_grouped_dense(
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "m n"]:
-    """Return `grouped_matmul(lhs, rhs, group_sizes)` for training, with 8-bit products forward and backward.
+    """Return `grouped_matmul(lhs, rhs, group_sizes)` for training, with 8-bit matmuls forward and backward.
 
-    By default two products are in 8 bits, forward and for the gradient of the rows: they quantise their operands with a
+    By default two matmuls are in 8 bits, forward and for the gradient of the rows: they quantise their operands with a
     scale for each row or column, from the current numbers. The gradient of `rhs` is `grouped_matmul_wgrad` of the
     operands as they are.
 
-    **Blocks**: with `block=128` all three products are in 8 bits. 128 consecutive numbers of rows and of gradients
+    **Blocks**: with `block=128` all three matmuls are in 8 bits. 128 consecutive numbers of rows and of gradients
     share a scale, and 128x128 numbers of a group's matrix. `quantize_both` makes rows and columns in one pass; the
     gradient keeps the columns, in which each group begins a block.
 
@@ -145,14 +145,14 @@ def quantized_grouped_dense(
         rhs: A matrix for each group, of the same dtype.
         group_sizes: As for `grouped_matmul`.
         dtype, gradient_dtype, block, accumulation: As for `quantized_dense`.
-        implementation: As for `grouped_matmul`, for the 8-bit products.
+        implementation: As for `grouped_matmul`, for the 8-bit matmuls.
 
     Returns:
-        The product in the dtype of `lhs`.
+        The result in the dtype of `lhs`.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: `implementation` cannot run one of the products.
+        UnsupportedError: `implementation` cannot run one of the matmuls.
     """
     if not is_array(lhs) or len(lhs.shape) != 2 or not is_array(rhs) or len(rhs.shape) != 3 or lhs.dtype != rhs.dtype:
         raise ArgumentError(
@@ -172,7 +172,7 @@ class _Recipe:
     Attributes:
         dtype: That of operands.
         gradient_dtype: That of the result's gradient.
-        options: Those of the products.
+        options: Those of the matmuls.
     """
 
     dtype: str
@@ -180,11 +180,11 @@ class _Recipe:
     options: tuple[tuple[str, Any], ...]
 
     def product(self, x: Quantized, w: Quantized, dtype: Any) -> jax.Array:
-        """Return the product of `[m, k]` and `[n, k]`."""
+        """Return the matmul of `[m, k]` and `[n, k]`."""
         return quantized_matmul(x, w, transpose_w=True, preferred_element_type=dtype, **dict(self.options))
 
     def groups(self, lhs: Quantized, rhs: Quantized, sizes: jax.Array, dtype: Any) -> jax.Array:
-        """Return the product of groups, with matrices `[groups, n, k]`."""
+        """Return the matmul of groups, with matrices `[groups, n, k]`."""
         return grouped_matmul(lhs, rhs, sizes, transpose_rhs=True, preferred_element_type=dtype, **dict(self.options))
 
 

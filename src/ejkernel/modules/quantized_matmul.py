@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantized_matmul`: matrix products of 8-bit numbers with scales; `quantize` and `quantize_both` make these."""
+"""`quantized_matmul`: matmuls of 8-bit numbers with scales; `quantize` and `quantize_both` make these."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def quantize(
 ) -> Quantized:
     """Return `x` in 8 bits, with scales that map the largest magnitude of each block to the dtype's largest number.
 
-    For a product, the scales must not vary along the contracted axis, except by blocks:
+    For a matmul, the scales must not vary along the contracted axis, except by blocks:
 
         quantize(x)                                         # x [m, k]: a scale for each row
         quantize(w, axis=0)                                 # w [k, n]: a scale for each column
@@ -105,7 +105,7 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """Return `quantize(x, block=128)` and `quantize(x.T, block=128)`, which a kernel makes in one pass over `x`.
 
-        x8, x8t = quantize_both(x)     # [m, k] for a product of rows, [k, m] for the gradient of its matrix
+        x8, x8t = quantize_both(x)     # [m, k] for a matmul of rows, [k, m] for the gradient of its matrix
 
     With `group_sizes` each group begins a block of the columns, for `grouped_matmul_wgrad`: they are
     `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
@@ -161,7 +161,7 @@ def quantized_matmul(
     runs two 8-bit operands with scales of rows, columns or arrays, or of 1x128 blocks by 128x128 blocks, and `w` as
     `[n, k]`. `xla` runs everything else, on widened operands.
 
-    A bfloat16, float16 or float32 operand has a gradient: the product of the result's gradient and the other,
+    A bfloat16, float16 or float32 operand has a gradient: the matmul of the result's gradient and the other,
     dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
 
     Under `jit` over a mesh the call splits itself by rows, columns and `k`, and scales are sharded like their operands.
@@ -182,7 +182,7 @@ def quantized_matmul(
         cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own.
 
     Returns:
-        The product.
+        The result.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.

@@ -6,14 +6,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import jax
 
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.error_text import error_text, example_text
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.services import Shown
 
@@ -183,11 +184,15 @@ class LazyImplementation(NamedTuple):
     platforms: tuple[str, ...] = ()
 
 
+_SUGGESTED: Final = re.compile(r"(; |, or | )use ('\w+'(?:(?:,| or|, or) '\w+')*)")
+
 Declared = Implementation[Any] | LazyImplementation | str
 
 
 class Implementations(Mapping[str, Implementation[Any]]):
-    """The implementations of an operation by name, in order of preference; each is loaded on first lookup.
+    """The implementations of an operation by name, in order of preference: `implementations["xla"]`.
+
+    Each is loaded on first lookup.
 
     Args:
         declared: By name: an `Implementation`, its class as `"module:Class"`, or a `LazyImplementation`.
@@ -248,7 +253,27 @@ class Implementations(Mapping[str, Implementation[Any]]):
         return found
 
     def unsupported(self, name: str, call: OperationCall) -> str | None:
-        """Return why an implementation does not run `call`; `None` if it does."""
+        """Return why an implementation does not run `call`; `None` if it does.
+
+        The implementations that the reason suggests run the call.
+        """
+        reason = self._reason(name, call)
+        if reason is None or " use '" not in reason:
+            return reason
+
+        def usable(match: re.Match[str]) -> str:
+            able = [other for other in re.findall(r"'(\w+)'", match[2]) if self._runs(other, call)]
+            named = " or ".join(repr(other) for other in able)
+            return f"{match[1]}use {named}" if able else "" if match[1] == "; " else match[0]
+
+        return _SUGGESTED.sub(usable, reason)
+
+    def _runs(self, name: str, call: OperationCall) -> bool:
+        if name not in self:  # a value of another argument
+            return True
+        return not self.elsewhere(name, call.platform) and self._reason(name, call) is None
+
+    def _reason(self, name: str, call: OperationCall) -> str | None:
         try:
             found = self[name]
         except UnsupportedError as error:
@@ -328,7 +353,8 @@ class OperationConfig(Shown):
             expected = self.implementations[self.implementation].params_type(backward=name == "bwd")
             if not isinstance(params, expected):
                 raise ConfigError(
-                    f"{name} must be a {expected.__name__} for implementation={self.implementation!r}, got {params!r}."
+                    f"{name} must be an instance of {expected.__name__} for implementation={self.implementation!r}, "
+                    f"got {params!r}{example_text(expected)}"
                 )
 
     @classmethod

@@ -8,10 +8,14 @@ fails, each is compiled separately, to find the one that fails.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -22,6 +26,7 @@ from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
 
 logger = logging.getLogger(__name__)
@@ -250,3 +255,40 @@ class Together:
                     return self(changed)
                 found |= dict.fromkeys(names, error)
         return {name: found[name] for name in self._jobs}
+
+
+# --- crashes ---
+
+_FILE: Final = "check_kernel"
+
+
+@contextlib.contextmanager
+def reported_crashes() -> Iterator[None]:
+    """Write the stack to stderr if the process dies inside the context; leave an active `faulthandler` alone.
+
+    The calls of a kernel run below a frame with the name of their configuration (`named_after`), so the stack has it.
+    """
+    try:
+        descriptor = -1 if faulthandler.is_enabled() or sys.stderr is None else sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # a replaced stderr, which has no file
+        descriptor = -1
+    if descriptor < 0:
+        yield
+        return
+    faulthandler.enable(file=descriptor)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+
+
+def named_after(config: object, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which runs below a frame with the name of the configuration."""
+    called = "the heuristic" if config is None else compact(config)
+    code = _frame.__code__.replace(co_filename=_FILE, co_name=f"configuration {called}", co_firstlineno=1)
+    frame = types.FunctionType(code, {})
+    return lambda *args: frame(function, *args)
+
+
+def _frame(function: Callable[..., Any], *args: object) -> Any:
+    return function(*args)

@@ -16,8 +16,7 @@ from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, po
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError, KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
-from ejkernel.testing.advice import FIXED, next_steps
-from ejkernel.testing.rows import NOT_RUN, CheckRow, CheckStatus, share
+from ejkernel.testing.rows import FIXED, NOT_RUN, CheckRow, CheckStatus, next_steps, share
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # longest name of a check that fits into its column

@@ -25,11 +25,10 @@ from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.encode import stable_json
-from ejkernel.testing.crashes import named_after
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
-from ejkernel.testing.programs import BATCHES
+from ejkernel.testing.programs import BATCHES, named_after
 from ejkernel.testing.report import CheckReport
 from ejkernel.testing.rows import CheckRow, CheckStatus, not_run_row, row
 from ejkernel.testing.rules import pair_rows

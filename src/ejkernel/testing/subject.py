@@ -24,8 +24,7 @@ from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
-from ejkernel.testing.crashes import named_after
-from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, pulled
+from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, named_after, pulled
 from ejkernel.testing.report import REFERENCE, Comparison
 
 

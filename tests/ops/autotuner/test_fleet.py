@@ -276,7 +276,7 @@ def test_tasks_of_a_broken_pool_are_tuned_here():
 
 def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install ray"):
+    with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install 'ray>=2.40'"):
         RayExecutor()
 
 

@@ -104,7 +104,7 @@ def test_compiling_for_a_gpu_without_the_plugin_names_the_package_to_install(tmp
 def test_compiling_for_a_tpu_without_libtpu_names_the_extra_and_changes_no_variable(tmp_path, monkeypatch, processes):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     before = dict(os.environ)
-    with pytest.raises(ConfigError, match=r"the extra `tpu`: pip install 'ejkernel-ops\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"libtpu, but no TPU: pip install 'jax\[tpu\]=="):
         compile_bundle([CALL], Target.named("tpu_v5e"), tmp_path / "bundle", processes=processes)
     assert dict(os.environ) == before
 

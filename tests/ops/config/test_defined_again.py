@@ -247,7 +247,7 @@ def test_an_operation_may_be_defined_again_with_the_same_class_of_configurations
     after, new = operation("columns")
     chain = ConfigSelectorChain()
     chain.cache.put(invocation(before).key, remembered)
-    with pytest.warns(CacheWarning, match="fwd must be a Params for implementation='plain'"):
+    with pytest.warns(CacheWarning, match="fwd must be an instance of Params for implementation='plain'"):
         assert chain.resolve(invocation(after), after).config == Config(fwd=new())
 
 

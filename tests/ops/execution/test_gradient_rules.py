@@ -91,7 +91,7 @@ def test_a_rule_gets_positional_arguments_configuration_and_keywords():
     [
         ((x,), r"must return a tuple of 2 gradients.*None for zero.*got 1 gradients"),
         ((x, w, None), r"must return a tuple of 2 gradients.*got 3 gradients"),
-        (w, r"must return a tuple of 2 gradients.*got ndarray"),
+        (w, r"must return a tuple of 2 gradients.*got an array, not a tuple"),
         ((x, {"w": w}), r"gradient of positional argument 1 must have the argument's structure"),
         ((x, [w, w]), r"gradient of positional argument 1 must have the argument's structure"),
         ((x, w.T), r"gradient of w must have its shape \(5, 3\), got \(3, 5\)"),

@@ -35,11 +35,11 @@ def check_main(query: Any, key: Any, value: Any) -> None:
             raise ArgumentError(f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray.")
         if len(x.shape) != 4 or 0 in x.shape:
             raise ArgumentError(
-                f"{name} must have four axes, [batch, length, heads, head_dim], none of them empty; got shape "
+                f"{name} must be [*batch, length, heads, head_dim] with any batch axes, none of them empty; got shape "
                 f"{tuple(x.shape)}."
             )
         if str(x.dtype) not in _DTYPES:
-            raise ArgumentError(f"{name} must be {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype.")
+            raise ArgumentError(f"{name} must be one of {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype.")
         if x.dtype != query.dtype:
             raise ArgumentError(f"{name} must have query's dtype, {query.dtype}; got {x.dtype}. Cast it with .astype.")
     batch, _, heads, head_dim = query.shape

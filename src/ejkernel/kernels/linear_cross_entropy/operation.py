@@ -61,14 +61,27 @@ Results = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCrossEntropyConfig(OperationConfig):
-    """Configuration of one call of `linear_cross_entropy`, forward or backward; see `OperationConfig`."""
+    """Configuration of one call of `linear_cross_entropy`, forward or backward; see `OperationConfig`.
+
+    Attributes:
+        implementation: Name of the implementation.
+        fwd: Its parameters for the forward; `None`: its heuristic's.
+        bwd: Its parameters for the backward; `None`: its heuristic's.
+    """
 
     implementation: str = "xla"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCrossEntropyGradientsConfig(OperationConfig):
-    """Configuration of one call of `linear_cross_entropy_gradients`; only `fwd` counts."""
+    """Configuration of one call of `linear_cross_entropy_gradients`, which `linear_cross_entropy` makes under `grad`.
+
+    Attributes:
+        implementation: Name of the implementation.
+        fwd: Its parameters; `None`: its heuristic's.
+        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+            implementation's backward.
+    """
 
     implementation: str = "xla"
 

@@ -30,7 +30,7 @@ def check_pages(kv_pages: Any) -> None:
             f"{type_text(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
         )
     if str(kv_pages.dtype) not in (*DTYPES, *QUANTISED):
-        raise ArgumentError(f"kv_pages must be {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
+        raise ArgumentError(f"kv_pages must be one of {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
 
 
 def check_main(q: Any, kv_pages: Any) -> None:

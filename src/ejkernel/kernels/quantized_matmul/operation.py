@@ -42,7 +42,14 @@ ACCUMULATIONS = ("exact", "fast")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatmulConfig(OperationConfig):
-    """Configuration of one call of `quantized_matmul`; only `fwd` counts, because gradients are other calls."""
+    """Configuration of one call of `quantized_matmul`.
+
+    Attributes:
+        implementation: Name of the implementation.
+        fwd: Its parameters; `None`: its heuristic's.
+        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+            implementation's backward.
+    """
 
     implementation: str = "xla"
 

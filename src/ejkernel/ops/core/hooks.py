@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelError, KernelWarning, UnsupportedError
-from ejkernel.ops.utils.error_text import instance_text
+from ejkernel.ops.utils.error_text import example_text, instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import asked, check_candidates
@@ -52,6 +52,10 @@ class Computation(Noted, Generic[Cfg, Out]):
         _warn_of_misspelt_hooks(cls)
 
     def __init__(self, name: str | None = None) -> None:
+        given: object = name
+        if hasattr(given, "shape"):
+            called = type(self).__name__
+            raise KernelError(f"name must be text, got an array; create the kernel first: {called}('name')(...).")
         if name is not None and not _is_name(name):
             raise KernelError(
                 f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
@@ -86,7 +90,7 @@ class Computation(Noted, Generic[Cfg, Out]):
     def run(self, *args: Any, **kwargs: Any) -> Out:
         """Compute the result: `run(self, ..., *, cfg, ...)`.
 
-        Shapes and dtypes of the result must not depend on `cfg`. All arguments except arrays are static.
+        `cfg` must not affect the result's shape or dtype. All arguments except arrays are static.
         """
         raise KernelError(f"{type(self).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
 
@@ -298,7 +302,8 @@ def check_config(kernel: Computation[Cfg, Out], config: object, name: str = "cfg
     expected = kernel.config_type
     if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
         raise ConfigError(
-            f"{kernel.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+            f"{kernel.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}"
+            f"{example_text(expected)}"
         )
     kernel._check_cfg(config, name)
 

@@ -354,7 +354,8 @@ def autotune_kernel(
     chain = _chain(None)
     bound: tuple[Any, tuple[Any, ...]] = unbound(kernel, args)
     target, args = bound
-    check_argument(isinstance(target, Kernel), "kernel", "a Kernel", target)
+    wanted = "a Kernel (for an operation of ejkernel.modules its class, e.g. FlashAttention())"
+    check_argument(isinstance(target, Kernel), "kernel", wanted if callable(target) else "a Kernel", target)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
     first, *others = asked_calls(target, args, kwargs, (calls, weights), inputs)
     more: dict[str, Any] = {} if first.inputs is None else {"inputs": first.inputs}

@@ -8,6 +8,7 @@ cells, the output of `explain`, and JSON. The functions work even if the `__str_
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from pathlib import Path
 from typing import Final
@@ -109,6 +110,21 @@ def instance_text(value: object, expected: type) -> str:
     """Return the text of a value of a wrong type; hints at an outdated class with the same name."""
     again = f", of an earlier definition of {expected.__name__}" if type(value).__name__ == expected.__name__ else ""
     return f"{value_text(value)}{again}"
+
+
+_PUBLIC: Final = ("ejkernel.modules", "ejkernel.ops")
+
+
+def example_text(kind: type) -> str:
+    """Return the end of a message that asks for an instance of a class: an example, and where to import the class."""
+    try:
+        example = repr(kind())
+    except (TypeError, ValueError):  # it needs arguments
+        example = f"{kind.__name__}(...)"
+    public = (name for name in _PUBLIC if getattr(sys.modules.get(name), kind.__name__, None) is kind)
+    module = next(public, kind.__module__)
+    imported = "" if module == "__main__" else f", with `from {module} import {kind.__name__}`"
+    return f"; pass e.g. {example}{imported}."
 
 
 def where(function: object) -> str:

@@ -26,7 +26,7 @@ def render(template: str, **values: object) -> str:
     try:
         import jinja2 as jinja2
     except ImportError as error:
-        raise ConfigError(f"Jinja2 is not installed ({error}): pip install 'ejkernel-ops[report]'.") from error
+        raise ConfigError(f"Jinja2 is not installed ({error}): pip install 'jinja2>=3.1'.") from error
     return _environment().get_template(template).render(**values)
 
 

@@ -52,7 +52,14 @@ _PACKAGE = "ejkernel.kernels.quantized_matmul"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedGroupedMatmulConfig(OperationConfig):
-    """Configuration of one call with quantised operands; only `fwd` counts, because gradients are other calls."""
+    """Configuration of one call of `grouped_matmul` with `Quantized` operands; pass it there as `cfg=`.
+
+    Attributes:
+        implementation: Name of the implementation.
+        fwd: Its parameters; `None`: its heuristic's.
+        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+            implementation's backward.
+    """
 
     implementation: str = "xla"
 

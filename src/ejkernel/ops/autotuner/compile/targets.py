@@ -158,8 +158,8 @@ def _tpu_sharding(topology: str) -> Any:
 
 def _no_libtpu(why: str) -> ConfigError:
     return ConfigError(
-        "compiling for a TPU needs Google's compiler, libtpu, but no TPU; install the extra `tpu`: pip install "
-        f"'ejkernel-ops[tpu]', or 'jax[tpu]=={jax.__version__}' ({why})"
+        "compiling for a TPU needs Google's compiler, libtpu, but no TPU: pip install "
+        f"'jax[tpu]=={jax.__version__}' ({why})"
     )
 
 

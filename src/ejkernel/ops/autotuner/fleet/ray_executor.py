@@ -132,7 +132,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"Ray is not installed ({error}): pip install ray.") from error
+        raise ConfigError(f"Ray is not installed ({error}): pip install 'ray>=2.40'.") from error
     return ray
 
 

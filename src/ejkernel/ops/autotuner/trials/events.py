@@ -46,7 +46,8 @@ class SearchStarted(Event):
 class CandidateFinished(Event):
     """A candidate was compiled and checked, or failed.
 
-    Its times follow in a later event. It may still fail during timing.
+    A candidate that is measured has two such events: with status `ready` once it is compiled and checked, and with
+    its times or the failure later.
 
     Attributes:
         outcome: Its outcome so far.
@@ -91,7 +92,7 @@ class SearchFinished(Event):
     """A search ended.
 
     Attributes:
-        data: Its result.
+        data: Its result. A search that fails, because no configuration ran, has no such event: it raises.
     """
 
     data: AutotuneData

@@ -330,6 +330,12 @@ def as_outputs(tree: object, leaves: Sequence[object]) -> tuple[Any, ...]:
     return tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
 
 
+def _kind_of(found: object, count: int) -> str:
+    if not is_array(found):
+        return f"{type(found).__name__}, not a tuple"
+    return "an array; return (gradient,)" if count == 1 else "an array, not a tuple"
+
+
 def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) -> tuple[Any, ...]:
     """Return one gradient for each array of the call, in its dtype, from `found`, the result of a gradient rule.
 
@@ -339,7 +345,7 @@ def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) 
     op = spec.kernel.op_id
     arguments = spec.flags_by_argument()
     if not isinstance(found, tuple | list) or len(found) != len(arguments):
-        got = f"{len(found)} gradients" if isinstance(found, tuple | list) else type(found).__name__
+        got = f"{len(found)} gradients" if isinstance(found, tuple | list) else _kind_of(found, len(arguments))
         raise GradientError(
             f"{op}: the gradient rule must return a tuple of {len(arguments)} gradients, one for each positional "
             f"argument of run (None for zero); got {got}."

@@ -75,7 +75,7 @@ def given_text(value: Any) -> str:
     """Return the text for error messages about the value of an argument that must be static."""
     found = next((leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)), None)
     if found is None:
-        return f"{value_text(value)}; it is static under jit"
+        return value_text(value)
     shown = f"{found.dtype}[{','.join(map(str, found.shape))}]"
     if found.shape:
         return f"an array, {shown}; pass a Python or NumPy number"
