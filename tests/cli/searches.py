@@ -13,7 +13,8 @@ from ejkernel.ops import Cost, Kernel, PersistentCache
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
+from ejkernel.ops.autotuner.trials.challenge import Challenge
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 

@@ -13,7 +13,8 @@ from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.rounds import FEWEST, interval
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.outcome import CPU, remarks
+from ejkernel.ops.autotuner.trials.challenge import CPU
+from ejkernel.ops.autotuner.trials.outcome import remarks
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry, time_in

@@ -12,7 +12,8 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.outcome import CPU, Outcome, programs
+from ejkernel.ops.autotuner.trials.challenge import CPU
+from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in

@@ -165,18 +165,9 @@ def _tune_found(
     options: TuneOptions, found: Found, store: PersistentCache, console: Console, executor: RayExecutor | None
 ) -> int:
     sets = _sets(found)
-    policy = AutotunePolicy(
-        budget_s=options.budget,
-        isolate=not options.in_process,
-        devices=options.devices,
-        executor=executor,
-        compile_processes=_processes(options, found.device),
-        stale=default_stale_policy(),
-    )
+    policy = _policy(options, found, executor)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    done = [] if options.force else [calls for calls in sets if _all_known(chain, calls)]
-    if options.undecided:
-        done = [calls for calls in done if not any(_is_undecided(chain, call.inv) for call in calls)]
+    done = _done(options, chain, sets)
     todo = [calls for calls in sets if not any(calls is known for known in done)]
     if done:
         known = [call.inv for calls in done for call in calls]
@@ -207,6 +198,27 @@ def _tune_found(
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
     return 1 if todo and not len(result) and not has_entries else 0
+
+
+def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) -> AutotunePolicy:
+    return AutotunePolicy(
+        budget_s=options.budget,
+        isolate=not options.in_process,
+        devices=options.devices,
+        executor=executor,
+        compile_processes=_processes(options, found.device),
+        stale=default_stale_policy(),
+    )
+
+
+def _done(
+    options: TuneOptions, chain: ConfigSelectorChain[Any, Any], sets: list[Sequence[SharedCall]]
+) -> list[Sequence[SharedCall]]:
+    """Return the sets of calls that need no search."""
+    done = [] if options.force else [calls for calls in sets if _all_known(chain, calls)]
+    if options.undecided:
+        done = [calls for calls in done if not any(_is_undecided(chain, call.inv) for call in calls)]
+    return done
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:

@@ -31,7 +31,8 @@ from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.store import measurements as store_module
 from ejkernel.ops.autotuner.store.log import SCHEMA, dump, lines_of, load
 from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, dimensions_of, distance
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Outcome
+from ejkernel.ops.autotuner.trials.challenge import Challenge
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file
 

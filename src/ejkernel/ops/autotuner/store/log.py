@@ -21,7 +21,8 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Challenge, Findings, Outcome, shortened, summary_of
+from ejkernel.ops.autotuner.trials.challenge import Challenge
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name

@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, 
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
-from ejkernel.ops.autotuner.trials.outcome import Challenge
+from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import overrides

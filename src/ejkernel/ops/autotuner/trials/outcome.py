@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, seconds_on
+from ejkernel.ops.autotuner.trials.challenge import CPU, Challenge
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -27,7 +27,6 @@ _LEGEND = (
     '* chosen, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
     "confirmation run decides and may choose another row."
 )
-CPU = " cpu"  # after a time by the processor's clock
 _TWINS = 2  # configurations that a table lists after the first of a program
 
 
@@ -79,64 +78,6 @@ class Outcome:
     def seconds_on(self, call: str) -> float | None:
         """Return the seconds of the call with the key `call`, one of the calls of the search."""
         return None if self.measurement is None else seconds_on(call, self.measurement.median, self.measurement.cases)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Challenge:
-    """The best challenger compared with the heuristic, by their last decisive measurement.
-
-    Attributes:
-        challenger: The challenger's configuration.
-        comparison: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
-        is_confirmation: Whether this was the confirmation run of the two, rather than a run with all candidates.
-    """
-
-    challenger: Any
-    comparison: PairedComparison
-    is_confirmation: bool = False
-
-    @property
-    def came_out(self) -> CameOut:
-        """The result of the comparison."""
-        if not self.comparison.settled:
-            return CameOut.UNDECIDED
-        return CameOut.WINS if self.comparison.wins else CameOut.STAYS
-
-    def data(self) -> dict[str, Any]:
-        """Return it as plain data, with times in microseconds and `came_out` as the figures."""
-        figures = self.comparison
-        return {
-            "rival": to_data(self.challenger),
-            "verdict": self.came_out.value,
-            "rival_us": round(figures.challenger * 1e6, 4),
-            "heuristic_us": round(figures.incumbent * 1e6, 4),
-            # JSON has no infinity.
-            "speedup": round(figures.speedup, 4) if math.isfinite(figures.speedup) else None,
-            "rounds": figures.pairs,
-            "rival_faster": figures.ahead,
-            "heuristic_faster": figures.behind,
-            "confidence": round(figures.confidence, 6),
-            "judged_by": figures.judged_by,
-        } | {"alone": self.is_confirmation, "doubt": figures.doubt}
-
-    @property
-    def in_rounds(self) -> str:
-        """The speed-up that decides, and the least one that wins."""
-        figures = self.comparison
-        return f"{ratio(figures.speedup)} in the median round, which decides (threshold {figures.least:.2f}x)"
-
-    def line(self) -> str:
-        """Return it as one line of text."""
-        figures = self.comparison
-        by_cpu = figures.judged_by == PROCESSOR
-        mine, theirs = (f"{time}{CPU if by_cpu else ''}" for time in durations((figures.challenger, figures.incumbent)))
-        where = "in the confirmation run" if self.is_confirmation else "in the run of all candidates"
-        by = " (processor time, since other processes disturbed the clock)" if by_cpu else ""
-        return (
-            f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
-            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
-            f"{f': {figures.doubt}' if figures.doubt and not figures.settled else ''}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

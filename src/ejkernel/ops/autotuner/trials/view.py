@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
+from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import (
-    CPU,
     Findings,
     Outcome,
     clock_note,
