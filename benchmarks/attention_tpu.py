@@ -43,7 +43,7 @@ MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}
 MASKS |= {f"window {keys}": {"left": keys - 1, "right": 0} for keys in (512, 1024, 2048)}
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 _MEMORY = {"v5e": 96, "v6e": 96, "v5p": 48}  # MiB of vector memory for the kernels that JAX ships
-# Variables of a process that compiles for a TPU that is not here.
+# Variables of a process that compiles for an absent TPU.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

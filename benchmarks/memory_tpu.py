@@ -214,7 +214,7 @@ def _compile() -> None:
 
 
 class Compiler:
-    """A process that compiles; another one takes its place if it ends.
+    """A compiling process, replaced if it ends.
 
     Args:
         module: The module of this package that compiles.

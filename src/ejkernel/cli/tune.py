@@ -412,7 +412,7 @@ def _tune(
     found: Found,
     console: Console,
 ) -> tuple[AutotuningResult, int]:
-    """Return the results, and the number of sets of calls that were started."""
+    """Return the results, and the number of started sets of calls."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: list[AutotuneData] = []
     told: list[str] = []  # advice already given

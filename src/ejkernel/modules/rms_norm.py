@@ -191,7 +191,7 @@ def rms_norm(
 def _quantized(
     x: Any, weight: Any, residual: Any, axis: Any, **options: Any
 ) -> Quantized | tuple[Quantized, jax.Array]:
-    """Return the output in 8 bits, and the sum if there is a residual."""
+    """Return the output in 8 bits, and with a residual the sum."""
     if is_array(x) and _normalized_axes(axis, len(x.shape)) != (len(x.shape) - 1,):
         raise ArgumentError(f"axis must be the last axis of x with quantize, got {given_text(axis)}.")
     values, scale, *sums = _quantized_rms_norm(x, weight, *(() if residual is None else (residual,)), **options)

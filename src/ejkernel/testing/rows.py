@@ -172,11 +172,11 @@ _GROUPS: Final = {  # beginnings of the names of checks, and the group that has 
     "shard_map": "split",
 }
 _ALONE: Final = ("configurations", "lowered", "key", "pickle")
-"""Beginnings of the names of checks whose failures have a cause of their own."""
+"""Prefixes of the names of checks that can fail alone."""
 _RESULTS: Final = ("types", "outputs", "jit")
 """Checks of the plain call: if one fails, `run` itself is at fault."""
 _BASIC: Final = (*_RESULTS, "repeated", "arguments", "under grad", "gradient")
-"""Beginnings of the names of checks whose failure makes others fail."""
+"""Prefixes of the names of checks that make others fail."""
 
 
 def next_steps(rows: Sequence[CheckRow], configs: Sequence[Any]) -> list[str]:

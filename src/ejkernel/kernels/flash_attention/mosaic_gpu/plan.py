@@ -206,7 +206,7 @@ class ForwardPlan(AttentionSizes):
 
     @property
     def slides(self) -> bool:
-        """Whether the blocks of a tile start at the first key of its window, wherever that is."""
+        """Whether the blocks of a tile start exactly at the first key of its window."""
         arrays = self.hides or self.bias or self.key_bias
         return self.rules.left is not None and not arrays
 

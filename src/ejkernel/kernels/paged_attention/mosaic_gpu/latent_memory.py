@@ -134,7 +134,7 @@ def group_work(plan: LatentPlan, programs: Any, group: Any) -> Work:
 
 
 def item_of(tiles: Any, index: Any) -> Item:
-    """Return an item: a tile, since there is one KV head."""
+    """Return an item: a tile of the only KV head."""
     return Item(index, jnp.int32(0), *(number(tiles, index, column) for column in Tile))
 
 

@@ -55,7 +55,7 @@ class LatentPlan:
 
     @property
     def half(self) -> int:
-        """Columns of the values that one consumer warpgroup sums."""
+        """Columns of the values for each consumer warpgroup."""
         return self.value_dim // 2
 
     @property

@@ -43,7 +43,7 @@ class BlocksMemory(NamedTuple):
 
 
 class ScaledSums:
-    """The mainloop of a tile whose steps have scales of their own; a base of kernels."""
+    """The mainloop of a tile with scales for each step; a base of kernels."""
 
     plan: Any
     backend: Backend

@@ -106,7 +106,7 @@ class QuantizedPlan(ProductPlan):
 
     @property
     def factors(self) -> int:
-        """Factors of columns that are stored per group, for whole tiles."""
+        """Factors of columns, stored per group, for whole tiles."""
         return self.column_tiles * self.tile_columns
 
     @property

@@ -69,7 +69,7 @@ class QuantizedRowKernel(LongRowKernel):
         """See `RowKernel`."""
         plan, (full, [source, *others], sums) = self.plan, super().memory_types()
         result = plgpu.SMEM(source.shape, jnp.dtype(plan.values))
-        # Rows that are read; the result; the sum, if there is one.
+        # Rows to read; the result; the optional sum.
         return full, [source, *others[: plan.sources - 1], result, *others[plan.sources :]], sums
 
     def _forward(self, at: Any, read: Sequence[Any], written: Sequence[Any]) -> None:
