@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last lines of `ejkernel tune`: each call counts once, and the advice fits what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.cli.searches import Tile, call, failed, found, measured
+
+from ejkernel.cli.outcome import TuneOutcome, doubled
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+
+
+def kept(inv, **fields):
+    """A search of which the heuristic is the only measured candidate."""
+    heuristic = measured(Tile(1), 4.0, 4.0, 4.0, 4.0)
+    return AutotuneData(inv=inv, config=heuristic.config, outcomes=(heuristic,), seconds=30.0, **fields)
+
+
+def all_failed(inv):
+    outcome = failed(Tile(1), "does not fit")
+    return AutotuneData(inv=inv, config=outcome.config, outcomes=(outcome,), seconds=1.0)
+
+
+def summary(calls, searches, saved=(), **fields):
+    outcome = TuneOutcome(
+        calls=calls,
+        searches=searches,
+        has_entry=lambda inv: inv in saved,
+        place=Path("configs"),
+        seconds=61.0,
+        **fields,
+    )
+    return outcome.lines()
+
+
+def test_each_call_counts_once():
+    calls = [call(rows) for rows in (8, 16, 24, 32, 40)]
+    faster, same, partial, lost, late = calls
+    searches = [found(faster), kept(same), kept(partial, planned=3, not_saved="it is not finished"), all_failed(lost)]
+    lines = summary(calls, searches, saved=[faster, same], not_started=[late])
+    assert lines[0] == (
+        "5 calls in 61.0 s: 1 faster than the heuristic, 1 with the heuristic kept, 1 not finished, 1 failed, "
+        "1 not started; saved in configs"
+    )
+    assert "2 searches can continue: run the command again." in lines[-1]
+    assert "3 calls have no saved configuration yet, so EJKERNEL_ON_MISS=error raises." in lines[-1]
+
+
+def test_a_failed_call_is_not_called_unfinished():
+    lines = summary([call()], [])
+    assert lines[0].endswith("1 failed; none saved yet")
+    assert "1 call failed (reported@v0 f32[16,8]): the warnings above say why." in lines[1]
+    assert "can continue" not in " ".join(lines)
+
+
+def test_a_partial_search_that_saved_its_winner_counts_as_faster_and_can_continue():
+    inv = call()
+    lines = summary([inv], [dataclasses.replace(found(inv), planned=9)], saved=[inv], budget=20.0)
+    assert "1 faster than the heuristic; saved in configs" in lines[0]
+    assert lines[-1] == "1 search can continue: run the command again, with --budget 40 for more time."
+
+
+def test_the_reason_of_an_unfinished_search_is_shown():
+    inv = call()
+    lines = summary([inv], [kept(inv, planned=3, why="deadline exceeded", not_saved="it is not finished")], budget=5.0)
+    assert "deadline exceeded" in lines[1]
+    assert "--budget 60 for more time" in lines[-1]
+
+
+def test_a_search_without_reference_is_named():
+    inv = call()
+    lines = summary([inv], [kept(inv, lacks_reference=True)], saved=[inv], budget=20.0)
+    assert any("Compared with the heuristic's results" in line and "reported@v0" in line for line in lines)
+
+
+@pytest.mark.parametrize(("given", "suggested"), [((20.0, 35.0), 70), ((None, 41.0), 90), ((1.0,), 20)])
+def test_a_suggested_budget_is_twice_the_longest_time(given, suggested):
+    assert doubled(*given) == suggested
