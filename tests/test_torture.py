@@ -132,7 +132,7 @@ def not_atomic(file, text, *, durable=True, root=None):
 def test_the_torture_finds_files_not_replaced_atomically(budget, tally, monkeypatch):
     monkeypatch.setattr(persistent, "write_file", not_atomic)
     surroundings.disks(budget(8), tally)
-    assert ("lost", "a limit of a file's size") in kinds(tally)
+    assert ("lost", "writes beyond a limit of the file size") in kinds(tally)
 
 
 def test_the_torture_finds_a_read_that_waits_for_a_pipe(budget, tally, monkeypatch):

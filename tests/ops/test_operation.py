@@ -327,7 +327,10 @@ def test_arguments_are_prepared_once_a_call():
 def test_a_configuration_with_an_unknown_implementation_names_the_known_ones():
     with pytest.raises(ConfigError, match="implementation must be one of fast, plain; got 'magic'"):
         ScaleConfig(implementation="magic")
-    with pytest.raises(ConfigError, match=r"fwd must be a Tiles for implementation='fast', got Blocks\(block=4\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fwd must be an instance of Tiles for implementation='fast', got Blocks\(block=4\); pass e\.g\. Tiles\(",
+    ):
         ScaleConfig(implementation="fast", fwd=Blocks())
 
 
