@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last lines of `ejkernel tune`: each call counts once, and the advice fits what happened."""
+"""The last lines of `ejkernel tune`: each call counts once, and the advice fits the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 
 
 def kept(inv, **fields):
-    """A search of which the heuristic is the only measured candidate."""
+    """A search that measured only the heuristic."""
     heuristic = measured(Tile(1), 4.0, 4.0, 4.0, 4.0)
     return AutotuneData(inv=inv, config=heuristic.config, outcomes=(heuristic,), seconds=30.0, **fields)
 

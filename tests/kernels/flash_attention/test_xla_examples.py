@@ -60,7 +60,7 @@ def test_examples_at_once(change, blocks, count):
 
 
 def test_wide_heads_have_all_keys_in_a_block():
-    """Blocks of other heads are small enough for 256 MiB of scores, whatever their shape."""
+    """Blocks of other heads keep their scores within 256 MiB for every shape."""
 
     def blocks(length, dim):
         case = Case(batch=1, queries=length, keys=length, heads=8, groups=1, head_dim=dim, value_dim=dim)

@@ -120,7 +120,7 @@ def _spilled_by_forward(
 def _spilled_by_backward(
     dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool, transpose: bool
 ) -> int:
-    """Return the bytes of spilled registers: the scores that are alive, and results of products."""
+    """Return the bytes of spilled registers: live scores and results of products."""
     (sight, plan), scores = walked, scores_at_once(*walked, branches=segmented)
     head, value = up(dims.head), up(dims.value)
     # the soft cap's derivative, and the parts of float32 operands

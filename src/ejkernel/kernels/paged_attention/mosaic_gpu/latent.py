@@ -233,7 +233,7 @@ class _Kernel:
         return self._add_other(block, 1, sums)
 
     def _add_other(self, block: Any, own: int, sums: State) -> State:
-        """Return the sums with the block of the other warpgroup, whose weights are in shared memory."""
+        """Add the other warpgroup's block, with weights from shared memory, and return the sums."""
         stage, other = 1 - own, self.barriers.other
         other.consumer_wait(stage)
         sums = self._raise_top(sums, stage)
@@ -347,7 +347,7 @@ class _Kernel:
                 compat.store_as_it_is(self.results.share_lse.at[slot, rows], lse)
 
     def _store(self, values: Any, own: int, rows: int, target: Any) -> None:
-        """Start copying the first rows to global memory, through the queries' buffer, whose products are done."""
+        """Start copying the first rows to global memory, through the buffer of the queries after their last use."""
         buffer = self.buffers.q.at[own]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = values

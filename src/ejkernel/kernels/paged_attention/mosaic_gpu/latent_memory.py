@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays, shared memory and barriers of latent attention, and what its two kernels share."""
+"""Arrays, shared memory and barriers of latent attention, and the parts common to its two kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of columns in groups: each group's rows begin with a block of their own.
+"""The layout of columns in groups: each group starts a new block.
 
 The transpose of rows in groups, as the gradient of the groups' matrices reads it. A block of 128 belongs to one group;
 the last one of each group ends with zeros, and so does the array. Blocks of rows outside all groups are zeros, too.
