@@ -116,14 +116,17 @@ CONTENDERS: dict[str, Callable[[Case], Attention]] = {
 
 
 def program_of(attention: Attention, *, backward: bool) -> Callable[..., Any]:
-    """Return the forward, or a function of a cotangent that returns the gradients of all floating-point inputs."""
+    """Return the forward, or a function of a cotangent that returns the output and all gradients.
+
+    Without the output, XLA would leave out the product with the values in a forward whose weights are kept.
+    """
     if not backward:
         return lambda arrays: attention(**arrays)
 
     def both(cotangent: jax.Array, arrays: dict[str, jax.Array]) -> Any:
         inexact = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        _, pull = jax.vjp(lambda some: attention(**{**arrays, **some}), inexact)
-        return pull(cotangent)
+        out, pull = jax.vjp(lambda some: attention(**{**arrays, **some}), inexact)
+        return out, pull(cotangent)
 
     return both
 
@@ -323,7 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables, and keep them with `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write attention_<device>.json and .md there")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="which")
+    parser.add_argument(
+        "--cases", nargs="*", default=list(CASES), metavar="CASE", help="which; also drawn ones, by name"
+    )
     parser.add_argument("--draw", type=int, metavar="SEED", help="draw other cases at random")
     parser.add_argument("--count", type=int, default=24, help="how many cases to draw (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=12, metavar="N", help="cases to compile before their times")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
-from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names
+from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names, widely_drawn_names
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -41,14 +41,16 @@ _WIDEST = 256  # head dimension of our kernels and cuDNN
 def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
     names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
+    names += widely_drawn_names(27182, 60)
+    names += [name for name in widely_drawn_names(31415, 240) if case_named(name).dtype == "float16"]
     return [name for name in names if is_open(case_named(name))]
 
 
 def is_open(case: Case) -> bool:
     """Return whether cuDNN runs a case too, and is not far slower."""
     return (
-        case.dtype == "bfloat16"
-        and case.dims[0] == case.dims[1]
+        case.dtype != "float32"
+        and case.dims[0] == case.dims[1] <= _WIDEST
         and not (case.cap or case.segments or case.bias or case.shared or case.sinks)
     )
 
@@ -73,7 +75,7 @@ def call_of(case: Case, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[s
 
 def contenders_of(case: Case) -> tuple[str, ...]:
     """Return the contenders of a case: implementations, and for wide heads blocks of XLA as large as the scores."""
-    return ("xla", "xla whole") if max(case.dims) > _WIDEST else ("mosaic_gpu", "cudnn")
+    return ("mosaic_gpu", "xla", "xla whole") if max(case.dims) > _WIDEST else ("mosaic_gpu", "cudnn")
 
 
 def config_of(case: Case, contender: str, direction: str, params: Any = None) -> FlashAttentionConfig:
@@ -190,6 +192,8 @@ def _fields(case: Case) -> dict[str, Any]:
     """Return the call in words of the data file."""
     heads, groups = case.heads
     more: dict[str, Any] = {"lengths": True} if case.lengths else {}
+    if case.dtype != "bfloat16":
+        more["dtype"] = case.dtype
     if case.causal:
         more["right"] = 0
     if case.window is not None:

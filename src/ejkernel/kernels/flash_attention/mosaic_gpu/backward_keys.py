@@ -395,6 +395,7 @@ class KeyBlockKernel:
     def store(self, block: KeyBlock, gradient: jax.Array, which: int, slab: Any) -> None:
         """Start storing the gradient of 64 keys (`which` 0) or values (1)."""
         buffer = (block.memory.key, block.memory.value)[which]
+        gradient = block.arrays.restored(gradient, block.example)
         self.matrices.assign(buffer, (slab,), gradient.astype(self.problem.dtype))
         plgpu.commit_smem()
         at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)

@@ -173,7 +173,7 @@ class QueriesKernel:
         masks = self.problem.needed_masks(self.params.kv_block, walks_queries=False)
         dquery, _ = over_tiles(block.blocks, of_tile, (zeros((64, self.problem.head_dim)), jnp.int32(0)), masks)
         # The buffer of this consumer's queries is free: no other one reads it, and all products are done.
-        dquery = (dquery * self.problem.gradient_scale).astype(self.problem.dtype)
+        dquery = block.arrays.restored(dquery * self.problem.gradient_scale, block.example).astype(self.problem.dtype)
         self.matrices.assign(memory.query, (warpgroup,), dquery)
         plgpu.commit_smem()
         at = (block.example, pl.ds(first, 64), block.head)

@@ -42,6 +42,8 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     No parameters cause a deadlock: the producer fills both pipelines in the order in which consumers release them,
     and a consumer waits only for results that the other computed one step earlier.
     """
+    if params.form == "unfused":
+        return "form='unfused' is for heads of more than 256 columns; use form='fused' or 'split'."
     problem = backward_problem(call)
     return (
         _parts_fault(problem, params)
@@ -53,7 +55,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
 
 def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
     """Return whether gradients repeat bit by bit: they contain no sum in memory of nondeterministic order."""
-    return params.form == "split" and not _shares_bias(call)
+    return params.form != "fused" and not _shares_bias(call)
 
 
 def heuristic(call: AttentionCall) -> BackwardParams:

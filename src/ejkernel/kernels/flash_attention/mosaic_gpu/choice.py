@@ -82,6 +82,7 @@ def _position(call: AttentionCall) -> tuple[float, ...]:
         # The more heads share keys, the more ours gains in the backward; in a short window it loses without them.
         1.2 * call.backward * math.log2(heads / call.key[2]),
         0.7 * call.backward * shortness,
+        0.7 * call.backward * (call.dtype == "float16"),  # its backward also limits the range of gradients
     )
 
 
@@ -100,7 +101,7 @@ def _call_of(row: dict[str, Any]) -> AttentionCall:
         query=(batch, queries, heads, dim),
         key=key,
         value=key,
-        dtype="bfloat16",
+        dtype=row.get("dtype", "bfloat16"),
         rules=Rules(scale=1.0, left=row.get("left"), right=row.get("right")),
         key_lengths=row.get("lengths", False),
         backward=row["direction"] == "bwd",

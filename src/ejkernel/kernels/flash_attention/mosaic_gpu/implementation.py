@@ -19,7 +19,7 @@ from ejkernel.kernels.flash_attention.common import (
     Rules,
 )
 
-from . import backward_support, forward_support
+from . import backward_support, forward_support, wide_support
 from .choice import expected_gain
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
@@ -59,6 +59,8 @@ class MosaicGpu(AttentionImplementation):
         if call.dtype == "float32" or call.bias is not None or call.attention_mask is not None or call.segments:
             return 1
         batch, queries, heads = call.query[:3]
+        if wide_support.is_wide(call):
+            return 1  # cuDNN runs no such heads
         # Not in the grid: a block of threads owns keys of one head, so with few keys most of the chip is idle.
         if queries < _LEAST_QUERIES or (call.backward and batch * heads * call.key[1] < _LEAST_KEYS):
             return 0
@@ -92,6 +94,8 @@ class MosaicGpu(AttentionImplementation):
 
 
 def _support(call: AttentionCall) -> Any:
+    if wide_support.is_wide(call):
+        return wide_support
     return backward_support if call.backward else forward_support
 
 

@@ -35,6 +35,7 @@ from .visibility import (
     ranges_of_keys,
     ranges_of_queries,
 )
+from .wide_support import is_wide
 
 # Forward.
 
@@ -48,7 +49,12 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
-    # Imported here: Mosaic GPU is not available in every environment.
+    # Imported here, as below: Mosaic GPU is not available in every environment.
+    if is_wide(describe(operands, rules)):
+        from .wide import forward_of_wide
+
+        out, lse = forward_of_wide(operands._replace(sinks=None), rules, params, interpret=interpret)
+        return (out, lse) if operands.sinks is None else with_sinks(out, lse, operands.sinks)
     from .forward import launch
     from .forward_memory import ForwardInputs, ForwardOutputs
 
@@ -161,6 +167,10 @@ def backward(
         raised: `BackwardProblem.raised`, if `dout` is so small that no gradient leaves the range of float16.
         interpret: `InterpretGPUParams` to simulate the kernels on a CPU; `None` runs them on a GPU.
     """
+    if is_wide(describe(operands, rules)):
+        from .wide import backward_of_wide
+
+        return backward_of_wide(operands, residuals, dout, rules, params, interpret=interpret)
     # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
     operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))
@@ -190,11 +200,14 @@ def _gradients(
     if factor is not None:
         dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
+    if factor is not None:
+        # The kernels multiply their results: passes over these took up to a tenth of the backward.
+        inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), problem.batch))
     found, dbias = _run_backward(inputs, operands, problem, params, interpret)
     if dbias is not None and not problem.bias_whole:
         dbias = dbias.swapaxes(2, 3)
-    if factor is not None:
-        found, dbias = jax.tree.map(lambda x: (x * factor).astype(x.dtype), (found, dbias))
+    if dbias is not None and factor is not None:
+        dbias = (dbias * factor).astype(dbias.dtype)
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
@@ -253,7 +266,10 @@ def _run_backward(
     dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
     if fused:
         # Scaled here, with the rounding: no block of threads knows when a sum is complete.
-        dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
+        scale = problem.gradient_scale
+        if inputs.factor is not None:
+            scale = scale * inputs.factor[:, None, None, None]
+        dquery = (sums.dquery * scale).astype(problem.dtype)
     else:
         blocks = Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block)
         ranges = ranges_of_keys(operands, problem.rules, blocks, mask)
@@ -318,7 +334,7 @@ def _backward_inputs(
         None,
         None if dropout is None else _pad_axis(dropout, 2, padded[0]),
     ]
-    return BackwardInputs._make(fields)
+    return BackwardInputs(*fields)
 
 
 def _copied_bias(bias: jax.Array | None, problem: BackwardProblem, params: BackwardParams) -> jax.Array | None:

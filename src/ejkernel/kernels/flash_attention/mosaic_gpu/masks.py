@@ -39,6 +39,7 @@ class BackwardInputs(NamedTuple):
         mask: One bit per pair, set where the key is visible, 32 in a word: `[batch or 1, heads or 1, queries / 32,
             keys]`, or `keys / 32, queries` for a kernel whose blocks own queries.
         dropout: `[batch, heads, queries]`, the random word of each row.
+        factor: `[batch]` in float32, on the gradients of query, key and value; `None` is 1.
     """
 
     query: jax.Array
@@ -54,6 +55,11 @@ class BackwardInputs(NamedTuple):
     bias: jax.Array | None = None
     mask: jax.Array | None = None
     dropout: jax.Array | None = None
+    factor: jax.Array | None = None
+
+    def restored(self, gradient: jax.Array, example: jax.Array) -> jax.Array:
+        """Return an example's gradient times its factor."""
+        return gradient if self.factor is None else gradient * self.factor[example]
 
 
 class ScoreTile(NamedTuple):

@@ -10,6 +10,7 @@ from ejkernel.ops.errors import ConfigError
 
 # Keys are columns of one WGMMA, at most 256, and the summed axis of the other, in steps of 16.
 _KV_BLOCKS = range(16, 257, 16)
+_BACKWARD_KV_BLOCKS = {"fused": (0,), "split": (32, 64, 96, 128), "unfused": (128, 256)}  # by form
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class BackwardParams:
 
     Attributes:
         form: `fused`: the first kernel adds the query's gradient to float32 memory, in nondeterministic order; `split`:
-            two kernels, whose results repeat bit by bit.
+            two kernels, whose results repeat bit by bit; `unfused`, for wide heads alone: a kernel writes the weights
+            and the scores' gradient to memory, and XLA multiplies them.
         division: `keys`: each consumer owns 64 keys and computes all their products; `products`: for the same 64 keys,
             one consumer computes the probabilities and the value's gradient, the other the scores' gradient and the
             key's.
@@ -79,7 +81,8 @@ class BackwardParams:
         q_block: Queries in a step of the first kernel.
         q_stages: Pipeline stages of queries.
         dout_stages: Pipeline stages of the output's cotangent.
-        kv_block: Keys in a step of the second kernel; 0 in the fused form, like the two fields below.
+        kv_block: Keys in a step of the second kernel; 0 in the fused form, like the two fields below. Keys of a tile in
+            the unfused form, whose tiles have 128 queries and `q_stages` pipeline stages.
         kv_stages: Pipeline stages of keys and values of the second kernel.
         q_warpgroups: Consumer warpgroups of the second kernel, each with 64 queries.
         head_parts: Parts into which the query heads of one key head are divided. Each part has its blocks of threads in
@@ -102,13 +105,13 @@ class BackwardParams:
         split = self.form == "split"
         check_parameters(
             self,
-            form=("fused", "split"),
+            form=("fused", "split", "unfused"),
             division=("keys", "products"),
             warpgroups=(2,) if self.division == "products" else range(1, 4),
             q_block=(64, 128, 192),
-            q_stages=range(1, 5),
+            q_stages=range(1, 7),
             dout_stages=range(1, 5),
-            kv_block=(32, 64, 96, 128) if split else (0,),
+            kv_block=_BACKWARD_KV_BLOCKS.get(self.form, (0,)),
             kv_stages=range(1, 5) if split else (0,),
             q_warpgroups=range(1, 4) if split else (0,),
             head_parts=POSITIVE,
