@@ -334,7 +334,7 @@ def _backward_inputs(
         None,
         None if dropout is None else _pad_axis(dropout, 2, padded[0]),
     ]
-    return BackwardInputs(*fields)
+    return BackwardInputs._make([*fields, None])
 
 
 def _copied_bias(bias: jax.Array | None, problem: BackwardProblem, params: BackwardParams) -> jax.Array | None:

@@ -12,6 +12,7 @@ stored.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +99,10 @@ def backward_of_wide(
     """Return the gradients of query, key and value; the arguments are those of `launch.backward`."""
 
     def pull(*arrays: Any) -> tuple[jax.Array, ...]:
-        return _by_examples(lambda plan, *arrays: _gradients(*arrays, plan, interpret), arrays, rules, params)
+        def of_examples(plan: WidePlan, operands: Operands, residuals: Residuals, dout: jax.Array) -> Any:
+            return _gradients(operands, residuals, dout, plan, interpret)
+
+        return _by_examples(of_examples, arrays, rules, params)
 
     dquery, dkey, dvalue = fold_examples(pull)(*unify_varying((operands, residuals, dout)))
     return dquery, dkey, dvalue, None
@@ -317,7 +321,8 @@ class _WideKernel:
             highest = jnp.maximum(highest, piece)
         top = highest.max(axis=1)
         finite = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_hide else top
-        total = sum(jnp.exp2(piece - _wide(finite)) for piece in logits).sum(axis=1)
+        parts = [jnp.exp2(piece - _wide(finite)) for piece in logits]
+        total = functools.reduce(jnp.add, parts).sum(axis=1)
         self._store_parts(tile, warpgroup, top, total)
 
     def _weights(self, tile: _Tile, step: Any, warpgroup: Any) -> list[Any]:
