@@ -127,14 +127,14 @@ class _Part(NamedTuple):
 
     groups: int
     parts: int
-    index: int
+    number: int
 
     def __call__(self, x: jax.Array, axis: int) -> jax.Array:
         """Return the heads of this part; `axis` is that of all heads."""
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         return (
             x.reshape(*before, self.groups, self.parts, -1, *after)
-            .take(self.index, axis + 1)
+            .take(self.number, axis + 1)
             .reshape(*before, -1, *after)
         )
 
