@@ -239,7 +239,8 @@ def _run_backward(
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
-    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), mask)
+    hidden = mask if problem.skips_hidden else None
+    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), hidden)
     by_keys = unsliced(inputs._replace(ranges=jnp.asarray(ranges), mask=mask))
 
     def add_up(state: Any) -> None:
@@ -256,7 +257,7 @@ def _run_backward(
         dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
         blocks = Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block)
-        ranges = ranges_of_keys(operands, problem.rules, blocks, mask)
+        ranges = ranges_of_keys(operands, problem.rules, blocks, hidden)
         # A tile's rows are queries here: a word holds 32 keys.
         mask = packed(operands.attention_mask, sizes, 3)
         by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
@@ -281,8 +282,8 @@ def _empty_bias(
     if not problem.bias_whole:
         return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
     # The kernel does not store tiles that it skips.
-    rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
-    skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
+    rules, hides = problem.rules, (operands.query_segments, operands.query_lengths, operands.key_lengths)
+    skips = problem.skips_hidden or any(x is not None for x in (*hides, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
     if not bias_in_tiles(problem, params):
         sizes = (problem.queries, -(-problem.keys // 8) * 8)

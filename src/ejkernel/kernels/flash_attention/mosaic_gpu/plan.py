@@ -342,6 +342,11 @@ class BackwardProblem(AttentionSizes):
         return self.heads // self.groups
 
     @property
+    def skips_hidden(self) -> bool:
+        """Whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
+        return self.mask and self.batch * self.heads * self.queries * self.keys > _FEW_SCORES
+
+    @property
     def ahead(self) -> int:
         """The position of query 0 among the keys."""
         return self.keys - self.queries
