@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.common import (
 )
 
 from .params import BackwardParams, ForwardParams
-from .plan import BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
+from .plan import FEW_SCORES, BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -239,7 +239,7 @@ def _run_backward(
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
-    hidden = mask if problem.skips_hidden else None
+    hidden = mask if skips_hidden(problem) else None
     ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), hidden)
     by_keys = unsliced(inputs._replace(ranges=jnp.asarray(ranges), mask=mask))
 
@@ -265,6 +265,11 @@ def _run_backward(
     return (dquery, dkey, dvalue), sums.dbias
 
 
+def skips_hidden(problem: BackwardProblem) -> bool:
+    """Return whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
+    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > FEW_SCORES
+
+
 def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
     """Return `[batch, keys, groups * parts, dim]` with the parts of each group added up."""
     if parts == 1:
@@ -283,7 +288,7 @@ def _empty_bias(
         return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
     # The kernel does not store tiles that it skips.
     rules, hides = problem.rules, (operands.query_segments, operands.query_lengths, operands.key_lengths)
-    skips = problem.skips_hidden or any(x is not None for x in (*hides, rules.left, rules.right))
+    skips = skips_hidden(problem) or any(x is not None for x in (*hides, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
     if not bias_in_tiles(problem, params):
         sizes = (problem.queries, -(-problem.keys // 8) * 8)
