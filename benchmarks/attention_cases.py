@@ -179,6 +179,8 @@ CASES = {
     "float32 D64 2k": _case(2048, (8, 8), 64, 2, dtype="float32"),
     "float32 D128 4k": _case(4096, (16, 4), 128, 2, dtype="float32"),
     "float32 D64 577": _case(577, (12, 12), 64, 16, causal=False, dtype="float32"),
+    "float32 D136 8k": _case(8192, (64, 8), 136, 1, dtype="float32"),
+    "float32 D64 40k": _case(40000, (1, 1), 64, 1, dtype="float32"),
     "D512 one key head": _case(2048, (8, 1), 512, 2),
     "window 128 D64 sinks": _case(4096, (64, 8), 64, 1, window=128, sinks=True),
     "window 256 D64": _case(8192, (32, 8), 64, 1, window=256),

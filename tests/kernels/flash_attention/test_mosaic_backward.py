@@ -155,6 +155,23 @@ def test_gradients_match_reference(mosaic, case, params):
         assert error(wanted, gradient) < 5e-3
 
 
+@pytest.mark.parametrize("few", [0, 2**24], ids=["tiles skipped", "tiles visited"])
+def test_a_mask_may_hide_whole_tiles(mosaic, monkeypatch, few):
+    """Only in large calls are these tiles found before the kernel."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(mosaic, "FEW_SCORES", few)
+    case = Small(queries=64, keys=256, bias=(1, 1, 64, 256), mask=(1, 1, 1, 256))
+    assert mosaic.skips_hidden(mosaic.backward_problem(described(case))) == (few == 0)
+    operands, _, dout, _ = operands_and_residuals(case)
+    operands = operands._replace(attention_mask=jnp.arange(256)[None, None, None] < 100)
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout, (*NAMES, "bias"))
+    run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
+    for wanted, gradient in zip(expected, found, strict=True):
+        assert error(wanted, gradient) < 5e-3
+
+
 def test_neither_a_bias_nor_its_gradient_is_padded_in_memory(mosaic):
     case = Small(queries=200, keys=584, bias=(1, 1, 200, 584))
     run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED)

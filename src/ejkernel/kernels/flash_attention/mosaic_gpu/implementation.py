@@ -23,9 +23,9 @@ from . import backward_support, forward_support, wide_support
 from .choice import expected_gain
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
-from .single import backward_of_single, forward_of_single
+from .single import forward_of_single
+from .slices import backward_in_slices, slice_of, slicing_reason
 
-_MOST_SINGLE_ROWS = 32768
 _LEAST_QUERIES = 256
 _LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
 _ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
@@ -89,7 +89,7 @@ class MosaicGpu(AttentionImplementation):
         self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams
     ) -> Gradients:
         """See `launch.backward`."""
-        run = backward_of_single if operands.query.dtype == jnp.float32 else backward
+        run = backward_in_slices if operands.query.dtype == jnp.float32 else backward
         return run(operands, residuals, dout, rules, params)
 
 
@@ -101,7 +101,9 @@ def _support(call: AttentionCall) -> Any:
 
 def _in_half(call: AttentionCall) -> AttentionCall:
     """Return the call that the kernels run."""
-    return dataclasses.replace(call, dtype="float16") if call.dtype == "float32" else call
+    if call.dtype != "float32":
+        return call
+    return dataclasses.replace(slice_of(call) if call.backward else call, dtype="float16")
 
 
 def _precision_reason(call: AttentionCall) -> str | None:
@@ -112,13 +114,7 @@ def _precision_reason(call: AttentionCall) -> str | None:
         return (
             f"jax_default_matmul_precision is {call.default_precision!r}, and 'mosaic_gpu' rounds float32; use 'xla'."
         )
-    rows = call.query[1] * (call.query[2] // call.key[2])
-    if call.backward and rows > _MOST_SINGLE_ROWS:
-        return (
-            f"the gradient of a float32 key may be a sum over {rows} rows (queries times heads per key head), and has "
-            f"few digits in float16 beyond {_MOST_SINGLE_ROWS}; use 'xla', or bfloat16."
-        )
-    return None
+    return slicing_reason(call) if call.backward else None
 
 
 def _repeats(call: AttentionCall, params: Any) -> bool:

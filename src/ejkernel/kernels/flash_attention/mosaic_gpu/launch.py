@@ -25,7 +25,7 @@ from ejkernel.kernels.flash_attention.common import (
 )
 
 from .params import BackwardParams, ForwardParams
-from .plan import BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
+from .plan import FEW_SCORES, BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
 from .visibility import (
     Blocks,
     block_table,
@@ -252,7 +252,8 @@ def _run_backward(
     kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
     # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
-    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), mask)
+    hidden = mask if skips_hidden(problem) else None
+    ranges = ranges_of_queries(operands, problem.rules, Blocks(queries=params.q_block, keys=params.keys), hidden)
     by_keys = unsliced(inputs._replace(ranges=jnp.asarray(ranges), mask=mask))
 
     def add_up(state: Any) -> None:
@@ -272,12 +273,17 @@ def _run_backward(
         dquery = (sums.dquery * scale).astype(problem.dtype)
     else:
         blocks = Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block)
-        ranges = ranges_of_keys(operands, problem.rules, blocks, mask)
+        ranges = ranges_of_keys(operands, problem.rules, blocks, hidden)
         # A tile's rows are queries here: a word holds 32 keys.
         mask = packed(operands.attention_mask, sizes, 3)
         by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
         dquery = QueriesKernel(problem, params, backend).run(by_queries)
     return (dquery, dkey, dvalue), sums.dbias
+
+
+def skips_hidden(problem: BackwardProblem) -> bool:
+    """Return whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
+    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > FEW_SCORES
 
 
 def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
@@ -297,8 +303,8 @@ def _empty_bias(
     if not problem.bias_whole:
         return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
     # The kernel does not store tiles that it skips.
-    rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
-    skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
+    rules, hides = problem.rules, (operands.query_segments, operands.query_lengths, operands.key_lengths)
+    skips = skips_hidden(problem) or any(x is not None for x in (*hides, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
     if not bias_in_tiles(problem, params):
         sizes = (problem.queries, -(-problem.keys // 8) * 8)

@@ -23,7 +23,7 @@ ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup 
 REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
 _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
-_FEW_SCORES = 1 << 24
+FEW_SCORES = 1 << 24
 _CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
@@ -285,7 +285,7 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
 def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
     """Return whether the blocks of keys that a mask hides are found before the kernel, which takes about 8 us."""
     batch, queries, heads, _ = call.query
-    return call.key[1] > 2 * kv_block and batch * heads * queries * call.key[1] > _FEW_SCORES
+    return call.key[1] > 2 * kv_block and batch * heads * queries * call.key[1] > FEW_SCORES
 
 
 def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
