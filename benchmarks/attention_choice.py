@@ -42,7 +42,7 @@ def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
     names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
     names += widely_drawn_names(27182, 60)
-    names += [name for name in widely_drawn_names(31415, 240) if case_named(name).dtype == "float16"]
+    names += [name for name in widely_drawn_names(31415, 420) if case_named(name).dtype == "float16"]
     return [name for name in names if is_open(case_named(name))]
 
 
@@ -225,7 +225,7 @@ def entries_of(cases: Sequence[str]) -> list[Direction]:
 
 def store(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Write the data file, a line for each row."""
-    kept = ("direction", "sizes", "left", "right", "lengths", "us")
+    kept = ("direction", "sizes", "left", "right", "lengths", "dtype", "us")
     lines = ",\n".join(json.dumps({name: row[name] for name in kept if name in row}) for row in rows)
     file.write_text(
         f'{{"environment": {json.dumps(report.environment())},\n"calls": [\n{lines}\n]}}\n', encoding="utf-8"

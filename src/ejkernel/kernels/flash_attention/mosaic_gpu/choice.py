@@ -24,6 +24,7 @@ _FILE = "flash_attention_h200.json"
 _WIDTHS = {False: 0.35, True: 0.7}  # of the weights, in units of `_position`: forward, backward
 _NARROW, _MOST_WARPGROUPS = 64, 3  # of heads, and of the forward's tiles for these
 _USUAL = 0.04  # the gain of our kernels where no similar call was measured
+_USUAL_IN_HALF = -0.1  # of backwards in float16 with 65 to 128 columns
 _USUAL_WEIGHT = 0.3  # of the usual gain, where an equal call has 1
 
 
@@ -46,7 +47,8 @@ def expected_gain(call: AttentionCall, without: AttentionCall | None = None) -> 
     weights = np.exp(distances / (-2 * _WIDTHS[call.backward] ** 2))
     if without is not None:
         weights = np.where([one == without for one in calls], 0, weights)
-    return float((weights @ gains + _USUAL_WEIGHT * _USUAL) / (weights.sum() + _USUAL_WEIGHT))
+    usual = _USUAL_IN_HALF if call.backward and call.dtype == "float16" and 64 < call.query[3] <= 128 else _USUAL
+    return float((weights @ gains + _USUAL_WEIGHT * usual) / (weights.sum() + _USUAL_WEIGHT))
 
 
 def measured() -> Iterator[Measured]:
@@ -82,7 +84,7 @@ def _position(call: AttentionCall) -> tuple[float, ...]:
         # The more heads share keys, the more ours gains in the backward; in a short window it loses without them.
         1.2 * call.backward * math.log2(heads / call.key[2]),
         0.7 * call.backward * shortness,
-        0.7 * call.backward * (call.dtype == "float16"),  # its backward also limits the range of gradients
+        1.0 * call.backward * (call.dtype == "float16"),  # its backward also limits the range of gradients
     )
 
 
