@@ -15,6 +15,7 @@ from ejkernel.kernels._options import type_text
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import frames_hidden
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -24,6 +25,7 @@ from .paged_attention import PagedAttentionConfig, paged_attention
 Cache = Any  # one array or a pair
 
 
+@frames_hidden
 def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     queries: Float[Array, "tokens heads head_dim"],
     keys: Float[Array, "tokens kv_heads head_dim"] | None,
