@@ -255,3 +255,32 @@ def test_a_wrong_argument_is_named(changes, words):
 def test_names_of_other_libraries_are_explained():
     with pytest.raises(CallError, match="sliding_window= is the number of earlier keys"):
         paged_attention(*batch_of(DECODE), window_size=3)
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array])
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "words"),
+    [
+        ([1, 2, 3], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[1, 2, 3\]"),
+        ([0, 3, 1], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[0, 3, 1\]"),
+        ([0, 1, 3], [4, 1], r"kv_lengths must count the new tokens as well: sequence 1 has 2 new tokens, and .* is 1"),
+        ([0, 1, 9], [4, 8], r"query_offsets must end at the number of new tokens, 3, or before it; got \[0, 1, 9\]"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_named(kind, offsets, lengths, words):
+    cache, new, table = jnp.ones((9, 4, 2, 2, 8)), jnp.ones((3, 2, 8)), jnp.zeros((2, 2), int)
+    batch = kind(offsets), kind(lengths)
+    shape = {"heads": 2, "kv_heads": 2, "page_size": 4, "tokens": 3, "pages": 9, "page_table": table}
+    calls = [
+        lambda: paged_attention(new, cache, table, *batch),
+        lambda: append_to_pages(cache, new, new, table, *batch),
+        lambda: paged_plan(*batch, **shape),
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+
+
+def test_a_row_of_padding_has_no_keys():
+    batch = np.array([0, 1, 2]), np.array([4, 0])
+    paged_plan(*batch, heads=2, kv_heads=2, page_size=4)

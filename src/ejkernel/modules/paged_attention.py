@@ -21,7 +21,6 @@ from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
-from ejkernel.ops.utils.values.signature import is_array
 
 Pages = Float[Array, "pages page_size kv_heads 2 head_dim"] | Int[Array, "pages page_size kv_heads 2 head_dim"]
 Scale = Number | Float[Array, " kv_heads"]
@@ -174,7 +173,8 @@ def paged_attention(
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
     if plan is None:  # the plan has offsets and lengths that were checked with it
-        arguments.check_batch_values(query_offsets, kv_lengths, q.shape[0] if is_array(q) and q.shape else None)
+        arguments.check_main(q, kv_pages)
+        arguments.check_batch_values(query_offsets, kv_lengths, q.shape[0])
     return _paged_attention(
         q,
         kv_pages,
