@@ -284,3 +284,28 @@ def test_values_that_do_not_fit_together_are_named(kind, offsets, lengths, words
 def test_a_row_of_padding_has_no_keys():
     batch = np.array([0, 1, 2]), np.array([4, 0])
     paged_plan(*batch, heads=2, kv_heads=2, page_size=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"queries": None}, r"queries must be an array \[tokens, heads, head_dim\]; got NoneType\."),
+        ({"keys": 3}, r"keys must be an array .*; got int, or pass update_kv_cache=False if the cache has them"),
+        ({"kv_lens": [4, 4]}, r"kv_lens must be an integer array \[sequences\]; got list"),
+        ({"kv_lens": jnp.array(3)}, r"kv_lens must be an integer array \[sequences\]; got int32\[\]"),
+        ({"page_indices": jnp.zeros(3, int)}, r"page_indices must be .* as many pages for each of the 2 kv_lens; got"),
+        ({"cu_q_lens": jnp.array([0, 1])}, r"cu_q_lens must be an integer array \[sequences \+ 1\] = \(3,\); got"),
+        ({"distribution": jnp.ones(3)}, r"distribution must be an integer array .*; got float32\[3\]"),
+        ({"sm_scale": "a"}, "sm_scale must be a positive number or None, got 'a'"),
+        ({"q_scale": -1}, "q_scale must be a positive number or None, got -1"),
+        ({"use_causal_mask": 3}, "use_causal_mask must be True or False, got 3"),
+        ({"update_kv_cache": None}, "update_kv_cache must be True or False, got None"),
+        ({"sm_scal": 1.0}, "ragged_paged_attention has no argument `sm_scal`; did you mean `sm_scale=`?"),
+    ],
+)
+def test_a_wrong_argument_of_the_ragged_form_is_named(changes, words):
+    new = jnp.ones((3, 2, 8))
+    given = {"queries": new, "keys": new, "values": new, "kv_cache": jnp.ones((9, 4, 4, 8))}
+    given |= {"kv_lens": jnp.array([4, 4]), "page_indices": jnp.zeros(4, int), "cu_q_lens": jnp.array([0, 1, 3])}
+    with pytest.raises((ArgumentError, CallError), match=words):
+        ragged_paged_attention(**given | {"distribution": jnp.array([0, 0, 2])} | changes)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels._options import int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention import cache
@@ -155,8 +156,10 @@ class PagePool:
         """The sequences of the pool, oldest first."""
         return tuple(self._sequences)
 
+    @frames_hidden
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
+        self._check_tokens(tokens)
         return -(-tokens // self.page_size)
 
     @frames_hidden
@@ -227,6 +230,10 @@ class PagePool:
         Raises:
             ArgumentError: A sequence has more pages than columns, or is not in the pool.
         """
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError(f"sequences must be a list of sequences of the pool, got {sequences!r}.")
+        if columns is not None and (not is_integer(columns) or columns < 0):
+            raise ArgumentError(f"columns must be an integer >= 0 or None, got {columns!r}.")
         pages = [self._of(sequence).pages for sequence in sequences]
         longest = max(map(len, pages), default=0)
         if columns is not None and columns < longest:
@@ -255,7 +262,7 @@ class PagePool:
         return pages
 
     def _of(self, sequence: int) -> _Sequence:
-        if sequence not in self._sequences:
+        if not is_integer(sequence) or sequence not in self._sequences:
             known = ", ".join(map(str, list(self._sequences)[:8])) + ", ..." * (len(self._sequences) > 8)
             raise ArgumentError(
                 f"sequence must be the number of a sequence of the pool ({known or 'it has none'}), got {sequence!r}; "
@@ -265,5 +272,5 @@ class PagePool:
 
     @staticmethod
     def _check_tokens(tokens: object) -> None:
-        if not isinstance(tokens, int | np.integer) or tokens < 0:
+        if not is_integer(tokens) or tokens < 0:
             raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")
