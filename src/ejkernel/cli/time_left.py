@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
@@ -150,7 +150,7 @@ class TimeLeft:
         is_first = len(running) == 1 == len(self._searches) and self._budget is None
         if not is_first or running[0].rounds is None or running[0].rounds.left() is None:
             return None
-        own = self._left(running[0], 0.0)
+        own: float = self._left(running[0], 0.0)
         return own + (self._count - 1) * (self._clock() - running[0].began + own)
 
     def _by_first_in_words(self) -> str:
@@ -191,5 +191,5 @@ class TimeLeft:
         expected = (rounds.expected or 0.0) - (rounds.now - rounds.began)
         return max(left, expected)
 
-    def _running(self) -> list[Any]:
+    def _running(self) -> list[_Search]:
         return [search for search in self._searches.values() if search.ended is None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -271,6 +272,6 @@ class PagePool:
         return self._sequences[sequence]
 
     @staticmethod
-    def _check_tokens(tokens: object) -> None:
+    def _check_tokens(tokens: Any) -> None:
         if not is_integer(tokens) or tokens < 0:
             raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")

@@ -466,8 +466,3 @@ def test_a_kernels_tuning_gives_its_configuration_or_a_result_that_prints_and_ta
 def test_only_a_kernel_is_tuned_as_one():
     with pytest.raises(ArgumentError, match=r"kernel must be a Kernel .*FlashAttention.*got"):
         ops.autotune_kernel(jnp.sin, X)
-
-
-def test_an_explanation_of_a_function_without_calls_is_a_warning():
-    with pytest.warns(OfflineWarning, match="made no call of an operation; there is nothing to explain"):
-        assert not ops.default_executor().explain(lambda x: x + 1, X)
