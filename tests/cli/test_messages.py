@@ -45,6 +45,7 @@ def test_a_cache_folder_that_is_a_file_is_an_error(command, tmp_path, monkeypatc
     assert f"{file} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_need_a_folder(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra, and is not installed")
     file, folder = tmp_path / "file", save(tmp_path / "configs", found())

@@ -92,15 +92,15 @@ def check_batch_values(query_offsets: Any, kv_lengths: Any, tokens: Any = None) 
     offsets, lengths = _on_host(query_offsets), _on_host(kv_lengths)
     if offsets is None or lengths is None or len(offsets) != len(lengths) + 1:  # other checks reject wrong shapes
         return
-    new = np.diff(offsets)
-    if offsets[0] != 0 or (new < 0).any():
+    new = offsets[1:] - offsets[:-1]
+    if offsets[0] != 0 or new.min(initial=0) < 0:
         raise ArgumentError(
             "query_offsets must start at 0 and never fall: they are the cumulative numbers of new tokens, e.g. "
             f"np.cumsum([0, *new_tokens]); got {_values_text(offsets)}."
         )
-    short = np.flatnonzero((lengths < new) & (lengths != 0))  # 0: a row of padding
-    if short.size:
-        row = int(short[0])
+    short = (lengths < new) & (lengths != 0)  # 0: a row of padding
+    if short.any():
+        row = int(short.argmax())
         raise ArgumentError(
             f"kv_lengths must count the new tokens as well: sequence {row} has {new[row]} new tokens, and "
             f"kv_lengths[{row}] is {lengths[row]}; add the numbers of new tokens, np.diff(query_offsets)."
@@ -113,12 +113,12 @@ def check_batch_values(query_offsets: Any, kv_lengths: Any, tokens: Any = None) 
 
 def _on_host(array: Any) -> Any:
     """Return the integers of an array of one axis as int64; `None` if reading them might wait for a device."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, np.ndarray | jax.Array) or array.ndim != 1:
-        return None
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        return None
-    is_near = isinstance(array, np.ndarray) or all(device.platform == "cpu" for device in array.devices())
-    return np.asarray(array).astype(np.int64) if is_near and getattr(array, "is_fully_addressable", True) else None
+    if not isinstance(array, np.ndarray):
+        if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.is_fully_addressable:
+            return None
+        if any(device.platform != "cpu" for device in array.devices()):
+            return None
+    return np.asarray(array, np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
 def _values_text(values: Any) -> str:
