@@ -115,6 +115,17 @@ def test_a_narrow_terminal_has_no_bar(screen):
     assert ("━" in text.getvalue()) == (console.width == 200)
 
 
+def test_a_pipe_gets_the_time_left_once_the_first_call_shows_it():
+    clock, text = Seconds(), io.StringIO()
+    console = Console(file=text, width=200)
+    with Progress(console=console, disable=True) as progress:
+        shown = SearchBar(progress, console, 3, "tuning", clock=clock)
+        shown.step(CALLS[0], 2, 2)
+        for done, clock.now in ((0, 0.0), (5, 5.0), (6, 6.0)):
+            shown.hear(RoundsFinished(CALLS[0].key, 2, done, 10, False))
+    assert text.getvalue().splitlines()[1:] == ["about 55 s left if all calls take as long"]
+
+
 def test_a_pipe_gets_one_line_for_each_call():
     text = io.StringIO()
     with bars(Console(file=text, width=20), 2, "tuning") as shown:

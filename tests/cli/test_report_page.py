@@ -17,6 +17,7 @@ from tests.cli.searches import HOSTILE, SCRIPT, Page, Reported, Tile, call, fail
 
 from ejkernel.cli import main, report_data, report_page
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
 
@@ -265,3 +266,22 @@ def test_only_the_calls_of_a_device_are_shown(tmp_path, capsys):
     assert [each["device"] for each in json.loads(capsys.readouterr().out)] == ["gpu:a100"]
     assert main(["report", "--cache", str(tmp_path / "configs"), "--device", "b200"]) == 1
     assert "for a device with 'b200' in its name" in capsys.readouterr().err
+
+
+def test_it_shows_how_often_a_run_makes_a_call_if_tune_knew(tmp_path, capsys):
+    folder, data = tmp_path / "configs", found()
+    assert 'data-l="Times"' not in reported(save(folder, data), tmp_path)
+    store = MeasurementStore(folder)
+    store.times = {data.key: 12}
+    store.save(data)
+    html = reported(folder, tmp_path)
+    assert re.search(r'data-l="Times" class="n" data-v="12">12</td>', html)
+    assert "12 times in a run of the tuned program" in html
+    capsys.readouterr()
+    assert main(["report", "--cache", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["times"] == 12
+    assert main(["report", "--cache", str(folder), "--against", "previous", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"][0]["times"] == 12
+    output = tmp_path / "both.html"
+    assert main(["report", "--cache", str(folder), "--against", "previous", "--output", str(output)]) == 0
+    assert 'data-l="Times" class="n" data-v="12">12</td>' in output.read_text(encoding="utf-8")

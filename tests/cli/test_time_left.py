@@ -88,6 +88,20 @@ def test_before_a_search_has_ended_the_budget_is_known_or_the_time_to_compile(sh
     assert left.total() == words
 
 
+def test_without_a_budget_the_first_call_stands_for_all():
+    clock, left = searches()
+    left.step(KEYS[0], 1.0)
+    clock.now = 4.0
+    left.sample(RoundsFinished(KEYS[0], 2, 0, 10, False))
+    assert not left.knows_calls
+    clock.now = 8.0
+    left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))  # 4 s more, and 8 s to confirm: 20 s for each call
+    assert left.knows_calls
+    assert left.total() == ", about 72 s left if all calls take as long"
+    left.step(KEYS[1], 0.0)
+    assert left.total() == ""
+
+
 def test_without_measurements_a_compiled_call_is_over():
     clock, left = searches(measures=False)
     left.step(KEYS[0], 0.0)

@@ -176,3 +176,18 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = pytest.mark.slow(Pool.TestCase)
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda pool: pool.table(3), "sequences must be a list of sequences of the pool, got 3"),
+        (lambda pool: pool.table([], columns="a"), "columns must be an integer >= 0 or None, got 'a'"),
+        (lambda pool: pool.free([1]), r"sequence must be the number of a sequence .* got \[1\]"),
+        (lambda pool: pool.pages_for("a"), "tokens must be an integer >= 0, got 'a'"),
+        (lambda pool: pool.allocate(True), "tokens must be an integer >= 0, got True"),
+    ],
+)
+def test_a_wrong_argument_of_the_pool_is_named(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call(PagePool(4, PAGE))

@@ -23,7 +23,7 @@ from ejkernel.modules import (
     token_log_probs,
 )
 from ejkernel.ops import ArgumentError, ConfigError, Invocation
-from ejkernel.ops.errors import CallError
+from ejkernel.ops.errors import CallError, KernelWarning
 
 pytestmark = pytest.mark.slow
 
@@ -411,3 +411,8 @@ def test_other_wrong_calls_say_what_to_do():
         token_log_probs(x, weight, labels, z_loss=1e-4)
     with pytest.raises(ConfigError, match="form must be 'rows' or 'vocabulary', got 'columns'"):
         XlaParams(form="columns")
+
+
+def test_a_memory_limit_below_every_configuration_is_a_warning_with_the_bytes_needed():
+    with pytest.warns(KernelWarning, match=r"memory_limit=10 is less than every configuration needs.* at least 256\."):
+        linear_cross_entropy(jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.zeros(4, int), memory_limit=10)

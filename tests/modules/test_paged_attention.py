@@ -255,3 +255,57 @@ def test_a_wrong_argument_is_named(changes, words):
 def test_names_of_other_libraries_are_explained():
     with pytest.raises(CallError, match="sliding_window= is the number of earlier keys"):
         paged_attention(*batch_of(DECODE), window_size=3)
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array])
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "words"),
+    [
+        ([1, 2, 3], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[1, 2, 3\]"),
+        ([0, 3, 1], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[0, 3, 1\]"),
+        ([0, 1, 3], [4, 1], r"kv_lengths must count the new tokens as well: sequence 1 has 2 new tokens, and .* is 1"),
+        ([0, 1, 9], [4, 8], r"query_offsets must end at the number of new tokens, 3, or before it; got \[0, 1, 9\]"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_named(kind, offsets, lengths, words):
+    cache, new, table = jnp.ones((9, 4, 2, 2, 8)), jnp.ones((3, 2, 8)), jnp.zeros((2, 2), int)
+    batch = kind(offsets), kind(lengths)
+    shape = {"heads": 2, "kv_heads": 2, "page_size": 4, "tokens": 3, "pages": 9, "page_table": table}
+    calls = [
+        lambda: paged_attention(new, cache, table, *batch),
+        lambda: append_to_pages(cache, new, new, table, *batch),
+        lambda: paged_plan(*batch, **shape),
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+
+
+def test_a_row_of_padding_has_no_keys():
+    batch = np.array([0, 1, 2]), np.array([4, 0])
+    paged_plan(*batch, heads=2, kv_heads=2, page_size=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"queries": None}, r"queries must be an array \[tokens, heads, head_dim\]; got NoneType\."),
+        ({"keys": 3}, r"keys must be an array .*; got int, or pass update_kv_cache=False if the cache has them"),
+        ({"kv_lens": [4, 4]}, r"kv_lens must be an integer array \[sequences\]; got list"),
+        ({"kv_lens": jnp.array(3)}, r"kv_lens must be an integer array \[sequences\]; got int32\[\]"),
+        ({"page_indices": jnp.zeros(3, int)}, r"page_indices must be .* as many pages for each of the 2 kv_lens; got"),
+        ({"cu_q_lens": jnp.array([0, 1])}, r"cu_q_lens must be an integer array \[sequences \+ 1\] = \(3,\); got"),
+        ({"distribution": jnp.ones(3)}, r"distribution must be an integer array .*; got float32\[3\]"),
+        ({"sm_scale": "a"}, "sm_scale must be a positive number or None, got 'a'"),
+        ({"q_scale": -1}, "q_scale must be a positive number or None, got -1"),
+        ({"use_causal_mask": 3}, "use_causal_mask must be True or False, got 3"),
+        ({"update_kv_cache": None}, "update_kv_cache must be True or False, got None"),
+        ({"sm_scal": 1.0}, "ragged_paged_attention has no argument `sm_scal`; did you mean `sm_scale=`?"),
+    ],
+)
+def test_a_wrong_argument_of_the_ragged_form_is_named(changes, words):
+    new = jnp.ones((3, 2, 8))
+    given = {"queries": new, "keys": new, "values": new, "kv_cache": jnp.ones((9, 4, 4, 8))}
+    given |= {"kv_lens": jnp.array([4, 4]), "page_indices": jnp.zeros(4, int), "cu_q_lens": jnp.array([0, 1, 3])}
+    with pytest.raises((ArgumentError, CallError), match=words):
+        ragged_paged_attention(**given | {"distribution": jnp.array([0, 0, 2])} | changes)

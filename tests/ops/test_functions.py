@@ -202,6 +202,12 @@ def test_a_space_has_many_forms(form):
     assert listed(made(rows_only, **FORMS[form]), X) == [{"rows": 1}, {"rows": 2}, {"rows": 4}]
 
 
+@pytest.mark.parametrize("values", [[], (), range(0)])
+def test_an_axis_without_values_is_an_error_even_with_a_heuristic(values):
+    with pytest.raises(KernelError, match=r"space\['rows'\] must have at least one value, got .*e.g. \[64, 128\]"):
+        made(rows_only, space={"rows": values}, heuristic=lambda inv: {"rows": 1})
+
+
 def test_values_are_searched_rather_than_listed():
     assert isinstance(candidates_of(shows, Invocation(kernel=shows, args=(X,))), ConfigSpace)
 

@@ -30,6 +30,7 @@ from ejkernel.ops.errors import (
     UnstableKeyError,
 )
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.values.signature import describe_static
 
 X = np.ones(8, np.float32)
 
@@ -323,3 +324,22 @@ def test_our_own_errors_in_a_hook_keep_their_type():
 def test_exceptions_of_run_are_unchanged():
     with pytest.raises(ValueError, match=r"^boom\b"):
         call(kernel(Failing, heuristic_cfg=TILE))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.PersistentCache("x", layers=[3]), "layers must contain only folders and URLs, got 3"),
+        (
+            lambda: ops.autotune(kernel(config_space=[Tile()]), jax.ShapeDtypeStruct((8,), "float32"), inputs=True),
+            "inputs=True needs arrays to measure with, got ShapeDtypeStruct.* pass arrays, or a function",
+        ),
+        (
+            lambda: describe_static({"table": X}),
+            "is an array inside a static argument, .* pass the array as an argument",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_errors_with_the_fix(call, message):
+    with pytest.raises((ArgumentError, ConfigError, UnstableKeyError), match=message):
+        call()

@@ -118,6 +118,7 @@ class ComparedCall:
         arguments: The arguments as text.
         before, after: The sides; `None` if the call is not in it.
         ratio: The ratio of the times; `None` unless both are known, by the same timer.
+        times: How often a run of the tuned program makes the call, after or else before; `None` if unknown.
     """
 
     op: str
@@ -126,6 +127,7 @@ class ComparedCall:
     before: Side | None
     after: Side | None
     ratio: Ratio | None
+    times: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -247,6 +249,7 @@ def _pairs(
             before=None if mine is None else Side.of(mine),
             after=None if theirs is None else Side.of(theirs),
             ratio=None if mine is None or theirs is None else _ratio(mine, theirs),
+            times=next((side.times for side in (theirs, mine) if side is not None and side.times), None),
         )
 
 

@@ -19,6 +19,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import counted, duration
 
 _WIDE: Final = 140  # columns of a terminal that has room for a bar beside the text
+_LONG: Final = 10.0  # seconds left that are worth a line on a pipe
 _BAR: Final = 42  # columns of the bar with its spaces
 
 
@@ -53,6 +54,7 @@ class SearchBar:
         self._best: dict[ConfigKey, float] = {}  # seconds
         self._current: tuple[Invocation[Any, Any], int, int] | None = None
         self._rounds: dict[ConfigKey, RoundsFinished] = {}
+        self._has_told = False
 
     def hear(self, event: Event) -> None:
         """Show the time of a measured candidate if it is the best of its call so far, and finished rounds."""
@@ -63,6 +65,7 @@ class SearchBar:
             self._time.sample(event)
             if self._current is not None and self._current[0].key == event.key:
                 self._show(*self._current)
+            self._tell_once()
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
         if event.outcome.seconds < self._best.get(event.key, math.inf):
@@ -81,6 +84,14 @@ class SearchBar:
             where = f"({self._number(inv)} of {self._count})"
             text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._time.total()}"
             self._console.print(text, highlight=False, soft_wrap=True)
+
+    def _tell_once(self) -> None:
+        """Print the time left of all calls on a pipe when the first call's rounds have shown it."""
+        seconds = self._time.by_first()
+        if self._console.is_terminal or self._has_told or seconds is None or seconds < _LONG:
+            return
+        self._has_told = True
+        self._console.print(self._time.total().removeprefix(", "), highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""

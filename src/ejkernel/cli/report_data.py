@@ -75,6 +75,7 @@ class CallReport(SearchView):
         notes: Why the heuristic stays, and further remarks on the search.
         throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
         peak: The peak of the device, if it is known and the kernel defines a cost.
+        times: How often a run of the program that was tuned makes the call; `None` if unknown.
     """
 
     op: str
@@ -93,6 +94,7 @@ class CallReport(SearchView):
     notes: tuple[str, ...] = ()
     throughput: tuple[Throughput, ...] = ()
     peak: Peak | None = None
+    times: int | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -228,6 +230,7 @@ def _with_search(
         notes=tuple(map(printable_lines, filter(None, notes))),
         throughput=throughput,
         peak=peak,
+        times=search.times if search.times > 0 else None,
     )
 
 

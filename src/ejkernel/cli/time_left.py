@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
@@ -118,8 +118,11 @@ class TimeLeft:
 
     @property
     def knows_calls(self) -> bool:
-        """Whether a search has ended, so that the time of others can be estimated."""
-        return any(search.ended is not None for search in self._searches.values())
+        """Whether the time of all calls can be estimated: from a search that has ended, or from the first one's rounds.
+
+        With a budget, the rounds of the first search say little about the others.
+        """
+        return any(search.ended is not None for search in self._searches.values()) or self.by_first() is not None
 
     def total(self) -> str:
         """Return the time left of all searches, in words; empty if nothing is known about it."""
@@ -136,7 +139,25 @@ class TimeLeft:
             most = self._budget * (self._count - sum(search.done for search in running))
             words = f"{self._budget:g} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left ({words})" if most > 0 else ""
-        return self._to_compile(running)
+        return self._by_first_in_words() or self._to_compile(running)
+
+    def by_first(self) -> float | None:
+        """Return the seconds left if all calls take as long as the first, which is being measured.
+
+        `None` with a budget, and before the first call's rounds show how long it takes.
+        """
+        running = self._running()
+        is_first = len(running) == 1 == len(self._searches) and self._budget is None
+        if not is_first or running[0].rounds is None or running[0].rounds.left() is None:
+            return None
+        own: float = self._left(running[0], 0.0)
+        return own + (self._count - 1) * (self._clock() - running[0].began + own)
+
+    def _by_first_in_words(self) -> str:
+        seconds = self.by_first()
+        if seconds is None:
+            return ""
+        return f", about {seconds:.0f} s left" + " if all calls take as long" * (self._count > 1)
 
     def _to_compile(self, running: list[_Search]) -> str:
         """Return the time of compiling the first searches, in words."""
@@ -170,5 +191,5 @@ class TimeLeft:
         expected = (rounds.expected or 0.0) - (rounds.now - rounds.began)
         return max(left, expected)
 
-    def _running(self) -> list[Any]:
+    def _running(self) -> list[_Search]:
         return [search for search in self._searches.values() if search.ended is None]

@@ -173,6 +173,8 @@ def _tune_found(
         known = [call.inv for calls in done for call in calls]
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
         _print_doubts(chain, known, console)
+    if chain.store is not None:
+        chain.store.times = found.times
     started = time.monotonic()
     result, started_sets = _tune(options, chain, todo, found, console)
     seconds = time.monotonic() - started

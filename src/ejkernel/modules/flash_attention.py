@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from ejkernel.kernels._options import canonical_flag
 from ejkernel.kernels.flash_attention import _arguments as arguments
 from ejkernel.kernels.flash_attention import _batches as batches
 from ejkernel.kernels.flash_attention._arguments import SlidingWindow
@@ -263,7 +264,7 @@ def flash_attention(
     """
     if axis_name is not None:
         arguments.check_axis(axis_name)
-    run = _bucketed_flash_attention if bucket_lengths else _flash_attention
+    run = _bucketed_flash_attention if canonical_flag("bucket_lengths", bucket_lengths) else _flash_attention
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:

@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels._options import int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention import cache
 from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.utils.messages.names import frames_hidden, names_checked
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 
-from .paged_attention import Pages, Scale
+from .paged_attention import NAMES_ELSEWHERE, Pages, Scale
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
+@names_checked(NAMES_ELSEWHERE)
 def append_to_pages(
     kv_pages: Pages,
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -48,7 +52,8 @@ def append_to_pages(
         k, v: Keys and values of the new tokens, sequence after sequence. Those of the cache's dtype are written as they
             are. `v` is `None` for a cache of keys alone.
         page_table: The pages of each sequence, in order.
-        query_offsets: The cumulative numbers of new tokens, with a leading 0.
+        query_offsets: The cumulative numbers of new tokens, with a leading 0. Outside of `jax.jit`, values on the host
+            (NumPy arrays, and JAX's on a CPU) are checked, and those of `kv_lengths` with them.
         kv_lengths: The number of each sequence's keys, including its new tokens.
         k_scale, v_scale: Factors of the cached values, one number or one for each KV head; e.g. the largest magnitude
             divided by 127 for int8, or by 448 for float8_e4m3fn.
@@ -62,6 +67,7 @@ def append_to_pages(
     arguments.check_pages(kv_pages)
     arguments.check_batch(page_table, query_offsets, kv_lengths)
     arguments.check_new_tokens(k, v, kv_pages)
+    arguments.check_batch_values(query_offsets, kv_lengths, k.shape[0])
     scales = tuple(
         arguments.canonical_scales(name, python_numbers(scale, Takes.NUMBERS), kv_pages.shape[2])
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
@@ -71,6 +77,7 @@ def append_to_pages(
     return found
 
 
+@frames_hidden
 def copy_pages(kv_pages: Pages, sources: Int[Array, " copies"], targets: Int[Array, " copies"]) -> Pages:
     """Copy pages within a cache, in place: the cache is donated, so use the result instead.
 
@@ -129,6 +136,7 @@ class PagePool:
         ArgumentError: `pages` or `page_size` is not a positive integer.
     """
 
+    @frames_hidden
     def __init__(self, pages: int, page_size: int) -> None:
         pages, page_size = python_numbers((pages, page_size), Takes.NUMBERS)
         arguments.check_count("pages", pages)
@@ -149,10 +157,13 @@ class PagePool:
         """The sequences of the pool, oldest first."""
         return tuple(self._sequences)
 
+    @frames_hidden
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
+        self._check_tokens(tokens)
         return -(-tokens // self.page_size)
 
+    @frames_hidden
     def allocate(self, tokens: int = 0) -> int:
         """Return a new sequence, with pages for so many tokens.
 
@@ -163,6 +174,7 @@ class PagePool:
         pages = self._take(self.pages_for(tokens))
         return self._add(_Sequence(pages, tokens))
 
+    @frames_hidden
     def fork(self, sequence: int) -> int:
         """Return a new sequence with the same tokens, which shares all pages."""
         own = self._of(sequence)
@@ -170,6 +182,7 @@ class PagePool:
             self._users[page] += 1
         return self._add(_Sequence(list(own.pages), own.length))
 
+    @frames_hidden
     def extend(self, sequence: int, tokens: int = 1) -> list[tuple[int, int]]:
         """Add tokens to a sequence, before `append_to_pages` writes them.
 
@@ -193,6 +206,7 @@ class PagePool:
         own.length += tokens
         return copies
 
+    @frames_hidden
     def free(self, sequence: int) -> None:
         """Remove a sequence; pages that no other sequence shares become free."""
         for page in reversed(self._of(sequence).pages):
@@ -201,10 +215,12 @@ class PagePool:
                 self._free.append(page)
         del self._sequences[sequence]
 
+    @frames_hidden
     def length(self, sequence: int) -> int:
         """Return the number of a sequence's tokens."""
         return self._of(sequence).length
 
+    @frames_hidden
     def table(self, sequences: Sequence[int], *, columns: int | None = None) -> Table:
         """Return the page table of some sequences, int32 `[sequences, columns]`; unused entries are 0.
 
@@ -215,6 +231,10 @@ class PagePool:
         Raises:
             ArgumentError: A sequence has more pages than columns, or is not in the pool.
         """
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError(f"sequences must be a list of sequences of the pool, got {sequences!r}.")
+        if columns is not None and (not is_integer(columns) or columns < 0):
+            raise ArgumentError(f"columns must be an integer >= 0 or None, got {columns!r}.")
         pages = [self._of(sequence).pages for sequence in sequences]
         longest = max(map(len, pages), default=0)
         if columns is not None and columns < longest:
@@ -243,7 +263,7 @@ class PagePool:
         return pages
 
     def _of(self, sequence: int) -> _Sequence:
-        if sequence not in self._sequences:
+        if not is_integer(sequence) or sequence not in self._sequences:
             known = ", ".join(map(str, list(self._sequences)[:8])) + ", ..." * (len(self._sequences) > 8)
             raise ArgumentError(
                 f"sequence must be the number of a sequence of the pool ({known or 'it has none'}), got {sequence!r}; "
@@ -252,6 +272,6 @@ class PagePool:
         return self._sequences[sequence]
 
     @staticmethod
-    def _check_tokens(tokens: object) -> None:
-        if not isinstance(tokens, int | np.integer) or tokens < 0:
+    def _check_tokens(tokens: Any) -> None:
+        if not is_integer(tokens) or tokens < 0:
             raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")

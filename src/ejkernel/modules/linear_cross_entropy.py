@@ -202,7 +202,7 @@ def linear_cross_entropy(
         vocab_axis: The axis of the enclosing `shard_map`, or several, over which the vocabulary is sharded. Labels
             count from the first column of the first device.
         memory_limit: Bytes that temporary arrays may take, on each device; it limits the choice and the search of a
-            configuration. By default a quarter of the device's memory.
+            configuration. By default a quarter of the device's memory. A `KernelWarning` says if no configuration fits.
         implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
             none of them supports it. `None` leaves the choice to the configuration.
         cfg: A configuration: a `LinearCrossEntropyGradientsConfig` applies when a scalar loss is differentiated, and a

@@ -145,8 +145,10 @@ def paged_attention(
         kv_pages: The cache, keys before values, of q's dtype, int8 or float8_e4m3fn. With `value_dim`, the cache has
             keys alone, `[pages, page_size, kv_heads, 1, head_dim]`.
         page_table: The pages of each sequence, in order. Entries past a sequence's length are not used.
-        query_offsets: The cumulative numbers of new tokens, with a leading 0. A sequence may have none.
-        kv_lengths: The number of each sequence's keys, including its new tokens.
+        query_offsets: The cumulative numbers of new tokens, with a leading 0. Outside of `jax.jit`, values on the host
+            (NumPy arrays, and JAX's on a CPU) are checked, and those of `kv_lengths` with them. A sequence may have no
+            new token.
+        kv_lengths: The number of each sequence's keys, including its new tokens; 0 for a row of padding.
         plan: The schedule of the batch from `paged_plan`, which the layers of a model share. `None` computes it.
         softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`.
@@ -170,6 +172,9 @@ def paged_attention(
         ConfigError: `cfg` and `implementation` name different implementations.
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
+    if plan is None:  # the plan has offsets and lengths that were checked with it
+        arguments.check_main(q, kv_pages)
+        arguments.check_batch_values(query_offsets, kv_lengths, q.shape[0])
     return _paged_attention(
         q,
         kv_pages,
@@ -190,6 +195,7 @@ def paged_attention(
     )
 
 
+@names_checked({"block_tables": "page_table", "cu_q_lens": "query_offsets", "kv_lens": "kv_lengths"})
 def paged_plan(
     query_offsets: Int[Array, " sequences_and_one"],
     kv_lengths: Int[Array, " sequences"],
@@ -244,6 +250,7 @@ def paged_plan(
     missing = [name for name, value in given.items() if value is None]
     if page_table is None and len(missing) == len(given):
         arguments.check_lengths(query_offsets, kv_lengths)
+        arguments.check_batch_values(query_offsets, kv_lengths)
         return PagedPlan(None, shape)
     if page_table is None or missing:
         raise ArgumentError(
@@ -254,5 +261,6 @@ def paged_plan(
         if not is_integer(value) or value < 0:
             raise ArgumentError(f"{name} must be an integer of at least 0, got {given_text(value)}.")
     arguments.check_batch(page_table, query_offsets, kv_lengths)
+    arguments.check_batch_values(query_offsets, kv_lengths, tokens)
     shape = dataclasses.replace(shape, tokens=tokens, pages=pages, table=tuple(page_table.shape))
     return PagedPlan(plan_arrays(shape, *map(int32, (page_table, query_offsets, kv_lengths))), shape)

@@ -17,6 +17,7 @@ from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
 from .grouped_matmul import grouped_matmul, grouped_matmul_wgrad
@@ -51,6 +52,7 @@ class DelayedScaling:
         return cls(*(jnp.zeros(length, jnp.float32) for _ in range(3)))
 
 
+@names_checked({})
 def quantized_dense(
     x: Float[Array, "*rows k"],
     w: Float[Array, "k n"],
@@ -119,6 +121,7 @@ def quantized_dense(
     return _delayed(recipe, x, w, scaling)
 
 
+@names_checked({})
 def quantized_grouped_dense(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "groups k n"],

@@ -49,6 +49,7 @@ _NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
 }
 
 
+@names_checked({})
 def quantize(
     x: Float[Array, ...],
     *,
@@ -95,6 +96,7 @@ def quantize(
     return _quantize(x, dtype=dtype, block=block, axis=axis, scale_dtype=scale_dtype, stochastic=stochastic)
 
 
+@names_checked({})
 def quantize_both(
     x: Float[Array, "m k"],
     group_sizes: Int[Array, " groups"] | None = None,

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import canonical_flag, positive, type_text
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -24,6 +25,7 @@ from .paged_attention import PagedAttentionConfig, paged_attention
 Cache = Any  # one array or a pair
 
 
+@names_checked({"kv_pages": "kv_cache", "softmax_scale": "sm_scale", "sinks": "attention_sink"})
 def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     queries: Float[Array, "tokens heads head_dim"],
     keys: Float[Array, "tokens kv_heads head_dim"] | None,
@@ -84,15 +86,17 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: `implementation` cannot run this call.
     """
-    _check(kv_cache, cu_q_lens, distribution, use_causal_mask)
-    if update_kv_cache and (keys is None or values is None):
-        raise ArgumentError("keys and values must be given with update_kv_cache=True; got None.")
+    _check(kv_cache, distribution, use_causal_mask)
+    _check_batch(kv_lens, page_indices, cu_q_lens)
+    updates = canonical_flag("update_kv_cache", update_kv_cache)
+    for name, array in (("queries", queries), *((("keys", keys), ("values", values)) if updates else ())):
+        if not is_array(array) or len(array.shape) != 3:
+            rest = ", or pass update_kv_cache=False if the cache has them" * (name != "queries")
+            raise ArgumentError(f"{name} must be an array [tokens, heads, head_dim]; got {type_text(array)}{rest}.")
     kv_pages = _joined(kv_cache)
     head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
     window = _window(python_numbers(sliding_window, Takes.NUMBERS))
-    scale = python_numbers(sm_scale, Takes.NUMBERS) * (
-        1.0 if q_scale is None else python_numbers(q_scale, Takes.NUMBERS)
-    )
+    scale = _factor("sm_scale", sm_scale) * (1.0 if q_scale is None else _factor("q_scale", q_scale))
     sequences = kv_lens.shape[0]
     number = jnp.arange(sequences + 1, dtype=jnp.int32)
     count = jnp.clip(distribution[-1], 0, sequences)
@@ -102,7 +106,7 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
         jnp.where(number[:-1] < count, kv_lens, 0),
     )
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    if update_kv_cache:
+    if updates:
         kv_pages = append_to_pages(kv_pages, _padded(keys, padded), _padded(values, padded), *batch, **scales)
     out = paged_attention(
         _padded(queries, padded),
@@ -119,16 +123,14 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     return out[..., :head_dim], _separated(kv_pages, kv_cache)
 
 
-def _check(kv_cache: Any, cu_q_lens: Any, distribution: Any, use_causal_mask: Any) -> None:
-    if not use_causal_mask:
+def _check(kv_cache: Any, distribution: Any, use_causal_mask: Any) -> None:
+    if not canonical_flag("use_causal_mask", use_causal_mask):
         raise ArgumentError("use_causal_mask must be True: a paged cache has no later keys; got False.")
-    if not is_array(distribution) or len(distribution.shape) != 1 or not distribution.shape[0]:
+    if not _is_integers(distribution) or len(distribution.shape) != 1 or not distribution.shape[0]:
         raise ArgumentError(
             f"distribution must be an integer array whose last entry is the number of sequences; got "
             f"{type_text(distribution)}."
         )
-    if not is_array(cu_q_lens):
-        raise ArgumentError(f"cu_q_lens must be an integer array; got {type_text(cu_q_lens)}.")
     pair = kv_cache if isinstance(kv_cache, tuple | list) else None
     fits = (
         len(pair) == 2 and all(is_array(x) and len(x.shape) == 4 and x.shape == pair[0].shape for x in pair)
@@ -141,6 +143,32 @@ def _check(kv_cache: Any, cu_q_lens: Any, distribution: Any, use_causal_mask: An
             "last, or a pair of arrays [pages, page_size, kv_heads, head_dim]; got "
             f"{', '.join(map(type_text, [kv_cache] if pair is None else pair))}."
         )
+
+
+def _check_batch(kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> None:
+    if not _is_integers(kv_lens) or len(kv_lens.shape) != 1:
+        raise ArgumentError(f"kv_lens must be an integer array [sequences]; got {type_text(kv_lens)}.")
+    sequences = kv_lens.shape[0]
+    if not _is_integers(cu_q_lens) or tuple(cu_q_lens.shape) != (sequences + 1,):
+        raise ArgumentError(
+            f"cu_q_lens must be an integer array [sequences + 1] = {(sequences + 1,)}; got {type_text(cu_q_lens)}."
+        )
+    if not _is_integers(page_indices) or math.prod(page_indices.shape) % max(sequences, 1):
+        raise ArgumentError(
+            f"page_indices must be an integer array with as many pages for each of the {sequences} kv_lens; got "
+            f"{type_text(page_indices)}."
+        )
+
+
+def _is_integers(array: Any) -> bool:
+    return is_array(array) and bool(jnp.issubdtype(array.dtype, jnp.integer))
+
+
+def _factor(name: str, value: Any) -> float:
+    found = positive(name, python_numbers(value, Takes.NUMBERS))
+    if found is None:
+        raise ArgumentError(f"{name} must be a positive number, got None.")
+    return found
 
 
 def _joined(kv_cache: Cache) -> Any:

@@ -146,7 +146,7 @@ class UnstableKeyWarning(EjkernelWarning):
 
 
 class KernelWarning(EjkernelWarning):
-    """Two kernels have the same name and version, or a kernel breaks its contract without ending the program."""
+    """A kernel shares its name and version with another, breaks its contract, or cannot meet a limit of the call."""
 
 
 class ShardingWarning(EjkernelWarning):

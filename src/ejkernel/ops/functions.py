@@ -19,6 +19,7 @@ from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
+from ejkernel.ops.utils.messages.names import frames_hidden
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import asked, is_call, named, noting
 from ejkernel.ops.utils.values.scalars import plain
@@ -71,6 +72,7 @@ def tune(
     name: str | None = None,
     version: str = "0",
 ) -> Callable[[Callable[P, Out]], TunedFunction[P, Out]]: ...
+@frames_hidden
 def tune(
     function: Callable[..., Any] | None = None,
     /,
@@ -141,6 +143,7 @@ def tune(
             '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
         )
 
+    @frames_hidden
     def decorate(function: Callable[P, Out]) -> TunedFunction[P, Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
@@ -391,6 +394,12 @@ def _names_in(space: Any, parameters: Mapping[str, inspect.Parameter], called: s
         names = space.names
     elif isinstance(space, Mapping):
         names = tuple(space)
+        empty = [name for name, values in space.items() if isinstance(values, Sequence) and not values]
+        if empty:
+            raise KernelError(
+                f"{called}: space[{empty[0]!r}] must have at least one value, got {space[empty[0]]!r}; list the values "
+                "to measure, e.g. [64, 128]."
+            )
     elif callable(space):
         names = tuple(name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY)
     elif isinstance(space, Sequence) and all(isinstance(entry, Mapping) for entry in space):

@@ -11,6 +11,7 @@ import enum
 import json
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -776,3 +777,15 @@ def test_an_entry_under_the_devices_name_ranks_before_one_under_an_earlier_name(
 def test_an_overlay_has_the_configurations_under_an_earlier_name_of_the_device(renamed):
     now, before = renamed
     assert Overlay({before: CFG}).lookup(now) == CFG
+
+
+def test_a_folder_that_is_a_file_is_one_warning_with_its_name(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(file))
+    cache = PersistentCache()
+    with pytest.warns(
+        CacheWarning, match=f"the persistent cache {re.escape(str(file))} is a file.* EJKERNEL_CACHE_DIR"
+    ):
+        assert cache.get("d", "o", "k") is None
+    assert PersistentCache().get("d", "o", "k") is None

@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.errors import KernelWarning
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import LinearCrossEntropyCall
@@ -51,7 +53,24 @@ def heuristic_chunks(call: LinearCrossEntropyCall) -> tuple[str, int | None]:
     for form, chunk in (_best(call), *_choices(call)):
         if estimated_bytes(call, form, chunk) <= memory_limit(call):
             return form, chunk
-    return min(_choices(call), key=lambda choice: estimated_bytes(call, *choice))
+    smallest = min(_choices(call), key=lambda choice: estimated_bytes(call, *choice))
+    warn_of_limit(call, estimated_bytes(call, *smallest))
+    return smallest
+
+
+def warn_of_limit(call: LinearCrossEntropyCall, least: int) -> None:
+    """Warn that every configuration exceeds the limit that the caller gave.
+
+    Args:
+        call: The call.
+        least: The bytes that the smallest configuration needs by estimate.
+    """
+    if call.memory_limit is not None:
+        warn(
+            f"memory_limit={call.memory_limit} is less than every configuration needs, so the smallest runs: its "
+            f"temporary arrays take about {least} bytes. memory_limit is in bytes; pass at least {least}.",
+            KernelWarning,
+        )
 
 
 def _best(call: LinearCrossEntropyCall) -> tuple[str, int | None]:

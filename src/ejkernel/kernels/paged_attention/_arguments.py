@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import positive, type_text
@@ -19,6 +20,7 @@ from .plan import BatchShape, PagedPlan, PlanArrays
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTISED = ("int8", "float8_e4m3fn")
 PAGES = "[pages, page_size, kv_heads, 2, head_dim]"
+_SHOWN = 16  # values in messages
 KEYS_ONLY = "[pages, page_size, kv_heads, 1, head_dim]"
 
 
@@ -76,6 +78,51 @@ def check_lengths(query_offsets: Any, kv_lengths: Any) -> None:
             f"query_offsets must be [sequences + 1] = {wanted}, the cumulative numbers of new tokens with a leading 0; "
             f"got {type_text(query_offsets)}."
         )
+
+
+def check_batch_values(query_offsets: Any, kv_lengths: Any, tokens: Any = None) -> None:
+    """Raise unless the values of offsets and lengths fit together, as far as the host knows them without waiting.
+
+    It knows NumPy arrays, and JAX's on a CPU; other values, e.g. those inside `jax.jit`, are not checked.
+
+    Args:
+        query_offsets, kv_lengths: As for `paged_attention`, of any shape and type.
+        tokens: The number of new tokens with padding; `None` if it is not known.
+    """
+    offsets, lengths = _on_host(query_offsets), _on_host(kv_lengths)
+    if offsets is None or lengths is None or len(offsets) != len(lengths) + 1:  # other checks reject wrong shapes
+        return
+    new = offsets[1:] - offsets[:-1]
+    if offsets[0] != 0 or new.min(initial=0) < 0:
+        raise ArgumentError(
+            "query_offsets must start at 0 and never fall: they are the cumulative numbers of new tokens, e.g. "
+            f"np.cumsum([0, *new_tokens]); got {_values_text(offsets)}."
+        )
+    short = (lengths < new) & (lengths != 0)  # 0: a row of padding
+    if short.any():
+        row = int(short.argmax())
+        raise ArgumentError(
+            f"kv_lengths must count the new tokens as well: sequence {row} has {new[row]} new tokens, and "
+            f"kv_lengths[{row}] is {lengths[row]}; add the numbers of new tokens, np.diff(query_offsets)."
+        )
+    if is_integer(tokens) and offsets[-1] > tokens:
+        raise ArgumentError(
+            f"query_offsets must end at the number of new tokens, {tokens}, or before it; got {_values_text(offsets)}."
+        )
+
+
+def _on_host(array: Any) -> Any:
+    """Return the integers of an array of one axis as int64; `None` if reading them might wait for a device."""
+    if not isinstance(array, np.ndarray):
+        if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.is_fully_addressable:
+            return None
+        if any(device.platform != "cpu" for device in array.devices()):
+            return None
+    return np.asarray(array, np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
+
+
+def _values_text(values: Any) -> str:
+    return f"[{', '.join(map(str, values[:_SHOWN]))}{', ...' * (len(values) > _SHOWN)}]"
 
 
 def _check_integers(name: str, array: Any, axes: str) -> None:

@@ -236,6 +236,9 @@ class PersistentCache(Shown):
         if self._has_looked_for_layers:
             return
         self._has_looked_for_layers = True
+        if not self._write_failed and self.path is not None and os.path.isfile(self.path):
+            text = f"the persistent cache {self.path} is a file, so it has no configurations"
+            warn_once(str(self.path), f"{text}; name a folder, e.g. with EJKERNEL_CACHE_DIR.")
         folders = [str(layer) for layer in self.layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
             text = f"there is no folder {name}, a layer read after {self.path}; check its name."

@@ -24,8 +24,9 @@ from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
-from ejkernel.ops.errors import ArgumentError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, EjkernelError, NoConfigError
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.messages.names import hide_frames
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import named
 from ejkernel.ops.utils.weak_caches import living
@@ -60,7 +61,11 @@ class Kernel(Computation[Cfg, Out]):
         """Run the operation through the default executor."""
         # The attribute is faster than a call; eager calls avoid every extra function call.
         executor = services.made.executor or services.made.default_executor()
-        return typing.cast(Out, executor.call(self, args, kwargs, cfg))
+        try:
+            return typing.cast(Out, executor.call(self, args, kwargs, cfg))
+        except EjkernelError as error:
+            hide_frames(error)
+            raise
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return a good configuration without measuring; by default the first candidate."""

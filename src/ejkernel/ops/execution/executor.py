@@ -23,13 +23,23 @@ from ejkernel.ops.core.kernel import Kernel, check_config, kernel_of, prepared, 
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
+from ejkernel.ops.errors import (
+    ArgumentError,
+    ConfigError,
+    EjkernelError,
+    KernelError,
+    OfflineWarning,
+    SerializationError,
+)
 from ejkernel.ops.execution.body import ResolvedCall, runnable, trace_with
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.execution.stored_programs import digest_of
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.error_text import where
+from ejkernel.ops.utils.messages.names import frames_hidden, hide_frames
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import Strong, identity, token_of
@@ -79,7 +89,11 @@ class Executor(Generic[Cfg, Out]):
             **kwargs: Its keyword arguments. With `method="shard_map"` also `mesh`, `in_specs` and `out_specs`: the
                 call then runs on each device's shard, and is tuned for the shard.
         """
-        return self.call(kernel, args, kwargs, cfg)
+        try:
+            return self.call(kernel, args, kwargs, cfg)
+        except EjkernelError as error:
+            hide_frames(error)
+            raise
 
     def call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
         """Run `kernel`, as `executor(kernel, *args, cfg=cfg, **kwargs)` does."""
@@ -93,6 +107,7 @@ class Executor(Generic[Cfg, Out]):
                     pass
         return self._call(kernel, args, kwargs, cfg)
 
+    @frames_hidden
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
         """Return the configuration that a call with these arguments would run with.
 
@@ -104,6 +119,7 @@ class Executor(Generic[Cfg, Out]):
     def explain(self, target: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation: ...
     @overload
     def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
+    @frames_hidden
     def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
         """Return a call's key, the answer of each tier, and the configuration that the call would run with.
 
@@ -115,8 +131,11 @@ class Executor(Generic[Cfg, Out]):
             return explain_call(self.chooser, self._invocation(target, args, kwargs, cfg), self.stamp_prefix)
         given = kwargs if cfg is None else {"cfg": cfg, **kwargs}
         calls = discover(target, *args, **given)
+        if not calls:
+            warn(f"{where(target)} made no call of an operation; there is nothing to explain.", OfflineWarning)
         return Explanations(explain_call(self.chooser, inv, self.stamp_prefix) for inv in calls)
 
+    @frames_hidden
     def compile(
         self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **example_kwargs: object
     ) -> Callable[..., Out]:

@@ -26,7 +26,7 @@ from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.messages.names import raise_if_misfit
+from ejkernel.ops.utils.messages.names import frames_hidden, raise_if_misfit
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.validation import check_argument, is_count
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _MOST_UNDER_WAY = 256  # searches that an executor has at a time; each needs a waiting thread
 
 
+@frames_hidden
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: object) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
 
@@ -97,6 +98,7 @@ def _why_bare(program: ProgramCalls) -> str:
     )
 
 
+@frames_hidden
 def autotune_recorded(
     invocations: Mapping[str, Any] | None = None,
     selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None = None,
@@ -273,6 +275,7 @@ def autotune(
     num_iters: int = 10,
     **kwargs: Any,
 ) -> AutotuningResult: ...
+@frames_hidden
 def autotune(
     target: Any,
     *args: Any,
@@ -330,6 +333,7 @@ def autotune(
     return found.searches[0].config
 
 
+@frames_hidden
 def autotune_kernel(
     kernel: Kernel[Cfg, Any],
     *args: Any,

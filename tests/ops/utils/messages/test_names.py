@@ -13,9 +13,27 @@ import pytest
 
 import ejkernel
 from ejkernel.cli import main
-from ejkernel.modules import flash_attention, grouped_matmul, grouped_matmul_wgrad, layer_norm, rms_norm
+from ejkernel.modules import (
+    PagePool,
+    flash_attention,
+    grouped_matmul,
+    grouped_matmul_wgrad,
+    layer_norm,
+    paged_plan,
+    quantize,
+    rms_norm,
+)
 from ejkernel.modules.flash_attention import FlashAttention, FlashAttentionConfig
-from ejkernel.ops import ArgumentError, CallError, EjkernelError, Kernel, NoConfigError, tune
+from ejkernel.ops import (
+    ArgumentError,
+    CallError,
+    EjkernelError,
+    Kernel,
+    NoConfigError,
+    autotune,
+    default_executor,
+    tune,
+)
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked, nearest
 from ejkernel.settings import Settings
@@ -46,7 +64,36 @@ def test_the_traceback_of_an_error_is_short(wrapped, heads, options):
     with pytest.raises(EjkernelError) as raised:
         step(Q)
     inside = [frame.path for frame in raised.traceback if f"{Path(ejkernel.__file__).parent}" in str(frame.path)]
-    assert len(inside) <= 4
+    assert not inside
+
+
+def wrong_pool():
+    return PagePool(pages=-1, page_size=4)
+
+
+def wrong_plan():
+    return paged_plan(jnp.array([0, 1]), jnp.array([1]), heads=3, kv_heads=2, page_size=4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        wrong_pool,
+        wrong_plan,
+        lambda: quantize(X, block=-1),
+        lambda: Scaled()(X, W, row=2),
+        lambda: Scaled()(X, W, rows=object(), cfg="x", zzz=1),
+        lambda: default_executor().explain(3),
+        lambda: default_executor()(Scaled(), X, W, row=2),
+        lambda: tune(space=[])(wrong_pool),
+        lambda: tuned(X, rows="x"),
+        lambda: autotune(3, X),
+    ],
+)
+def test_the_traceback_of_an_error_ends_at_the_user_s_line(call):
+    with pytest.raises(EjkernelError) as raised:
+        call()
+    assert raised.traceback[-1].path == Path(__file__)
 
 
 def test_an_error_of_a_compiled_call_is_printed_once_with_the_line_of_the_call(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
-from ejkernel.kernels.linear_cross_entropy._chunks import memory_limit
+from ejkernel.kernels.linear_cross_entropy._chunks import memory_limit, warn_of_limit
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
@@ -101,8 +101,10 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     if not is_known(call.tokens, call.inner, call.columns) or not _has_gradients(call):
         return base
     able = [choice for choice in _choices(call) if params_fault(call, choice) is None]
-    fitting = (choice for choice in able if _fits_in_memory(call, choice))
-    choice = next(fitting, None) or min(able, key=lambda choice: estimated_bytes(call, choice))
+    choice = next((choice for choice in able if _fits_in_memory(call, choice)), None)
+    if choice is None:
+        choice = min(able, key=lambda choice: estimated_bytes(call, choice))
+        warn_of_limit(call, estimated_bytes(call, choice))
     if call.gradients and choice.form == "rows":
         # A buffer for each piece of a tile, so that no store waits for an earlier one.
         return dataclasses.replace(choice, stages=3, out_slots=4)

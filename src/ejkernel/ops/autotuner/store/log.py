@@ -48,10 +48,11 @@ SCHEMA: Final = 2  # increase when the layout changes; logs with another schema 
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
 # Fields of `Findings` that a header holds as they are.
-_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference")
+_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference", "times")
 _TEXTS: Final = ("why", "rule_fault", "not_saved")
 _TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
+_OPTIONAL: Final = ("cases", "lacks_reference", "times")
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
@@ -192,8 +193,8 @@ class _Header:
         outcomes: Number of outcome lines.
         columns: Columns of these lines.
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
-        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved, lacks_reference: As in
-            `AutotuneData`; the last one is only written if it is true.
+        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved, lacks_reference,
+        times: As in `AutotuneData`; the last two are only written if they are set.
         standing: `AutotuneData.challenge`.
         cases: The cases of the search, without samples; `None` if it has a single case.
     """
@@ -219,6 +220,7 @@ class _Header:
     unconfirmed: bool = False
     not_saved: str = ""
     lacks_reference: bool = False
+    times: int = 0
     cases: list[Case] | None = None
 
 
@@ -286,9 +288,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         for config, outcome in zip(configs, data.outcomes, strict=True)
     )
     # Older versions do not know these fields.
-    first = {
-        name: value for name, value in to_data(header).items() if value or name not in ("cases", "lacks_reference")
-    }
+    first = {name: value for name, value in to_data(header).items() if value or name not in _OPTIONAL}
     lines = [first, *([getattr(row, name) for name in columns] for row in rows)]
     text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
     return sealed_lines(printable_json(text))

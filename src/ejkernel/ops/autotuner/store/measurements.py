@@ -76,12 +76,17 @@ class MeasurementStore(Shown):
     in the order of writing, even if the clock was set back. Unusable files are skipped with one `CacheWarning`. If the
     cache folder is read-only, searches stay in this object.
 
+    Attributes:
+        cache: The cache.
+        times: How often the program that is tuned makes each call, by key; saved with the searches.
+
     Args:
         cache: All its folders are read; the first one is written. A path means a cache in that folder only.
     """
 
     def __init__(self, cache: PersistentCache | str | Path) -> None:
         self.cache = cache if isinstance(cache, PersistentCache) else PersistentCache(cache, shipped=False)
+        self.times: Mapping[ConfigKey, int] = {}
         self._memory: dict[str, str] = {}  # text by file name, for files that could not be written
 
     def __repr__(self) -> str:
@@ -96,7 +101,7 @@ class MeasurementStore(Shown):
         if not isinstance(data, AutotuneData):
             return
         now = self.cache.clock()
-        text = dump(data, provenance(data.key, now))
+        text = dump(dataclasses.replace(data, times=self.times.get(data.key, 0)), provenance(data.key, now))
         # Larger files would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"

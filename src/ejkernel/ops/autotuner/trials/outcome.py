@@ -102,6 +102,7 @@ class Findings(Shown):
         not_saved: Why the configuration is not saved; empty if it is.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
+        times: How often a run of the tuned program makes the call; 0 if unknown.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -116,6 +117,7 @@ class Findings(Shown):
     unconfirmed: bool = False
     not_saved: str = ""
     lacks_reference: bool = False
+    times: int = 0
 
     @property
     def key(self) -> ConfigKey:

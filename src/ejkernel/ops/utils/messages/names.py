@@ -91,24 +91,46 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return function(*args, **kwargs)
-            except EjkernelError as error:
-                from ejkernel import compat  # imports JAX, which commands start without
-
-                wrong: EjkernelError = compat.without_our_frames(error)
-            except TypeError:
-                found = misfit(called, signature, args, kwargs, aliases)
-                if found is None:  # the function itself raised the error
+                try:
+                    return function(*args, **kwargs)
+                except EjkernelError:
                     raise
-                wrong = found
-            try:
-                raise wrong
-            finally:
-                del wrong  # with the traceback it would be a cycle that keeps arrays alive
+                except TypeError:
+                    found = misfit(called, signature, args, kwargs, aliases)
+                    if found is None:  # the function itself raised the error
+                        raise
+                    raise found from None
+            except EjkernelError as error:
+                hide_frames(error)
+                raise  # without a name: `raise error` would add this frame again
 
         return checked
 
     return decorate
+
+
+def hide_frames(error: EjkernelError) -> None:
+    """Make the traceback of an error end at the user's line, unless `JAX_TRACEBACK_FILTERING=off`.
+
+    Raise the error again with a bare `raise`, which adds no frame.
+    """
+    from ejkernel import compat  # imports JAX, which commands start without
+
+    compat.without_our_frames(error)
+
+
+def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
+    """Hide the frames of a public function in the tracebacks of our errors; a call pays for one more Python call."""
+
+    @functools.wraps(function)
+    def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except EjkernelError as error:
+            hide_frames(error)
+            raise
+
+    return hidden
 
 
 def _unknown_names(

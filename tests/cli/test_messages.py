@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of commands about wrong options and folders: they say what to do."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from tests.cli.searches import found, save
+
+from ejkernel.cli import main
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("explain step.py --target nvidia_h200", 2, "--target requires MODULE:FUNCTION."),
+        ("explain m:step --missed", 2, "pass one of MODULE:FUNCTION, FILE and --missed."),
+        ("report --against previous --against-device gpu", 2, "compares searches of one device; leave out"),
+        ("report --output {folder}", 2, "is a folder; name a file, or use --format svg or png."),
+        ("show rms_norm --cache {folder}/none", 1, "`ejkernel cache path` prints the default one."),
+        ("cache pull --dry-run", 2, "--dry-run requires a URL."),
+        ("cache pull --cache {folder}", 1, "pass a URL, or set EJKERNEL_CACHE_LAYERS to the URLs of shared caches."),
+        ("cache clear --cache {folder}", 2, "cannot ask without a terminal; pass --yes, or --dry-run to list the"),
+    ],
+)
+def test_a_wrong_option_or_folder_is_an_error_that_says_what_to_do(
+    command, status, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.delenv("EJKERNEL_CACHE_LAYERS", raising=False)
+    folder = save(tmp_path / "configs", found())
+    assert main(command.format(folder=folder).split()) == status
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+
+
+@pytest.mark.parametrize("command", ["report", "show rms_norm"])
+def test_a_cache_folder_that_is_a_file_is_an_error(command, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(file))
+    assert main(command.split()) == 1
+    assert f"{file} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_figures_need_a_folder(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra, and is not installed")
+    file, folder = tmp_path / "file", save(tmp_path / "configs", found())
+    file.write_text("")
+    assert main(["report", "--cache", str(folder), "--format", "svg", "--output", str(file)]) == 1
+    assert "is not a folder; figures need one: choose it with --output." in capsys.readouterr().err
