@@ -186,6 +186,7 @@ CALLS: dict[str, Page] = {
                     "`head_dim` of 256": {"dim": 256},
                     "`head_dim` of 192, values of 128": {"dim": 192, "value_dim": 128},
                     "`head_dim` of 80": {"dim": 80},
+                    "`head_dim` of 512": {"dim": 512},
                     "`bias`, with its gradient": {"arrays": {"bias": ("", 1, 8, 1024, 1024)}},
                     "`attention_mask`": {"arrays": {"attention_mask": ("bool", 2, 1, 1024, 1024)}},
                     "`segment_ids`": {"arrays": {"segment_ids": ("int32", 2, 1024)}},

@@ -12,8 +12,8 @@ import pytest
 from tests.kernels.attention_cases import Case
 
 from ejkernel.kernels.flash_attention import _xla_blocks
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules, describe
-from ejkernel.kernels.flash_attention.xla import Xla, _log_sum_exp
+from ejkernel.kernels.flash_attention.common import Rules, describe
+from ejkernel.kernels.flash_attention.xla import Xla
 from ejkernel.ops import BwdParams, FwdParams
 
 CASE = Case(batch=6, queries=24, keys=24, heads=2, groups=1, mask=(1, 1, 24, 24), rules=Rules(scale=0.3, right=0))
@@ -68,19 +68,3 @@ def test_wide_heads_have_all_keys_in_a_block():
 
     assert [blocks(4096, 512), blocks(8192, 512)] == [(4096, 4096), (1024, 8192)]
     assert blocks(4096, 128) == (1024, 1024)
-
-
-def test_the_log_sum_exp_of_single_blocks_and_its_derivatives():
-    values = 9 * jax.random.normal(jax.random.key(0), (5, 70))
-    values, change = values.at[1, :60].set(-jnp.inf), jax.random.normal(jax.random.key(1), values.shape)
-
-    def results(function):
-        def gradient(x):
-            return jax.grad(lambda x: jnp.sin(function(x)).sum())(x)
-
-        return function(values), gradient(values), jax.jvp(gradient, (values[2:],), (change[2:],))[1]
-
-    found = results(lambda x: _log_sum_exp(x, 0.7))
-    for one, other in zip(found, results(lambda x: jax.nn.logsumexp(0.7 * x, axis=-1)), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6)
-    assert _log_sum_exp(jnp.full((2, 3), -jnp.inf), 0.7).tolist() == [np.float32(EMPTY_ROW_LSE)] * 2

@@ -207,44 +207,21 @@ def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
     """
     pair = jnp.asarray(grid.pairs[0])
     logits, value = _logits(blocks, grid, pair), take(blocks.value, pair[1])
-    weights = _exponentials(logits.values, logits.factor)
+    weights = _exponentials(logits.values, logits.factor)[0]
     total = jnp.maximum(weights.sum(axis=-1, keepdims=True), float(np.finfo(np.float32).tiny))
     out = grid.dot("bgrqk,bgke->bgrqe", (weights / total).astype(value.dtype), value)
     # A copy for XLA, which computes it only if the log-sum-exp is used.
-    lse = _log_sum_exp(lax.optimization_barrier(logits.values), logits.factor)
+    weights, top = _exponentials(lax.optimization_barrier(logits.values), logits.factor)
+    total = weights.sum(axis=-1)
+    empty = total == 0
+    lse = jnp.where(empty, EMPTY_ROW_LSE, top * logits.factor + jnp.log(jnp.where(empty, 1, total)))
     return out[None], lse[None]
 
 
-def _exponentials(values: jax.Array, factor: float) -> jax.Array:
-    """Return the exponentials of `values * factor` without their maximum along rows."""
-    return jnp.exp((values - lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), _lowest()))) * factor)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _log_sum_exp(values: jax.Array, factor: float) -> jax.Array:
-    """Return the log-sum-exp of `values * factor` along rows, by one reduction, so that memory is read once."""
-
-    def combine(some: Any, others: Any) -> Any:
-        top = jnp.maximum(some[0], others[0])
-        return top, sum(total * jnp.exp((own - top) * factor) for own, total in (some, others))
-
-    lowest = jnp.asarray(_lowest(), values.dtype)
-    pairs = (jnp.maximum(values, lowest), jnp.where(values == -jnp.inf, 0, jnp.ones_like(values)))
-    top, total = lax.reduce(pairs, (lowest, jnp.zeros_like(lowest)), combine, (values.ndim - 1,))
-    empty = total == 0
-    return jnp.where(empty, EMPTY_ROW_LSE, top * factor + jnp.log(jnp.where(empty, 1, total)))
-
-
-@_log_sum_exp.defjvp
-def _log_sum_exp_jvp(factor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
-    [values], [change] = primals, tangents
-    lse = _log_sum_exp(values, factor)
-    weights = jnp.exp(_at_most_zero(values * factor - lse[..., None]))
-    return lse, (weights * change).sum(axis=-1) * factor
-
-
-def _lowest() -> float:
-    return float(np.finfo(np.float32).min)
+def _exponentials(values: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
+    """Return the exponentials of `values * factor` without their maximum along rows, and the maximum of `values`."""
+    top = lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), float(np.finfo(np.float32).min)))
+    return jnp.exp((values - top) * factor), top[..., 0]
 
 
 def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
