@@ -52,3 +52,16 @@ def test_gradients_of_slices_equal_those_of_whole_arrays(loop):
         alone = jax.jit(ours)(*(x[index] for x in arrays))
         for found, expected in zip(one, alone, strict=True):
             np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(("dim", "queries"), [(320, 700), (576, 1024)])
+def test_wide_heads_are_those_of_products_in_float32(dim, queries):
+    query, dout = drawn((2, queries, 4, dim), jnp.bfloat16)[:2]
+    key, value = drawn((2, queries, 1, dim), jnp.bfloat16)[2:]
+    arrays = (query, key, value, dout)
+    attend = functools.partial(flash_attention, implementation="mosaic_gpu")
+    exact = [x.astype(jnp.float32) for x in arrays]
+    expected = [by_jax(*exact[:3]), *jax.jit(functools.partial(gradients, by_jax))(*exact)]
+    found = [attend(*arrays[:3]), *jax.jit(functools.partial(gradients, attend))(*arrays)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert jnp.linalg.norm(ours.astype(jnp.float32) - theirs) < 6e-3 * jnp.linalg.norm(theirs)

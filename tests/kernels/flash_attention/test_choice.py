@@ -22,7 +22,7 @@ def test_the_choice_without_a_call_is_nearly_the_best_for_it(backward):
         chosen = choice.expected_gain(call, without=call) > 0
         # The chosen one's time over the best one's, less 1.
         lost[call.dtype].append(math.expm1(max(0, -gain if chosen else gain)))
-    every = sum(lost.values(), [])
+    every = [*lost["bfloat16"], *lost["float16"]]
     assert len(every) >= 100
     assert sum(every) / len(every) <= 0.02
     assert max(lost["bfloat16"]) <= 0.08
