@@ -87,7 +87,8 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import latent, latent_sums
-    from .latent_memory import Inputs
+    from .memory import Inputs
+    from .shares import SumInputs
 
     plan, heads = latent_plan(call), call.q[1]
     operands, made = unsliced((operands, _token_schedule(call, operands)))
@@ -106,7 +107,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     )
     found = latent.run(plan, inputs, interpret)
     out, lse = jax.new_ref(found.out), jax.new_ref(found.lse)
-    given = latent_sums.Sums(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
+    given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
     latent_sums.run(plan, given, interpret)
 
     whole, rows = unsliced((jax.freeze(out), jax.freeze(lse)))
@@ -121,7 +122,8 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import kernel, sums
-    from .memory import Inputs, Sums
+    from .memory import Inputs
+    from .shares import SumInputs
 
     sinks, cache = operands.sinks, operands.kv_pages
     if sinks is not None:
@@ -141,7 +143,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     found = kernel.run(plan, inputs, made.tiles.shape[0] * plan.kv_heads, interpret)
     out = jax.new_ref(found.out)
     lse = None if found.lse is None else jax.new_ref(found.lse)
-    given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
+    given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
 
