@@ -105,7 +105,9 @@ def by_flash(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
     q, cache = args[:2]
     count, shape = len(case.lengths), cache.shape[2::2]
     key, value = (cache[..., kind, :].reshape(count, -1, *shape)[:, : case.lengths[0]] for kind in (0, 1))
-    return functools.partial(flash_attention, causal=True), (q.reshape(count, -1, *q.shape[1:]), key, value)
+    window = dict(case.options).get("sliding_window")
+    run = functools.partial(flash_attention, causal=True, sliding_window=None if window is None else (window, 0))
+    return run, (q.reshape(count, -1, *q.shape[1:]), key, value)
 
 
 def by_plain(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:

@@ -95,6 +95,12 @@ CASES = {
     "64 x 4k, MLA, int8": _latent(64, 4096, 128, cache="int8", contenders=("xla",)),
     "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,)),
     "4 chunks of 2048": Case(lengths=(2048,) * 4, queries=(2048,) * 4, contenders=(FLASH,), pages=(16, 64)),
+    "4 chunks of 2048, 64/8, D64": Case(
+        lengths=(2048,) * 4, queries=(2048,) * 4, heads=(64, 8), head_dim=64, contenders=(FLASH,)
+    ),
+    "chunk of 8192, window 1024": Case(
+        lengths=(8192,), queries=(8192,), options=(("sliding_window", 1023),), contenders=(FLASH,)
+    ),
     "64 x 4k and chunks": Case(
         lengths=(4096,) * 64 + (4096, 512), queries=(1,) * 64 + (1024, 512), contenders=(), pages=(64,)
     ),

@@ -148,19 +148,9 @@ def cache_row(pages: int, page_size: int, size: int, table: Any, sequence: Any, 
         sequence: The sequence.
         key: The position of the key.
     """
-    return row_in_page(page_size, size, cache_page(pages, page_size, table, sequence, key), key)
-
-
-def cache_page(pages: int, page_size: int, table: Any, sequence: Any, key: Any) -> Any:
-    """Return the page that has a key of a sequence; see `cache_row`."""
     column = jnp.minimum(quotient(key, page_size), table.shape[1] - 1)
     # An index outside of the cache reads some page: the schedule gives such a sequence no keys.
-    return jnp.clip(table[sequence, column], 0, pages - 1)
-
-
-def row_in_page(page_size: int, size: int, page: Any, key: Any) -> Any:
-    """Return the row of the cache that has a key in this page; see `cache_row`."""
-    row = page * page_size
+    row = jnp.clip(table[sequence, column], 0, pages - 1) * page_size
     return row + remainder(key, page_size) if page_size > size else row
 
 

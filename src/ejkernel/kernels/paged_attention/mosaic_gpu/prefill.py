@@ -23,7 +23,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.forward import ForwardKernel
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_memory import ForwardOutputs
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS
 
-from .memory import cache_page, row_in_page
+from .memory import cache_row
 from .plan import PIECE, PrefillPlan
 from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
 
@@ -109,7 +109,7 @@ class PrefillKernel(ForwardKernel):
     @property
     def registers(self) -> Registers:
         """Registers per thread of either role; with many copies, a producer with fewer would spill."""
-        return super().registers if self.plan.copies <= _FEW_COPIES else Registers(producer=56, consumer=224)
+        return super().registers if self.plan.copies <= _FEW_COPIES else Registers(producer=40, consumer=232)
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
@@ -180,32 +180,15 @@ class PrefillKernel(ForwardKernel):
             for piece in memory.query(slot):
                 source = self.given.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
                 plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
-        first, end = tile.blocks.first, tile.blocks.end
-
-        def copy(block: Any, state: Any) -> Any:
-            step, pages = state
-            following = self._pages(tile, block + 1)  # read early, which hides the latency
-            self._copy_keys(tile, block, step, pages)
-            return step + 1, following
-
-        step, _ = lax.fori_loop(first, end, copy, (step, self._pages(tile, first)))
+        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
-    def _keys(self, tile: Any, block: Any) -> list[Any]:
-        """Return the first key of each copy of a block."""
-        begin = tile.origin + block * self.params.kv_block
-        return [begin + copy * self.plan.copied_keys for copy in range(self.plan.copies)]
-
-    def _pages(self, tile: Any, block: Any) -> list[Any]:
-        """Return the page of each copy of a block."""
-        plan, table, sequence = self.plan, self.given.table, tile.item.sequence
-        keys = self._keys(tile, block)
-        return [cache_page(plan.pages, plan.page_size, table, sequence, key) for key in keys]
-
-    def _copy_keys(self, tile: Any, block: Any, step: Any, pages: list[Any]) -> None:
+    def _copy_block(self, tile: Any, block: Any, step: Any) -> Any:
         plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.given
-        keys, stage = self._keys(tile, block), self.barriers.key.stage(step)
-        rows = [row_in_page(plan.page_size, size, page, key) for page, key in zip(pages, keys, strict=True)]
+        keys = [tile.origin + block * self.params.kv_block + copy * size for copy in range(plan.copies)]
+        # Before the wait, which hides their latency.
+        rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
+        stage = self.barriers.key.stage(step)
         targets = (self.barriers.key, self.buffers.key), (self.barriers.value, self.buffers.value)
         for kind, (pipeline, buffer) in enumerate(targets):
             pipeline.producer_wait(step, stage)
@@ -213,3 +196,4 @@ class PrefillKernel(ForwardKernel):
             for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
                 source, target = inputs.cache.at[pl.ds(row, size), item.kv_head, columns], pl.ds(copy * size, size)
                 self.backend.copy_if(key < item.length, source, buffer.at[stage, target], pipeline.full.at[stage])
+        return step + 1
