@@ -15,7 +15,6 @@ host clock's time per call of calls in a row; `gb_per_s` counts the keys and val
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import sys
@@ -30,98 +29,24 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.apart import run_apart
+from benchmarks.paged_attention_cases import (
+    CASES,
+    CUDNN,
+    FLASH,
+    OURS,
+    PLAIN,
+    PLAN,
+    SPREAD,
+    UNPLANNED,
+    Case,
+    plan_of,
+)
+from benchmarks.paged_attention_checks import CHECKS, checked, relative_error
 from ejkernel import compat
-from ejkernel.modules import PagedAttentionConfig, PagedPlan, flash_attention, paged_attention, paged_plan
+from ejkernel.modules import PagedAttentionConfig, flash_attention, paged_attention
 
-OURS, PLAN = "mosaic_gpu", "paged_plan"
-CUDNN, FLASH = "cudnn, contiguous", "flash_attention, contiguous"
-PLAIN = "plain JAX, contiguous"
-CHECKS = ("check decode", "check options", "check narrow", "check mixed")
 RUNS, CHECKED_TOKENS = 11, 12
-SPREAD = 40  # the standard deviation of int8 numbers
 Function = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A batch: keys and new tokens of each sequence, and the heads."""
-
-    lengths: tuple[int, ...]
-    queries: tuple[int, ...] | None = None  # None: one each
-    heads: tuple[int, int] = (32, 8)
-    head_dim: int = 128
-    cache: str = "bfloat16"  # with 8 bits, of scaled keys and values
-    options: tuple[tuple[str, Any], ...] = ()
-    pages: tuple[int, ...] = (16, 64)
-    value_dim: int | None = None  # of latent attention: a cache of keys alone
-    contenders: tuple[str, ...] = ("xla", CUDNN)
-    stages: tuple[int, ...] = ()
-
-    @property
-    def scales(self) -> dict[str, Any]:
-        """Scales of keys and values."""
-        if self.cache == "bfloat16":
-            return {}
-        unit = 1 / SPREAD if self.cache == "int8" else 1.0
-        return {"k_scale": unit, "v_scale": unit / 2}
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a call, without scales."""
-        return dict(self.options) | ({} if self.value_dim is None else {"value_dim": self.value_dim})
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """New tokens of each sequence."""
-        return self.queries or (1,) * len(self.lengths)
-
-
-def _ragged(count: int, low: int, high: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(7).integers(low, high + 1, count).tolist())
-
-
-def _latent(count: int, length: int, heads: int, pages: tuple[int, ...] = (64,)) -> Case:
-    """Return a decode step of absorbed latent attention, 512 values and 64 further elements of a key."""
-    return Case(
-        lengths=(length,) * count,
-        heads=(heads, 1),
-        head_dim=576,
-        value_dim=512,
-        options=(("softmax_scale", 192**-0.5),),
-        pages=pages,
-        contenders=("xla", PLAIN),
-    )
-
-
-CASES = {
-    "64 x 4k": Case(lengths=(4096,) * 64, stages=(2,)),
-    "64 x 4k, float8": Case(lengths=(4096,) * 64, cache="float8_e4m3fn", contenders=(), stages=(2, 4, 6)),
-    "64 x 4k, int8": Case(lengths=(4096,) * 64, cache="int8", contenders=(), stages=(2, 4, 6)),
-    "256 x 1k": Case(lengths=(1024,) * 256, contenders=(CUDNN,)),
-    "64 x 4k, 64/8, D64": Case(lengths=(4096,) * 64, heads=(64, 8), head_dim=64, contenders=(CUDNN,), stages=(5,)),
-    "128 ragged": Case(lengths=_ragged(128, 128, 8192), contenders=(CUDNN,)),
-    "8 x 32k": Case(lengths=(32768,) * 8, contenders=(CUDNN,)),
-    "1 x 128k": Case(lengths=(131072,), contenders=(CUDNN,)),
-    "64 x 4k, window 1024": Case(lengths=(4096,) * 64, options=(("sliding_window", 1023),), contenders=(), pages=(64,)),
-    "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,)),
-    "64 x 4k, MLA": _latent(64, 4096, 128, (16, 64)),
-    "64 x 4k, MLA, 64 heads": _latent(64, 4096, 64),
-    "64 x 4k, MLA, 16 heads": _latent(64, 4096, 16),
-    "8 x 32k, MLA": _latent(8, 32768, 128),
-    "1 x 128k, MLA": _latent(1, 131072, 128),
-    "256 x 1k, MLA": _latent(256, 1024, 128),
-    "chunk of 8192": Case(lengths=(8192,), queries=(8192,), contenders=(FLASH,)),
-    "4 chunks of 2048": Case(lengths=(2048,) * 4, queries=(2048,) * 4, contenders=(FLASH,), pages=(16, 64)),
-    "64 x 4k and chunks": Case(
-        lengths=(4096,) * 64 + (4096, 512), queries=(1,) * 64 + (1024, 512), contenders=(), pages=(64,)
-    ),
-    "the chunks alone": Case(lengths=(4096, 512), queries=(1024, 512), contenders=(), pages=(64,)),
-    "16 x 512": Case(lengths=(512,) * 16, contenders=(CUDNN,), pages=(64,)),
-    "tiny": Case(lengths=(40, 7), pages=(16,), contenders=("xla",)),
-}
-
-
-# Times.
 
 
 def batch_of(case: Case, page_size: int) -> tuple[jax.Array, ...]:
@@ -151,6 +76,8 @@ def ours(case: Case, implementation: str, stages: int | None = None) -> Function
 
         cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
     options: dict[str, Any] = case.scales | case.arguments
+    if implementation == UNPLANNED:
+        return lambda args, plan: paged_attention(*args, implementation=OURS, **options)
     return lambda args, plan: paged_attention(*args, plan=plan, implementation=implementation, cfg=cfg, **options)
 
 
@@ -178,7 +105,9 @@ def by_flash(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
     q, cache = args[:2]
     count, shape = len(case.lengths), cache.shape[2::2]
     key, value = (cache[..., kind, :].reshape(count, -1, *shape)[:, : case.lengths[0]] for kind in (0, 1))
-    return functools.partial(flash_attention, causal=True), (q.reshape(count, -1, *q.shape[1:]), key, value)
+    window = dict(case.options).get("sliding_window")
+    run = functools.partial(flash_attention, causal=True, sliding_window=None if window is None else (window, 0))
+    return run, (q.reshape(count, -1, *q.shape[1:]), key, value)
 
 
 def by_plain(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:
@@ -211,13 +140,7 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     values = both[:, :, -1, : case.value_dim]
     out: np.ndarray[Any, Any] = np.einsum("kgs,skd->kgd", weights / weights.sum(-1, keepdims=True), values)
-    return np.reshape(out * case.scales.get("v_scale", 1), (q.shape[1], -1))
-
-
-def relative_error(actual: Any, expected: Any) -> float:
-    """Return the norm of the difference relative to the norm of `expected`."""
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return float(f"{np.linalg.norm(actual - expected) / max(float(np.linalg.norm(expected)), 1e-30):.3g}")
+    return np.reshape(out * case.value_scale, (q.shape[1], -1))
 
 
 def error_of(case: Case, args: Sequence[jax.Array], out: jax.Array) -> float:
@@ -251,14 +174,6 @@ def seen_bytes(case: Case) -> int:
     keys: int = sum(min(length, window + count) for length, count in zip(case.lengths, case.counts, strict=True))
     kinds = 2 if case.value_dim is None else 1
     return kinds * keys * case.heads[1] * case.head_dim * jnp.dtype(case.cache).itemsize
-
-
-def plan_of(*args: jax.Array, window: int | None) -> PagedPlan:
-    """Return the whole schedule of a batch."""
-    q, cache, table, offsets, lengths = args
-    (pages, page_size, kv_heads), heads = cache.shape[:3], q.shape[1]
-    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "page_size": page_size, "sliding_window": window}
-    return paged_plan(offsets, lengths, **sizes, tokens=len(q), pages=pages, page_table=table)
 
 
 def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -296,132 +211,6 @@ def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     if row.get("kernel_us"):
         row["gb_per_s"] = round(seen_bytes(case) / row["kernel_us"] / 1e3)
     return row
-
-
-# Results of random batches.
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "page 16": {},
-    "page 16, no plan": {"planned": False},
-    "page 64, D64": {"page_size": 64, "head_dim": 64, "heads": (16, 2)},
-    "page 8, MHA": {"page_size": 8, "heads": (3, 3)},
-    "window, cap, sinks, lse": {
-        "group": "options",
-        "sliding_window": 100,
-        "logits_soft_cap": 3.0,
-        "sinks": True,
-        "return_lse": True,
-    },
-    "scales, float16, MQA": {"group": "options", "dtype": "float16", "scaled": True, "heads": (16, 1)},
-    "float8": {"group": "narrow", "cache": "float8_e4m3fn", "scaled": True, "return_lse": True},
-    "int8, page 64, window, sinks": {
-        "group": "narrow",
-        "cache": "int8",
-        "scaled": True,
-        "page_size": 64,
-        "sliding_window": 100,
-        "sinks": True,
-    },
-    "float8, D64, cap": {
-        "group": "narrow",
-        "cache": "float8_e4m3fn",
-        "head_dim": 64,
-        "heads": (16, 2),
-        "logits_soft_cap": 3.0,
-    },
-    "int8, float16, D64, MQA": {
-        "group": "narrow",
-        "cache": "int8",
-        "dtype": "float16",
-        "head_dim": 64,
-        "heads": (16, 1),
-        "scaled": True,
-    },
-    "page 256, lse": {"group": "options", "page_size": 256, "return_lse": True},
-    "few tokens": {"group": "mixed", "most": 3, "return_lse": True},
-    "mixed": {"group": "mixed", "most": 300, "return_lse": True, "sinks": True},
-    "mixed, window, D64": {
-        "group": "mixed",
-        "most": 300,
-        "sliding_window": 70,
-        "head_dim": 64,
-        "page_size": 64,
-        "heads": (12, 4),
-    },
-}
-
-
-def poisoned(
-    rng: np.random.Generator,
-    *,
-    page_size: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    most: int,
-    dtype: str,
-    cache: str | None,
-) -> tuple[jax.Array, ...]:
-    """Return a batch with NaN in unused slots, and indices outside of the cache where no page is needed."""
-    lengths = rng.choice([0, 1, page_size - 1, page_size, page_size + 1, 64, 640, *rng.integers(0, 1500, 9)], 24)
-    counts = np.minimum(rng.integers(1, most + 1, len(lengths)), np.maximum(lengths, 1))
-    columns = -(-1500 // page_size) + 1
-    table = rng.permutation(len(lengths) * columns).reshape(len(lengths), columns)
-    pages = np.full((table.size, page_size, heads[1], 2, head_dim), np.nan, np.float32)
-    for row, length in zip(table, lengths, strict=True):
-        used = -(-length // page_size)
-        own = rng.standard_normal((used * page_size, *pages.shape[2:]))
-        own[length:] = np.nan
-        pages[row[:used]] = own.reshape(used, *pages.shape[1:])
-        row[used:] = rng.choice([-1, 10**9, -(2**31), 2**31 - 1, 0], columns - used)
-    table[5, 0] = -7  # this sequence gives zeros
-    padding = 5 if cache is None else 0  # with 8 bits, `mosaic_gpu` takes no more tokens than sequences
-    q = rng.standard_normal((counts.sum() + padding, heads[0], head_dim))
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    return (
-        jnp.asarray(q, dtype),
-        jnp.asarray(np.nan_to_num(np.round(pages * SPREAD), nan=127).clip(-127, 127), cache)
-        if cache == "int8"
-        else jnp.asarray(pages, cache or dtype),
-        *(jnp.asarray(x, jnp.int32) for x in (table, offsets, lengths)),
-    )
-
-
-def checked(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the errors of random batches, with a plan or without."""
-    for name, given in VARIANTS.items():
-        if case != f"check {given.get('group', 'decode')}":
-            continue
-        options: dict[str, Any] = {
-            key: given[key] for key in ("sliding_window", "logits_soft_cap", "return_lse") if key in given
-        }
-        shape: dict[str, Any] = {"page_size": 16, "heads": (32, 8), "head_dim": 128, "most": 1, "dtype": "bfloat16"}
-        shape["cache"] = None
-        shape |= {key: given[key] for key in shape if key in given}
-        heads, kv_heads = shape["heads"]
-        args = poisoned(np.random.default_rng(len(name)), **shape)
-        if "sinks" in given:
-            options["sinks"] = jnp.linspace(-1, 1, heads)
-        if "scaled" in given:
-            unit = 1 / SPREAD if shape["cache"] == "int8" else 1.0
-            scale = jnp.linspace(0.5 * unit, 2 * unit, kv_heads)
-            options |= {"k_scale": scale, "v_scale": scale[::-1]}
-        wide = [x.astype(jnp.float32) if x.dtype == shape["dtype"] else x for x in args]
-        with jax.default_matmul_precision("highest"):
-            want = jax.tree.leaves(jax.jit(functools.partial(paged_attention, implementation="xla", **options))(*wide))
-        if given.get("planned", True):
-            options["plan"] = plan_of(*args, window=options.get("sliding_window"))
-        try:
-            run = jax.jit(lambda *args, options=options: paged_attention(*args, implementation=OURS, **options))
-            out, *lse = jax.tree.leaves(run(*args))
-            row: dict[str, Any] = {"error": relative_error(np.asarray(out, np.float32), want[0])}
-            if lse:
-                row["lse"] = float(np.abs(np.nan_to_num(np.asarray(lse[0])) - np.nan_to_num(want[1])).max())
-        except Exception as error:  # noqa: BLE001  # a failure is a result, with its reason
-            row = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        yield name, row
-
-
-# Processes.
 
 
 def measured_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]:

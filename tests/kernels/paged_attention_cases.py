@@ -94,7 +94,7 @@ SUBJECT = Subject(
         "decode": call_of(DECODE),
         "mixed": call_of(MIXED, tokens=20, sliding_window=5, logits_soft_cap=3.0, sinks=True),
         "planned": call_of(MIXED, planned=True, return_lse=True, softmax_scale=0.3),
-        "int8": call_of(MIXED, cache="int8", scaled=True),
+        "int8": call_of(MIXED, page=8, head_dim=64, cache="int8", scaled=True),
         "float8": call_of(DECODE, page=8, head_dim=64, cache="float8_e4m3fn", scaled=True),
         "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, sinks=True, sliding_window=5, return_lse=True),
         "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),

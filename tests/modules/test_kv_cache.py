@@ -54,6 +54,14 @@ def test_the_donated_cache_is_written_in_place(dtype):
     assert written.unsafe_buffer_pointer() == address
 
 
+def test_new_tokens_are_written_without_a_loop():
+    """On a GPU, a loop of small kernels would take longer than the write."""
+    like = jax.ShapeDtypeStruct
+    new, integers = like((4, 2, 8), "float32"), [like(shape, "int32") for shape in ((3, 2), (4,), (3,))]
+    program = jax.jit(append_to_pages).lower(like((6, 4, 2, 2, 8), "float32"), new, new, *integers)
+    assert "while" not in program.as_text()
+
+
 def test_tokens_without_a_place_are_dropped():
     """Past the last offset, past the table, or with a page outside the cache: no other page may change."""
     cache, k, v, table, offsets, _ = batch()

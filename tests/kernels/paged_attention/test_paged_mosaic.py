@@ -125,8 +125,29 @@ def test_latent_attention_of_several_tokens_of_a_sequence():
     args = poisoned([200, 64, 10, 0, 129], [5, 0, 3, 0, 20], heads=(20, 1), page=64, head_dim=192, kinds=1)
     found, wanted = results(args, value_dim=128)
     assert_near(found, wanted)
-    planned, _ = results(args, value_dim=128, plan=plan_of(args))
+    plan = plan_of(args)
+    planned, _ = results(args, value_dim=128, plan=plan)
     jax.tree.map(np.testing.assert_array_equal, planned, found)
+    own = schedule.token_schedule(plan.arrays.offsets, plan.arrays.lengths, len(args[0]), 1, None)
+    jax.tree.map(np.testing.assert_array_equal, (plan.arrays.token_tiles, plan.arrays.token_programs), tuple(own))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_latent_attention_to_a_cache_of_8_bits():
+    """Without spare pages, the copy has the whole cache."""
+    args = poisoned([200, 64, 10, 1], [5, 0, 3, 1], heads=(4, 1), page=64, head_dim=192, kinds=1, cache="int8")
+    assert_near(*results(args, value_dim=128, k_scale=0.02, plan=plan_of(args)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits():
+    """With spare pages in the cache, the copy has the pages of the table, in its order."""
+    args = poisoned([1, 30, 90, 15], (1, 0, 40, 7), window=20, cache="float8_e4m3fn")
+    args = args[0], jnp.pad(args[1], ((0, 40), *[(0, 0)] * 4)), *args[2:]
+    scales = {"k_scale": 0.02, "v_scale": jnp.array([0.5, 2.0])}
+    assert_near(*results(args, sliding_window=20, sinks=jnp.linspace(-1, 1, 4), **scales))
 
 
 @pytest.mark.slow
@@ -271,16 +292,28 @@ def test_prefill_tiles_with_the_most_keys_come_first():
     assert tiles[:used, schedule.PrefillTile.COUNT].all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [(1,) * 6, (3, 0, 40, 1, 200, 2), (2, 40, 40, 40, 40, 40)])
+def test_short_batches_have_the_schedule_of_long_ones(monkeypatch, queries):
+    """Long vectors are summed and sorted by other means."""
+    lengths = [1, 0, 640, 63, 264, 2]
+    found, _ = schedules_of(queries, lengths)
+    monkeypatch.setattr(schedule, "_SHORT", 0)
+    jax.tree.map(np.testing.assert_array_equal, found, schedules_of(queries, lengths)[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
         ({"dtype": "float32", "cache_dtype": "float32"}, "q has dtype float32"),
-        ({"cache_dtype": "int8", "q": (65, 32, 128)}, "kv_pages has dtype int8"),
+        (
+            {"cache_dtype": "int8", "q": (65, 32, 128), "pages": (99999, 16, 8, 2, 128), "table": (64, 4096)},
+            "copies the",
+        ),
         ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "takes one KV head"),
         ({**LATENT, "q": (64, 256, 576)}, "up to 128 query heads, got 1 and 256"),
         ({**LATENT, "value_dim": 576}, "value_dim=576 with head_dim=576"),
-        ({**LATENT, "cache_dtype": "int8"}, "with value_dim 'mosaic_gpu' needs q's"),
         ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
         ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),
         ({"q": (64, 1024, 128)}, "up to 64 query heads per KV head, got 128"),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .common import as_bits, from_bits
+from .common import as_bits, from_bits, sorted_before
 
 _limits: Any = jnp.finfo  # it has no annotations
 
@@ -25,7 +25,7 @@ def appended(
         return kv_pages
     count, size = kv_pages.shape[:2]
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
-    sequence = jnp.searchsorted(query_offsets, token, side="right").astype(jnp.int32) - 1
+    sequence = sorted_before(query_offsets, token) - 1
     inside = (sequence >= 0) & (sequence < page_table.shape[0])
     sequence = jnp.clip(sequence, 0, page_table.shape[0] - 1)
     position = kv_lengths[sequence] - (query_offsets[sequence + 1] - token)

@@ -108,6 +108,14 @@ def within_cache(call: PagedCall, pages: jax.Array) -> jax.Array:
     return jnp.clip(pages, 0, max(call.pages[0] - 1, 0))
 
 
+def sorted_before(ascending: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Return how many elements of an ascending vector are at most each of these numbers, int32.
+
+    A binary search would be a loop of small kernels on a GPU.
+    """
+    return jnp.searchsorted(ascending, numbers, side="right", method="compare_all").astype(jnp.int32)
+
+
 def as_bits(kv_pages: jax.Array) -> jax.Array:
     """Return a cache of 8-bit floats as integers.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .schedule import running_max, running_sum, schedules
+from .schedule import Schedule, no_schedule, running_max, running_sum, schedules, token_schedule
 
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
 
@@ -26,6 +26,8 @@ class PlanArrays(NamedTuple):
         first_pages, end_pages: `[sequences]`: the columns of the page table that a sequence reads begin at the first
             and end before the second.
         short_tiles, short_programs, prefill_tiles, prefill_ends: The schedules of `mosaic_gpu`; see `schedules`.
+        token_tiles, token_programs: That of latent attention; without tiles if the layers have several KV heads, or if
+            the short tiles have one token each.
     """
 
     offsets: jax.Array
@@ -39,6 +41,8 @@ class PlanArrays(NamedTuple):
     short_programs: jax.Array
     prefill_tiles: jax.Array
     prefill_ends: jax.Array
+    token_tiles: jax.Array
+    token_programs: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +120,16 @@ def valid_batch(
     number = jnp.arange(len(query_offsets), dtype=jnp.int32)
     offsets = running_max(jnp.where(number == 0, 0, jnp.clip(query_offsets, 0, shape.tokens)))
     lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
-    first = jnp.zeros_like(lengths) if shape.window is None else lengths - jnp.diff(offsets) - shape.window
     begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
-    needed = (begin < lengths[:, None]) & (begin + shape.page_size > first[:, None])
-    is_outside = (page_table < 0) | (page_table >= shape.pages)
-    return offsets, jnp.where(jnp.sum(needed & is_outside, axis=1, dtype=jnp.int32) > 0, 0, lengths)
+    needed = begin < lengths[:, None]
+    if shape.window is not None:
+        first = lengths - jnp.diff(offsets) - shape.window
+        needed &= begin + shape.page_size > first[:, None]
+    is_outside = page_table.astype(jnp.uint32) >= shape.pages  # also negative ones
+    if not shape.table[1]:
+        return offsets, lengths
+    # The minimum of a row is one kernel; a choice after a sum would be another.
+    return offsets, jnp.min(jnp.where(needed & is_outside, 0, lengths[:, None]), axis=1)
 
 
 def plan_arrays(
@@ -138,6 +147,13 @@ def plan_arrays(
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
     ends = jnp.pad(running_sum(tiles), (1, 0))
     short, prefill = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
-    return PlanArrays(
-        offsets, lengths, order, decodes, ends, first.astype(jnp.int32), end.astype(jnp.int32), *short, *prefill
-    )
+    single = _single_tokens(shape, offsets, lengths)
+    pages = first.astype(jnp.int32), end.astype(jnp.int32)
+    return PlanArrays(offsets, lengths, order, decodes, ends, *pages, *short, *prefill, *single)
+
+
+def _single_tokens(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -> Schedule:
+    """Return the schedule of latent attention if it differs from that of decode."""
+    if shape.kv_heads > 1 or shape.tokens <= shape.table[0]:
+        return no_schedule()
+    return token_schedule(offsets, lengths, shape.tokens, 1, shape.window)

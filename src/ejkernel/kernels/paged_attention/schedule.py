@@ -65,7 +65,7 @@ class Prefill(NamedTuple):
     """The tiles of sequences with many query tokens, int32; those with the most keys come first."""
 
     tiles: jax.Array  # [tiles, 5]
-    ends: jax.Array  # [sequences + 1], of the tiles of each sequence and of the padding; the last is their number
+    ends: jax.Array  # [sequences + 1], of the tiles of each sequence and of the padding; without tiles empty
 
 
 class TileSizes(NamedTuple):
@@ -132,10 +132,15 @@ def schedules(
     sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
     given = _ranges(offsets, lengths, tokens)
     if sizes.long is None:
-        none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (len(lengths) + 1,))))
+        none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (0,))))
         return _dealt(_token_tiles(given, tokens, window), kv_heads), none
     short = _dealt(_short_tiles(given, sizes.short, window), kv_heads)
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
+
+
+def no_schedule() -> Schedule:
+    """Return a schedule without tiles."""
+    return Schedule(jnp.zeros((0, len(Tile)), jnp.int32), jnp.zeros((0, len(Share)), jnp.int32))
 
 
 def token_schedule(offsets: jax.Array, lengths: jax.Array, tokens: int, kv_heads: int, window: int | None) -> Schedule:
@@ -191,7 +196,17 @@ def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) 
 def _longest_first(tiles: jax.Array, window: int | None) -> jax.Array:
     stop = jnp.maximum(tiles[:, PrefillTile.POSITION] + tiles[:, PrefillTile.COUNT], 0)
     keys = stop if window is None else stop - jnp.clip(tiles[:, PrefillTile.POSITION] - window, 0, stop)
-    return tiles[jnp.argsort(jnp.where(tiles[:, PrefillTile.COUNT] > 0, -keys, 1))]
+    return tiles[_ascending(jnp.where(tiles[:, PrefillTile.COUNT] > 0, -keys, 1))]
+
+
+def _ascending(x: jax.Array) -> jax.Array:
+    """Return the indices that sort an int32 vector, without changing the order of equal elements."""
+    if len(x) > _SHORT:
+        return jnp.argsort(x)
+    number = jnp.arange(len(x), dtype=jnp.int32)
+    before = (x[None, :] < x[:, None]) | ((x[None, :] == x[:, None]) & (number[None, :] < number[:, None]))
+    rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank[None, :] == number[:, None], number[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
@@ -209,7 +224,7 @@ def _position(given: _Ranges, sequence: jax.Array, token: jax.Array) -> jax.Arra
 
 def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     """Return the schedule of these tiles."""
-    programs = PROGRAMS
+    programs, tiles = PROGRAMS, lax.optimization_barrier(tiles)  # otherwise another kernel computes two columns again
     count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
     # A tile without keys counts as one block, so that a program writes its zeros.
     blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)

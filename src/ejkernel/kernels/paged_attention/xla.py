@@ -20,7 +20,7 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 
-from .common import Operands, PagedCall, as_bits, from_bits, plan_of, valid, within_cache
+from .common import Operands, PagedCall, as_bits, from_bits, plan_of, sorted_before, valid, within_cache
 from .plan import PlanArrays
 
 _BLOCK_TOKENS = 512
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
         """Return the tiles with these numbers."""
         (sequences, _), page, offsets = self.call.table, self.call.pages[1], self.operands.query_offsets
         ends = self.plan.tiles
-        at = numbers if decode else jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32) - 1
+        at = numbers if decode else sorted_before(ends, numbers) - 1
         at = jnp.clip(at, 0, sequences - 1)
         sequence = self.plan.order[at]
         begin, end = offsets[sequence], offsets[sequence + 1]

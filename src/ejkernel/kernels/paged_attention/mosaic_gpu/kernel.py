@@ -48,7 +48,7 @@ class Results(NamedTuple):
 
     Attributes:
         out, lse: As in `Outputs`, without the rows of items with shares.
-        shares, share_lse: As in `Sums`.
+        shares, share_lse: As in `SumInputs`.
     """
 
     out: Any
@@ -167,7 +167,8 @@ class _Kernel:
     def _consume(self, warpgroup: Any) -> None:
         del warpgroup
         outputs = Outputs(self.results.out, self.results.lse)
-        self.store = TileStore(self.plan, self.backend, self.inputs, outputs, self.buffers.out)
+        factors = self.inputs.sinks, self.inputs.v_scale
+        self.store = TileStore(self.plan, self.backend, factors, outputs, self.buffers.out)
         self._each_item(self._attend, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 

@@ -34,7 +34,6 @@ from .latent_memory import (
     LAYOUT,
     Barriers,
     Buffers,
-    Inputs,
     Results,
     by_row,
     finished,
@@ -43,7 +42,7 @@ from .latent_memory import (
     load_rows,
 )
 from .latent_plan import REST, ROWS, LatentPlan
-from .memory import Item, cache_row
+from .memory import Inputs, Item, cache_row
 
 _LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
 _REGISTERS = Registers(producer=24, consumer=240)
@@ -327,7 +326,7 @@ class _Kernel:
 
         @pl.when(alone)
         def _store() -> None:
-            out, lse = finished(self.inputs, self.part, sums.acc, sums.top, total)
+            out, lse = finished(self.inputs.sinks, self.inputs.k_scale, self.part, sums.acc, sums.top, total)
             heads = pl.ds(self.part * plan.rows, plan.rows)
             self._store(out.astype(plan.dtype), own, plan.rows, self.results.out.at[item.token, heads, columns])
             if own == 0:

@@ -20,27 +20,6 @@ LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)
 
 
-class Inputs(NamedTuple):
-    """Arrays in global memory; those that a call does not have are `None`.
-
-    Attributes:
-        tiles, programs: As in `Schedule`; tile `i` has token `i`.
-        q: `[tokens, heads, head_dim]`.
-        cache: `[pages * page_size, head_dim]`.
-        table: `[sequences, pages]`.
-        sinks: `[parts, ROWS]`, times `LOG2_E`.
-        k_scale: `[1]`.
-    """
-
-    tiles: Any
-    programs: Any
-    q: Any
-    cache: Any
-    table: Any
-    sinks: Any = None
-    k_scale: Any = None
-
-
 class Results(NamedTuple):
     """Results in global memory.
 
@@ -148,18 +127,19 @@ def load_rows(vector: Any) -> Any:
     return plgpu.load(vector, layout=BY_ROW, optimized=False)
 
 
-def finished(inputs: Any, part: Any, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
+def finished(sinks: Any, scale: Any, part: Any, acc: Any, top: Any, total: Any) -> tuple[Any, Any]:
     """Return some columns of the output of a tile, and its log-sum-exp.
 
     Args:
-        inputs: The arrays `sinks` and `k_scale`.
+        sinks: As in `Inputs`.
+        scale: The scale of the values, `k_scale`.
         part: The part of the heads.
         acc: The sum of weighted values.
         top: The maximum to which weights are relative, to the base 2.
         total: The sum of the weights.
     """
-    sinks = None if inputs.sinks is None else load_rows(inputs.sinks.at[part])
+    sinks = None if sinks is None else load_rows(sinks.at[part])
     factor, lse = normalisation(top, total, sinks)
-    if inputs.k_scale is not None:
-        factor = factor * inputs.k_scale[0]
+    if scale is not None:
+        factor = factor * scale[0]
     return acc * by_row(factor, acc.shape), lse

@@ -87,8 +87,6 @@ class LatentPlan:
 def unsupported_reason(call: PagedCall) -> str | None:
     """Return why no launch of latent attention runs `call`, and an alternative; `None` if one does."""
     kv_heads, values, rest = call.pages[2], call.out_dim, call.q[2] - call.out_dim
-    if call.cache_dtype != call.dtype:
-        return f"kv_pages has dtype {call.cache_dtype}, and with value_dim 'mosaic_gpu' needs q's; use 'xla'."
     if kv_heads != 1 or call.q[1] > MOST_HEADS:
         return (
             f"with value_dim, 'mosaic_gpu' takes one KV head and up to {MOST_HEADS} query heads, got {kv_heads} and "

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._numbers import LOG2_E
-from ejkernel.kernels.paged_attention.common import Operands, PagedCall
+from ejkernel.kernels.paged_attention.common import Operands, PagedCall, within_cache
 from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes, token_schedule
 
+from . import support
 from .latent_plan import ROWS, latent_plan
 from .params import MosaicGpuParams
 from .plan import LaunchPlan, launch_plan, prefill_plan
@@ -24,6 +25,8 @@ def attention(
     """Return the output and the log-sum-exp."""
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
+    if support.is_widened(call):
+        operands, call = _widened(call, operands), support.as_run(call)
     if call.value_dim is not None:
         return _latent(call, operands, interpret)
     operands, made = unsliced((operands, _schedules(call, operands)))
@@ -46,6 +49,22 @@ def attention(
     return _in_order(whole, call.q[2]) if plan.is_narrow else whole, lse
 
 
+def _widened(call: PagedCall, operands: Operands) -> Operands:
+    """Return the operands with a copy of the 8-bit cache in the dtype of the queries, which holds each of its numbers.
+
+    The copy has the whole cache, or the pages in the order of the page table if those are fewer. The schedule does not
+    depend on the pages.
+    """
+    count, cache, table = call.pages[0], operands.kv_pages, operands.page_table
+    if table.size < count:
+        # Pages behind a sequence's keys are the same one, which stays in the GPU's cache.
+        begin = jnp.arange(table.shape[1], dtype=jnp.int32) * call.pages[1]
+        needed = begin < operands.kv_lengths[:, None]
+        cache = cache[jnp.where(needed, within_cache(call, table), 0).reshape(-1)]
+        table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    return operands._replace(kv_pages=cache.astype(call.dtype), page_table=table)
+
+
 def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
     plan = operands.plan
     if plan is not None and call.planned_for == (call.pages[2], call.window):
@@ -53,19 +72,26 @@ def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
     return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
 
 
+def _token_schedule(call: PagedCall, operands: Operands) -> Schedule:
+    """Return a schedule of tiles of one token each."""
+    plan = operands.plan
+    if call.q[0] <= call.table[0]:
+        return _schedules(call, operands)[0]
+    if plan is not None and call.planned_for == (1, call.window):
+        return Schedule(plan.token_tiles, plan.token_programs)
+    return token_schedule(operands.query_offsets, operands.kv_lengths, call.q[0], 1, call.window)
+
+
 def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp of latent attention."""
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import latent, latent_sums
-    from .latent_memory import Inputs
+    from .memory import Inputs
+    from .shares import SumInputs
 
     plan, heads = latent_plan(call), call.q[1]
-    if call.q[0] > call.table[0]:  # tiles of a plan have several tokens then
-        made = token_schedule(operands.query_offsets, operands.kv_lengths, call.q[0], 1, call.window)
-    else:
-        made = _schedules(call, operands)[0]
-    operands, made = unsliced((operands, made))
+    operands, made = unsliced((operands, _token_schedule(call, operands)))
     padding, sinks = plan.heads - heads, operands.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
@@ -81,7 +107,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     )
     found = latent.run(plan, inputs, interpret)
     out, lse = jax.new_ref(found.out), jax.new_ref(found.lse)
-    given = latent_sums.Sums(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
+    given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
     latent_sums.run(plan, given, interpret)
 
     whole, rows = unsliced((jax.freeze(out), jax.freeze(lse)))
@@ -96,7 +122,8 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     from ejkernel.kernels._hopper.launch import unsliced
 
     from . import kernel, sums
-    from .memory import Inputs, Sums
+    from .memory import Inputs
+    from .shares import SumInputs
 
     sinks, cache = operands.sinks, operands.kv_pages
     if sinks is not None:
@@ -116,7 +143,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     found = kernel.run(plan, inputs, made.tiles.shape[0] * plan.kv_heads, interpret)
     out = jax.new_ref(found.out)
     lse = None if found.lse is None else jax.new_ref(found.lse)
-    given = Sums(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
+    given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
     sums.run(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
 

@@ -31,9 +31,9 @@ class Inputs(NamedTuple):
     Attributes:
         tiles, programs: As in `Schedule`.
         q: `[tokens, heads, head_dim]`.
-        cache: `[pages * page_size, kv_heads, row]`.
+        cache: `[pages * page_size, kv_heads, row]`, or `[pages * page_size, head_dim]` in latent attention.
         table: `[sequences, pages]`.
-        sinks: `[kv_heads, rows]`, times `LOG2_E`.
+        sinks: `[kv_heads, rows]`, or `[parts, ROWS]` in latent attention, times `LOG2_E`.
         k_scale, v_scale: `[kv_heads]`.
     """
 
@@ -45,28 +45,6 @@ class Inputs(NamedTuple):
     sinks: Any = None
     k_scale: Any = None
     v_scale: Any = None
-
-
-class Sums(NamedTuple):
-    """Inputs of the second kernel.
-
-    Attributes:
-        tiles, programs: As in `Schedule`.
-        shares: `[2 * programs, head_dim, rows]`: of each program those of its first and of its last item.
-        share_lse: `[2 * programs, rows]`, to the base 2.
-        sinks, v_scale: As in `Inputs`.
-        out: As in `Outputs`; written in place.
-        lse: As in `Outputs`; written in place.
-    """
-
-    tiles: Any
-    programs: Any
-    shares: Any
-    share_lse: Any
-    sinks: Any
-    v_scale: Any
-    out: Any
-    lse: Any
 
 
 class Outputs(NamedTuple):
@@ -201,15 +179,15 @@ class TileStore:
     Args:
         plan: The launch.
         backend: Where it runs.
-        inputs: The arrays `sinks` and `v_scale`.
+        factors: The arrays `sinks` and `v_scale`.
         outputs: The results.
         buffer: A `piece_types` buffer `[pieces, rows, PIECE]`.
     """
 
     def __init__(
-        self, plan: LaunchPlan, backend: Backend, inputs: Inputs | Sums, outputs: Outputs, buffer: Any
+        self, plan: LaunchPlan, backend: Backend, factors: tuple[Any, Any], outputs: Outputs, buffer: Any
     ) -> None:
-        self.plan, self.backend, self.inputs, self.outputs = plan, backend, inputs, outputs
+        self.plan, self.backend, self.factors, self.outputs = plan, backend, factors, outputs
         self.tiles, self.rows = backend.views(buffer, 2)
 
     def store(self, item: Item, acc: tuple[Any, ...], top: Any, total: Any) -> None:
@@ -221,12 +199,12 @@ class TileStore:
             top: `[rows]`: the maximum to which weights are relative, to the base 2.
             total: `[rows]`: the sum of the weights; 0 for a row without keys.
         """
-        sinks = self.inputs.sinks
+        sinks, scale = self.factors
         if sinks is not None:
             sinks = plgpu.load(sinks.at[item.head], layout=BY_ROW, optimized=False)
         factor, lse = normalisation(top, total, sinks)
-        if self.inputs.v_scale is not None:
-            factor = factor * self.inputs.v_scale[item.head]
+        if scale is not None:
+            factor = factor * scale[item.head]
         out = [(part * across(factor, part.shape)).astype(self.plan.dtype) for part in acc]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for piece, part in enumerate(pieces(out)):

@@ -3,31 +3,21 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.device import quotient
 from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu
 
-from .memory import BY_ROW, LAYOUT, Item, Outputs, Sums, TileStore, Work, across, item_of, piece_types
+from .memory import BY_ROW, LAYOUT, Item, Outputs, TileStore, Work, item_of, piece_types
 from .plan import LaunchPlan
-
-_LOWEST = -1e30
-
-
-class _State(NamedTuple):
-    acc: Any  # [head_dim, rows]
-    top: Any  # [rows]
-    total: Any  # [rows]
+from .shares import Shares, SumInputs, summed, when_begun_here
 
 
-def run(plan: LaunchPlan, given: Sums, interpret: Any = None) -> None:
+def run(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:
     """Write the sums into the references `given.out` and `given.lse`."""
     kernel = _Kernel(plan, backend_for(interpret))
     launch(
@@ -46,48 +36,24 @@ class _Kernel:
 
     def __init__(self, plan: LaunchPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
-        self.together = max(1, 64 // plan.rows)  # shares that are loaded at once
 
-    def run(self, given: Sums, buffer: Any) -> None:
+    def run(self, given: SumInputs, buffer: Any) -> None:
         """Sum one item's shares."""
-        self.given, self.program = given, lax.axis_index(PROGRAM)
-        work = Work.of(given.programs, self.program)
+        program = lax.axis_index(PROGRAM)
+        work = Work.of(given.programs, program)
         item = item_of(self.plan, given.tiles, jnp.maximum(work.last_item, 0))
+        when_begun_here(work, item, lambda: self._sum(given, buffer, program, item, work))
 
-        @pl.when((work.last_item >= 0) & work.begins(item) & jnp.logical_not(work.ends(item)))
-        def _sum() -> None:
-            self._sum(item, work, buffer)
-
-    def _sum(self, item: Item, work: Work, buffer: Any) -> None:
-        plan = self.plan
-        missing = item.blocks - work.end_block
-        count = 1 + lax.div(missing + work.share - 1, work.share)
-        state = _State(
-            plgpu.layout_cast(jnp.full((plan.head_dim, plan.rows), 0, jnp.float32), LAYOUT),
-            plgpu.layout_cast(jnp.full((plan.rows,), _LOWEST, jnp.float32), BY_ROW),
-            plgpu.layout_cast(jnp.full((plan.rows,), 0, jnp.float32), BY_ROW),
+    def _sum(self, given: SumInputs, buffer: Any, program: Any, item: Item, work: Work) -> None:
+        rows = self.plan.rows
+        shares = Shares(
+            shape=(self.plan.head_dim, rows),
+            axis=1,
+            together=max(1, 64 // rows),
+            load=lambda slot: plgpu.load(given.shares.at[slot], layout=LAYOUT, optimized=False),
+            load_lse=lambda slot: plgpu.load(given.share_lse.at[slot], layout=BY_ROW, optimized=False),
         )
-        rounds = quotient(count + self.together - 1, self.together)
-        state = lax.fori_loop(0, rounds, functools.partial(self._add, count), state)
-        outputs = Outputs(self.given.out, self.given.lse)
-        TileStore(plan, self.backend, self.given, outputs, buffer).store(item, (state.acc,), state.top, state.total)
+        found, outputs = summed(shares, program, item, work), Outputs(given.out, given.lse)
+        store = TileStore(self.plan, self.backend, (given.sinks, given.scale), outputs, buffer)
+        store.store(item, (found.acc,), found.top, found.total)
         plgpu.wait_smem_to_gmem(0)
-
-    def _add(self, count: Any, index: Any, state: _State) -> _State:
-        """Return the sums with some more shares."""
-        shares, lses = [], []
-        for i in range(self.together):
-            number = index * self.together + i
-            own = jnp.minimum(number, count - 1)
-            # The first program left the share of its last item, the others that of their first.
-            slot = 2 * (self.program + own) + (own == 0).astype(jnp.int32)
-            lse = plgpu.load(self.given.share_lse.at[slot], layout=BY_ROW, optimized=False)
-            lses.append(lse + jnp.where(number < count, 0.0, -jnp.inf))
-            shares.append(plgpu.load(self.given.shares.at[slot], layout=LAYOUT, optimized=False))
-        top = functools.reduce(jnp.maximum, lses, state.top)
-        decay = jnp.exp2(state.top - top)
-        acc, total = state.acc * across(decay, state.acc.shape), state.total * decay
-        for share, lse in zip(shares, lses, strict=True):
-            weight = jnp.exp2(lse - top)
-            acc, total = acc + share * across(weight, acc.shape), total + weight
-        return _State(acc, top, total)

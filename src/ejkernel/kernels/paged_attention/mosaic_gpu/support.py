@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.schedule import BLOCK, MOST_ROWS, tile_sizes
@@ -16,6 +19,7 @@ _HEAD_DIMS = (64, 128)
 _PER_BLOCK = (233_472 - 2 * 1024) // 2  # bytes of shared memory, if two blocks of threads share a multiprocessor
 _LATENT = MosaicGpuParams(stages=2, query_buffers=1)  # of latent attention: more does not fit in shared memory
 _LARGEST = 2**31 - 2**16  # tokens are counted in int32
+_LARGEST_COPY = 2**32  # bytes of a 16-bit copy of an 8-bit cache
 
 
 def unsupported_reason(call: PagedCall) -> str | None:
@@ -36,15 +40,30 @@ def _arguments_reason(call: PagedCall) -> str | None:
     blocks = call.q[0] * call.pages[2] * (-(-call.table[1] * page_size // BLOCK) + 1)
     if max(pages * page_size, blocks) > _LARGEST:
         return f"'mosaic_gpu' counts tokens of the cache and blocks of keys up to {_LARGEST}; use 'xla'."
+    copied = 2 * math.prod(as_run(call).pages)
+    if copied > _LARGEST_COPY and is_widened(call):
+        return (
+            f"kv_pages has dtype {call.cache_dtype}, and for more new tokens than sequences, or with value_dim, "
+            f"'mosaic_gpu' copies the cache, or the pages of the table, in {call.dtype}: {copied} bytes, and it takes "
+            f"up to {_LARGEST_COPY}; make the page table smaller, or use 'xla'."
+        )
     return _values_reason(call) if call.value_dim is None else latent_plan.unsupported_reason(call)
 
 
+def is_widened(call: PagedCall) -> bool:
+    """Return whether the kernels read a 16-bit copy of an 8-bit cache: only decode with values of its own does not."""
+    return call.cache_dtype != call.dtype and (call.value_dim is not None or call.q[0] > call.table[0])
+
+
+def as_run(call: PagedCall) -> PagedCall:
+    """Return the call with the cache that the kernels read."""
+    if not is_widened(call):
+        return call
+    pages = min(call.pages[0], math.prod(call.table))
+    return dataclasses.replace(call, pages=(pages, *call.pages[1:]), cache_dtype=call.dtype)
+
+
 def _values_reason(call: PagedCall) -> str | None:
-    if call.cache_dtype != call.dtype and call.q[0] > call.table[0]:
-        return (
-            f"kv_pages has dtype {call.cache_dtype}, and 'mosaic_gpu' takes such a cache with one new token for each "
-            f"sequence, got {call.q[0]} for {call.table[0]}; use 'xla'."
-        )
     if call.q[2] not in _HEAD_DIMS:
         return f"'mosaic_gpu' needs a head_dim of 64 or 128, got {call.q[2]}; pad a smaller one, or use 'xla'."
     if call.group > MOST_ROWS:
@@ -66,7 +85,8 @@ def _shared_bytes(call: PagedCall, params: MosaicGpuParams) -> int:
     """Return the shared memory of the decode kernel; that of prefill does not depend on the parameters."""
     if call.value_dim is not None:
         return latent_plan.shared_bytes(call)
-    return launch_plan(call, params, tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short).shared_bytes
+    sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
+    return launch_plan(as_run(call), params, sizes.short).shared_bytes
 
 
 def heuristic(call: PagedCall) -> MosaicGpuParams:
@@ -75,7 +95,7 @@ def heuristic(call: PagedCall) -> MosaicGpuParams:
         return _LATENT
     decode = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short
     for params in _choices():
-        plan = launch_plan(call, params, decode)
+        plan = launch_plan(as_run(call), params, decode)
         fits = plan.shared_bytes <= _PER_BLOCK and params_fault(call, params) is None
         if fits and plan.stages * plan.stage_bytes <= _most_in_flight(plan):
             return params
