@@ -67,8 +67,9 @@ def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmente
     scores = scores_at_once(*walked, branches=segmented)
     live = max(scores.tile, scores.strip) if segmented else max(scores.chunk, scores.edges * 17 // 20)
     wide, capped = dims.size == 4, rules.soft_cap is not None
-    spilled = 4 * (live * (2 + capped + 5 * wide) // 2 + plan.rows * (head + 2 * LANES))
-    return _total(windows + scratch, plan, segmented, spilled)
+    split = (7 if segmented else 5) * wide  # float32 operands are split into three of the matrix unit's
+    spilled = 4 * (live * (2 + capped + split) // 2 + plan.rows * (head + 2 * LANES))
+    return _total(windows + scratch + _float32_parts(dims, plan, segmented), plan, segmented, spilled)
 
 
 def of_keys(
@@ -83,7 +84,13 @@ def of_keys(
         scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
     lines = 2 * _LINE * plan.part
     spilled = _spilled_by_backward(dims, walked, rules, fused=fused, segmented=segmented, transpose=transpose)
-    return _total(windows + lines + scratch, plan, segmented, spilled)
+    return _total(windows + lines + scratch + _float32_parts(dims, plan, segmented), plan, segmented, spilled)
+
+
+def _float32_parts(dims: Dims, plan: Plan, segmented: bool) -> int:
+    """Return the bytes of the parts of float32 operands of a backward, three for each of two, that are spilled whole."""
+    whole = dims.size == 4 and not segmented and dims.head > 3 * LANES // 2
+    return 2 * 3 * 4 * plan.block * up(dims.head) if whole else 0
 
 
 def _total(arrays: int, plan: Plan, segmented: bool, spilled: int) -> int:
