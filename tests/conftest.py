@@ -15,6 +15,7 @@ from collections import defaultdict
 import hypothesis
 import jax
 import pytest
+from tests import forked
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -136,6 +137,13 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     yield
     ops.set_default_executor(None)
     clear_invocations()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_left():
+    """End the process that runs programs in forks before the results of coverage are combined."""
+    yield
+    forked.stop()
 
 
 @pytest.fixture

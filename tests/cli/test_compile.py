@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 
@@ -119,9 +120,10 @@ def start(folder, *arguments, in_session=False, **environment):
 
 
 def run(folder, *arguments, **environment):
-    process = start(folder, *arguments, **environment)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    """Run the command; only Ctrl-C needs a process of `start`."""
+    environment = {"EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment
+    done = forked.python(folder, "-m", "ejkernel.cli", *arguments, **environment)
+    return done.returncode, done.stdout, done.stderr
 
 
 COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output", "bundle")
@@ -208,8 +210,9 @@ def saved(folder):
 def test_ctrl_c_saves_the_best_so_far_and_the_next_search_continues_from_it(folder, mode):
     in_process = mode == "in this process"
     arguments = ("tune", "prog:long", *(("--in-process",) if in_process else ()))
-    status, _, err = run(folder, *arguments, INTERRUPTED="self" if in_process else "parent")
-    assert status == 130, err
+    process = start(folder, *arguments, INTERRUPTED="self" if in_process else "parent")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "stopped; results so far are saved, run the command again to continue" in err
     progress, interrupted = logged(folder)

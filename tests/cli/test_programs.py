@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from tests import forked
 
 from ejkernel.cli import main
 from ejkernel.cli.files import calls_in_file
@@ -99,16 +98,8 @@ jax.grad(loss, (0, 1))(jnp.ones((2, 8, 4)), jnp.ones((4, 16)), jnp.ones(16))
 
 
 def python(folder, *arguments, **environment):
-    """Run Python in a new process, in `folder`."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=clean | {"JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Run Python in another process, in `folder`."""
+    return forked.python(folder, *arguments, EJKERNEL_CACHE_DIR=str(folder / "cache"), **environment)
 
 
 def tune(folder, *arguments, worker=False, **environment):

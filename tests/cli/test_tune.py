@@ -3,13 +3,12 @@
 
 import concurrent.futures
 import json
-import os
 import re
-import subprocess
 import sys
 
 import jax
 import pytest
+from tests import forked
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
@@ -351,13 +350,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         "why = default_executor().explain(program.product, jnp.ones((128, 128)), jnp.ones((128, 128)))\n"
         "print(why.source, why.config.repeats)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ask],
-        env=os.environ | {"EJKERNEL_CACHE_DIR": str(program / "saved"), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = forked.python(program, "-c", ask, EJKERNEL_CACHE_DIR=str(program / "saved"))
     assert done.stdout.split() == ["persistent", "1"]
 
 

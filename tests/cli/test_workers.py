@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command under failures, e.g. candidates that end their process, and with programs compiled before."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import forked
 
 from ejkernel.cli import main
 
@@ -57,18 +55,10 @@ def program():
 def tune(tmp_path):
     """Run `ejkernel tune` in a folder that has `waves.py`; give its status, output and messages."""
     (tmp_path / "waves.py").write_text(KERNELS)
-    path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
-    environment = {"EJKERNEL_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
     def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "ejkernel.cli", "tune", *arguments],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ("-m", "ejkernel.cli", "tune", *arguments)
+        done = forked.python(tmp_path, *command, EJKERNEL_CACHE_DIR=str(tmp_path / "cache"))
         return done.returncode, done.stdout, done.stderr
 
     return run

@@ -165,26 +165,31 @@ def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
         jax.jit(attention)(*placed(ATTENTION[2], [P("data"), P("model"), P("data")], mesh))
 
 
-def options():
-    mask = jax.random.bernoulli(jax.random.key(3), 0.8, (8, 1, 1, 16)).at[..., 0].set(True)
-    ids = jnp.sort(jax.random.randint(jax.random.key(4), (8, 16), 0, 3), axis=-1)
-    return {
-        "bias of all examples": {"bias": random(1, 8, 16, 16, seed=5)},
-        "bias of all heads": {"bias": random(8, 1, 16, 16, seed=5)},
-        "mask": {"attention_mask": mask},
-        "segments": {"segment_ids": ids},
-        "lengths": {"key_lengths": jnp.arange(8) + 5},
-        "sinks": {"sinks": random(8, seed=6)},
-        "window and cap": {"sliding_window": 4, "logits_soft_cap": 5.0},
-    }
+def mask():
+    return jax.random.bernoulli(jax.random.key(3), 0.8, (8, 1, 1, 16)).at[..., 0].set(True)
+
+
+def segments():
+    return jnp.sort(jax.random.randint(jax.random.key(4), (8, 16), 0, 3), axis=-1)
+
+
+OPTIONS = {  # functions, because tests are collected by every process
+    "bias of all examples": lambda: {"bias": random(1, 8, 16, 16, seed=5)},
+    "bias of all heads": lambda: {"bias": random(8, 1, 16, 16, seed=5)},
+    "mask": lambda: {"attention_mask": mask()},
+    "segments": lambda: {"segment_ids": segments()},
+    "lengths": lambda: {"key_lengths": jnp.arange(8) + 5},
+    "sinks": lambda: {"sinks": random(8, seed=6)},
+    "window and cap": lambda: {"sliding_window": 4, "logits_soft_cap": 5.0},
+}
 
 
 @pytest.mark.parametrize(
     ("option", "mode"),
-    [*((option, "auto") for option in options()), ("bias of all heads", "explicit"), ("segments", "explicit")],
+    [*((option, "auto") for option in OPTIONS), ("bias of all heads", "explicit"), ("segments", "explicit")],
 )
 def test_every_argument_of_attention_is_split_with_the_query(option, mode):
-    given = options()[option]
+    given = OPTIONS[option]()
     arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in given.items() if name not in arrays}
 

@@ -84,25 +84,25 @@ def test_a_qwix_array_and_factors_of_rows():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation": "silu"}, "activation must be None where lhs or rhs is quantised, got 'silu'"),
-        ({"gate": jnp.ones((4, 128, 256))}, "gate must be None where lhs or rhs is quantised"),
-        ({"precision": "highest"}, "precision must be None"),
+        (lambda: {"activation": "silu"}, "activation must be None where lhs or rhs is quantised, got 'silu'"),
+        (lambda: {"gate": jnp.ones((4, 128, 256))}, "gate must be None where lhs or rhs is quantised"),
+        (lambda: {"precision": "highest"}, "precision must be None"),
         (
-            {"lhs": jnp.ones((16, 256), "float8_e4m3fn")},
+            lambda: {"lhs": jnp.ones((16, 256), "float8_e4m3fn")},
             "or in float8_e4m3fn, float8_e5m2, int8 inside Quantized|must be Quantized",
         ),
-        ({"accumulation": "slow"}, "accumulation must be one of exact, fast"),
-        ({"transpose_rhs": False}, "lhs and rhs must have one k"),
-        ({"lhs": quantize(jnp.ones((2, 16, 256)))}, r"lhs must be \[m, k\]"),
+        (lambda: {"accumulation": "slow"}, "accumulation must be one of exact, fast"),
+        (lambda: {"transpose_rhs": False}, "lhs and rhs must have one k"),
+        (lambda: {"lhs": quantize(jnp.ones((2, 16, 256)))}, r"lhs must be \[m, k\]"),
         (
-            {"lhs": jnp.ones((16, 256)), "rhs": jnp.ones((4, 128, 256)), "accumulation": "fast"},
+            lambda: {"lhs": jnp.ones((16, 256)), "rhs": jnp.ones((4, 128, 256)), "accumulation": "fast"},
             "for quantised operands",
         ),
     ],
 )
 def test_rejected_arguments_are_named(change, message):
     lhs, rhs = operands("rows")
-    given = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES, "transpose_rhs": True} | change
+    given = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES, "transpose_rhs": True} | change()
     with pytest.raises(ArgumentError, match=message):
         grouped_matmul(**given)
 

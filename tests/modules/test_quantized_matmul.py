@@ -210,25 +210,37 @@ def test_shards_of_blocks_must_begin_and_end_with_a_block():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": normal(4, 16), "w": normal(16, 4)}, "x or w must be quantised"),
-        ({"w": quantize(normal(8, 4))}, r"x must be \[..., k\] and w \[k, n\] with the same k, got .*\[8, 4\]"),
-        ({"w": quantize(normal(2, 16, 4))}, r"w a matrix"),
-        ({"accumulation": "coarse"}, "accumulation must be one of exact, fast"),
-        ({"transpose_w": 1}, "transpose_w must be True or False"),
-        ({"preferred_element_type": "int32"}, "preferred_element_type must be one of bfloat16, float16, float32"),
-        ({"x": quantize(normal(4, 16)).values}, "x_scale must be given, because x is float8_e4m3fn"),
-        ({"x": normal(4, 16), "x_scale": jnp.ones(4)}, "x_scale must be None, because x is float32"),
-        ({"x_scale": jnp.ones(4)}, "x_scale must be None, because x is Quantized"),
-        ({"x": quantize(normal(4, 16)).values, "x_scale": jnp.ones((4, 3))}, "sizes that divide"),
-        ({"x": Quantized(jnp.ones((4, 16), E4M3), jnp.ones((4, 1)), (1, 8))}, r"x.scale must be .* of shape \(4, 2\)"),
-        ({"x": Quantized(jnp.ones((4, 16), E4M3), jnp.ones((4, 1)), (1, 0))}, "x.block must be a tuple of positive"),
-        ({"x": quantize(normal(2, 4, 16), axis=(1, 2))}, "the blocks of x must be one row high"),
-        ({"x": jnp.ones((4, 16), "int16")}, "x must be Quantized, or an array in bfloat16"),
-        ({"x": Quantized(normal(4, 16), jnp.ones((4, 1)), (1, None))}, "x must be Quantized, or an array|must be None"),
+        (lambda: {"x": normal(4, 16), "w": normal(16, 4)}, "x or w must be quantised"),
+        (lambda: {"w": quantize(normal(8, 4))}, r"x must be \[..., k\] and w \[k, n\] with the same k, got .*\[8, 4\]"),
+        (lambda: {"w": quantize(normal(2, 16, 4))}, r"w a matrix"),
+        (lambda: {"accumulation": "coarse"}, "accumulation must be one of exact, fast"),
+        (lambda: {"transpose_w": 1}, "transpose_w must be True or False"),
+        (
+            lambda: {"preferred_element_type": "int32"},
+            "preferred_element_type must be one of bfloat16, float16, float32",
+        ),
+        (lambda: {"x": quantize(normal(4, 16)).values}, "x_scale must be given, because x is float8_e4m3fn"),
+        (lambda: {"x": normal(4, 16), "x_scale": jnp.ones(4)}, "x_scale must be None, because x is float32"),
+        (lambda: {"x_scale": jnp.ones(4)}, "x_scale must be None, because x is Quantized"),
+        (lambda: {"x": quantize(normal(4, 16)).values, "x_scale": jnp.ones((4, 3))}, "sizes that divide"),
+        (
+            lambda: {"x": Quantized(jnp.ones((4, 16), E4M3), jnp.ones((4, 1)), (1, 8))},
+            r"x.scale must be .* of shape \(4, 2\)",
+        ),
+        (
+            lambda: {"x": Quantized(jnp.ones((4, 16), E4M3), jnp.ones((4, 1)), (1, 0))},
+            "x.block must be a tuple of positive",
+        ),
+        (lambda: {"x": quantize(normal(2, 4, 16), axis=(1, 2))}, "the blocks of x must be one row high"),
+        (lambda: {"x": jnp.ones((4, 16), "int16")}, "x must be Quantized, or an array in bfloat16"),
+        (
+            lambda: {"x": Quantized(normal(4, 16), jnp.ones((4, 1)), (1, None))},
+            "x must be Quantized, or an array|must be None",
+        ),
     ],
 )
 def test_rejected_arguments_are_named(change, message):
-    call = {"x": quantize(normal(4, 16)), "w": quantize(normal(16, 4), axis=0)} | change
+    call = {"x": quantize(normal(4, 16)), "w": quantize(normal(16, 4), axis=0)} | change()
     with pytest.raises(ArgumentError, match=message):
         quantized_matmul(call.pop("x"), call.pop("w"), **call)
 

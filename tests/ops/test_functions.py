@@ -6,15 +6,15 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import pickle
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests import forked
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import (
@@ -445,8 +445,7 @@ TELL = """
 
 
 def run_in(folder, code):
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n" + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    done = forked.python(folder, "-c", textwrap.dedent(code), EJKERNEL_CACHE_DIR=os.environ["EJKERNEL_CACHE_DIR"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
