@@ -185,6 +185,29 @@ def test_statistics_and_their_gradients_match_the_reference():
     assert_all_near((*expected, *pull(cotangents)), run(*args), 5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_axis", [None, "devices"])
+def test_chunks_of_rows_lower_inside_shard_map(vocab_axis):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, columns = (512, 512) if vocab_axis else (256, 1024)
+    sizes = {"tokens": rows, "inner": 128, "columns": columns}
+    call = dataclasses.replace(CALL, **sizes, vocab_axis=vocab_axis and (vocab_axis,))
+    params = MosaicGpuParams(chunk=128, accumulation_dtype="bfloat16")
+
+    def dweight(*args):
+        found = MosaicGpuGradients().forward(call, *args, params=params)[0][-1]
+        return found if vocab_axis else lax.psum(found, "devices")
+
+    split, whole = P("devices"), P(None, "devices")
+    in_specs = (P(), whole, P(), P()) if vocab_axis else (split, P(), split, split)
+    run = jax.shard_map(dweight, mesh=mesh, in_specs=in_specs, out_specs=whole if vocab_axis else P())
+    shapes = ((512, 128), "bfloat16"), ((128, 1024), "bfloat16"), ((512,), "int32"), ((512,), "float32")
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
+
+
 # --- programs around the kernel, which plain JAX replaces ---
 
 LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smoothing": 0.1, "z_loss": 0.01}

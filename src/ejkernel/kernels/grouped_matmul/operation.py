@@ -80,17 +80,8 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
         If the call has only some of the groups, they are those with the most rows: the other devices wait for them.
         """
         (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
-        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
-
-        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
-            found = jnp.asarray(drawn, sizes.dtype)
-            if first is None:
-                return found
-            rows = np.convolve(drawn, np.ones(count), "valid")[::count]
-            return found, jnp.asarray(count * rows.argmax(), first.dtype)
-
-        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
+        drawn = example_groups(groups, lhs.shape[0], self.call_of(inv).groups, rng)
+        return {kind: ((lhs, rhs, own, *others), kwargs) for kind, own in drawn.items()}
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the sizes of the groups in the shard's rows, and its first group."""
@@ -110,6 +101,19 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
     def result_size(self, call: GroupedMatmulCall) -> int:
         """Return the number of elements in the result of one example."""
         return call.rows * call.columns
+
+
+class WeightsGradient(GroupedOperation[_Cfg], Generic[_Cfg]):
+    """Base of the operations whose result is a matrix for each group."""
+
+    def result_size(self, call: GroupedMatmulCall) -> int:
+        """See `GroupedOperation`."""
+        return call.groups * call.inner * call.columns
+
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `GroupedOperation`; adds the shard's number of groups, which no array has as its shape."""
+        args, options = super().part_arguments(part, *args, **options)
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
 
 class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
@@ -246,7 +250,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         return (lhs, rhs, jax.ShapeDtypeStruct((8,), jnp.int32)), {}
 
 
-class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
+class GroupedMatmulWgrad(WeightsGradient[GroupedMatmulWgradConfig], _Multilinear[GroupedMatmulWgradConfig]):
     """The operation behind `grouped_matmul_wgrad`; see there for the arguments."""
 
     implementations = Implementations(
@@ -309,18 +313,9 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
             all_groups=None if first is None else sizes.shape[0],
         )
 
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `GroupedOperation`."""
-        return call.groups * call.inner * call.columns
-
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
         """Return a rule that splits every axis; a shard of the rows gives a partial sum."""
         return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
-
-    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `GroupedOperation`; adds the shard's number of groups, which no array has as its shape."""
-        args, options = super().part_arguments(part, *args, **options)
-        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the gradient, accumulated in float32."""
@@ -350,6 +345,27 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
 
 grouped_matmul = GroupedMatmul()
 grouped_matmul_wgrad = GroupedMatmulWgrad()
+
+
+def example_groups(groups: Groups, rows: int, count: int, rng: np.random.Generator) -> dict[str, Groups]:
+    """Return groups with each kind of sizes from `example_sizes`.
+
+    Args:
+        groups: The groups of a call. With a first group the call has `count` of them: those with the most rows.
+        rows: The sum of the sizes.
+        count: How many groups the call has.
+        rng: Draws the sizes.
+    """
+    sizes, first = taken_apart(groups)
+
+    def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
+        found = jnp.asarray(drawn, sizes.dtype)
+        if first is None:
+            return found
+        own = np.convolve(drawn, np.ones(count), "valid")[::count]
+        return found, jnp.asarray(count * own.argmax(), first.dtype)
+
+    return {kind: groups_with(drawn) for kind, drawn in example_sizes(rows, sizes.shape[0], rng).items()}
 
 
 def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:

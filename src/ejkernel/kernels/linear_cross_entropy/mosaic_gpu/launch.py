@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import compat
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.linear_cross_entropy.common import (
@@ -163,7 +164,12 @@ class PaddedHead:
         return self._run(plan, rows, first, *numbers)[0]
 
     def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return `total + left.T @ right` in the memory of `total`; all have padded sizes."""
+        """Return `total + left.T @ right` in the memory of `total`; all have padded sizes.
+
+        Pallas refuses references whose type varies over mesh axes, so inside `shard_map` XLA adds.
+        """
+        if any(compat.varying_axes(x) for x in (total, left, right)):
+            return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
         from . import sums
 
         with jax.enable_x64(False):

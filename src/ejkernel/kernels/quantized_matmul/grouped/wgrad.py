@@ -18,13 +18,12 @@ import numpy as np
 from ejkernel.kernels._options import type_text
 from ejkernel.kernels.grouped_matmul import _arguments as groups_arguments
 from ejkernel.kernels.grouped_matmul import reference
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, taken_apart
+from ejkernel.kernels.grouped_matmul.common import Groups, taken_apart
 from ejkernel.kernels.grouped_matmul.operation import (
-    GROUPS,
     REFERENCE_BLOCK,
-    GroupedOperation,
+    WeightsGradient,
     axes_of_groups,
-    example_sizes,
+    example_groups,
 )
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS, example_operand, widened
 from ejkernel.kernels.quantized_matmul.quantized import Quantized, canonical_dtype, check_quantized
@@ -32,7 +31,6 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count, whole_blocks
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
-from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 
@@ -50,7 +48,7 @@ class QuantizedGroupedWgradConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class QuantizedGroupedWgrad(GroupedOperation[QuantizedGroupedWgradConfig]):
+class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
     """The operation behind `grouped_matmul_wgrad` with quantised operands; see there for the arguments."""
 
     implementations = Implementations(
@@ -120,19 +118,10 @@ class QuantizedGroupedWgrad(GroupedOperation[QuantizedGroupedWgradConfig]):
             all_groups=None if first is None else sizes.shape[0],
         )
 
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `GroupedOperation`."""
-        return call.groups * call.inner * call.columns
-
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits groups and both axes of the matrices; every device gets all rows."""
         axes = f"inner rows, columns rows, {axes_of_groups(inv)}, inner blocks, columns blocks"
         return ShardingRule(f"{axes} -> groups inner columns", split="groups inner columns", cheapest=True)
-
-    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `GroupedOperation`; adds the shard's number of groups, which no array has as its shape."""
-        args, options = super().part_arguments(part, *args, **options)
-        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 sums of the dequantised operands."""
@@ -147,23 +136,12 @@ class QuantizedGroupedWgrad(GroupedOperation[QuantizedGroupedWgradConfig]):
     ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return random operands with each kind of sizes."""
         (lhs, rhs, groups, *scales), options = inv.args, dict(inv.kwargs)
-        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
         made = [example_operand(rng, *pair, BLOCKS) for pair in ((lhs, scales[0]), (rhs, scales[1]))]
         left, right = made
         # As many rows as take all blocks if every group has a partial one.
-        rows = BLOCK * max(0, lhs.shape[1] // BLOCK - block_count(0, sizes.shape[0]))
-
-        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
-            found = jnp.asarray(drawn, sizes.dtype)
-            if first is None:
-                return found
-            own = np.convolve(drawn, np.ones(count), "valid")[::count]
-            return found, jnp.asarray(count * own.argmax(), first.dtype)
-
-        drawn = example_sizes(rows, sizes.shape[0], rng)
-        return {
-            kind: ((left[0], right[0], groups_with(own), left[1], right[1]), options) for kind, own in drawn.items()
-        }
+        rows = BLOCK * max(0, lhs.shape[1] // BLOCK - block_count(0, taken_apart(groups)[0].shape[0]))
+        drawn = example_groups(groups, rows, self.call_of(inv).groups, rng)
+        return {kind: ((left[0], right[0], own, left[1], right[1]), options) for kind, own in drawn.items()}
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
