@@ -13,7 +13,9 @@ import pytest
 
 from ejkernel.cli import bench as cli_bench
 from ejkernel.cli import main, peaks, rounds
-from ejkernel.ops import Invocation, PersistentCache, default_executor
+from ejkernel.ops import Invocation, PersistentCache, autotune, default_executor
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.execution.discovery import of_arrays
 
 PROGRAM = """
 import jax
@@ -52,6 +54,10 @@ def plain():
     return jax.jit(lambda x: x * 2), (SMALL,)
 
 
+def other():
+    return jax.jit(lambda x: x[0]), (SMALL,)
+
+
 def refused():
     raise RuntimeError("no plain step")
 
@@ -61,6 +67,27 @@ def broken():
         raise RuntimeError("is not supported\\nand more")
 
     return step, (SMALL,)
+
+
+@jax.tree_util.register_pytree_node_class
+class Model:
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, leaves):
+        return cls(*leaves)
+
+
+def mutating():
+    def step(model, x):
+        model.w = model.w @ x  # the only product
+        return benched(x).sum()
+
+    return step, (Model(jnp.ones((4, 4))), SMALL)
 
 
 def failing():
@@ -179,6 +206,31 @@ def test_donated_and_static_arguments_and_functions_without_jit_run(bench, targe
     assert "\ntuned " in out
 
 
+def test_arrays_that_a_step_stores_in_its_arguments_are_results(folder):
+    """XLA would leave out the update of a model that a step of Flax NNX changes in place."""
+    function, args = folder.mutating()
+    compiled, arrays, _ = of_arrays(function, args, {})
+    result, stored = compiled(*map(jnp.ones_like, arrays))
+    assert float(result) == 16.0
+    assert [x.tolist() for x in stored] == [[[4.0] * 4] * 4]
+    lowered = compiled.lower(*map(jnp.ones_like, arrays))
+    assert "dot_general" in lowered.as_text()
+
+
+def test_results_of_builds_are_compared(bench):
+    """The configuration changes the result here, by 2: the program is wrong."""
+    found = json.loads(bench("step", "--baseline", "benched_program:plain", "--json")[1])
+    assert found["apart"] == {"baseline": 0.0, "untuned": 0.5}
+    said = " ".join(found["conclusions"])
+    assert "The results of baseline and tuned agree to 0.0e+00 of their norm." in said
+    assert "The results of untuned and tuned DIFFER by 0.5 of their norm: do both compute the same?" in said
+
+
+def test_other_shapes_of_results_are_not_compared(bench):
+    out = bench("step", "--baseline", "benched_program:other", cache="empty")[1]
+    assert "The results of baseline and untuned were not compared" in out
+
+
 @pytest.mark.parametrize(
     ("baseline", "reason"),
     [("broken", "compiling benched_program:broken raised RuntimeError: is not supported\n"), ("failing", "running ")],
@@ -195,6 +247,7 @@ def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline,
         (["plain"], 1, "the program of benched_program:plain made no call of an operation."),
         (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
         (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
+        (["step", "--baseline", "plain"], 1, "--baseline: the target must be MODULE:FUNCTION"),
         (["step", "--op", "rms_norm"], 2, "pass one of MODULE:FUNCTION and --op."),
         (["step", "--gradient"], 2, "--shape, --kwargs, --gradient, --measure-peak and --import require --op."),
         (["step", "--unit", "tokens"], 2, "--unit requires --per-step."),
@@ -236,3 +289,8 @@ def test_each_time_of_a_row_has_its_own_unit(monkeypatch):
     build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
     cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
     assert re.findall(r"[mu]s\b", " ".join(cells)) == ["ms", "us", "ms"]
+
+
+def test_a_function_that_returns_a_step_is_no_step(folder):
+    with pytest.raises(ArgumentError, match=r"returns a function and its arguments.*`step, args = step\(\)`"):
+        autotune(folder.step)

@@ -197,7 +197,7 @@ QUERY, KEY, VALUE = make_qkv()
             r"key must be \[\*batch, length, heads, head_dim\] with any batch axes, none of them empty",
         ),
         ({"key": KEY.astype("bfloat16")}, "key must have query's dtype, float32; got bfloat16"),
-        ({"query": QUERY.astype(int)}, "query must be one of bfloat16, float16, float32, float64; got int"),
+        ({"query": QUERY.astype(int)}, "query's dtype must be one of bfloat16, float16, float32, float64; got int"),
         ({"key": KEY[:1]}, "key must have query's batch and head_dim, 2 and 8"),
         ({"value": VALUE[:, :3]}, "value must have key's batch, length and heads"),
         ({"query": QUERY[:, :, :3]}, "query has 3 heads and key has 2: query's heads must be a multiple"),

@@ -362,10 +362,22 @@ def test_call_without_all_of_the_vocabulary_has_the_key_of_its_shard():
 # --- messages ---
 
 
+class Parameter:
+    """A parameter of a model, as those of Flax NNX."""
+
+    def __jax_array__(self):
+        return jnp.ones((8, 7))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"x": [1.0]}, r"x must be a floating-point array \[\*batch, d\], got list"),
+        (
+            {"weight": jnp.ones((2, 5), int), "labels": jnp.ones((8, 7))},
+            r"weight and labels are in each other's place; the order is \(x, weight, labels\)",
+        ),
+        ({"weight": Parameter()}, r"weight must be .*, got Parameter; pass its array, e.g. head.kernel\[...\]"),
         ({"x": jnp.ones((2, 5, 8), int)}, "x must be a floating-point array .* got dtype int32; cast it"),
         ({"weight": jnp.ones((8, 37), "bfloat16")}, "x and weight must have one dtype, got float32 and bfloat16"),
         ({"weight": jnp.ones((37, 8))}, r"d = 8, .* got shape \(37, 8\); pass transpose_weight=True"),

@@ -264,6 +264,7 @@ def test_names_of_other_libraries_are_explained():
         ([1, 2, 3], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[1, 2, 3\]"),
         ([0, 3, 1], [4, 4], r"query_offsets must start at 0 and never fall: .*; got \[0, 3, 1\]"),
         ([0, 1, 3], [4, 1], r"kv_lengths must count the new tokens as well: sequence 1 has 2 new tokens, and .* is 1"),
+        ([0, 1, 3], [0, 0], r"kv_lengths must count the new tokens as well: sequence 0 has 1 new tokens, and .* is 0"),
         ([0, 1, 9], [4, 8], r"query_offsets must end at the number of new tokens, 3, or before it; got \[0, 1, 9\]"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.cli import report
@@ -36,6 +37,7 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.random_arrays import random_array
 
 _CALLS: Final = 6  # shown with their numbers
+_FAR: Final = 0.05  # of the norm; gradients in bfloat16 may differ by a few percent
 UNTUNED: Final = "untuned"
 TUNED: Final = "tuned"
 BASELINE: Final = "baseline"
@@ -85,8 +87,12 @@ class Build:
     samples: list[float] = dataclasses.field(default_factory=list)
 
     def step(self, number: int) -> None:
-        """Run one step and record its time, without the time for copying donated arguments."""
+        """Run one step and record its time; see `run`."""
         del number
+        self.run()
+
+    def run(self) -> Any:
+        """Run one step, record its time, without the time for copying donated arguments, and return its results."""
         leaves, tree = jax.tree.flatten(self.arguments)
         leaves = [
             leaf.copy() if gone and isinstance(leaf, jax.Array) else leaf
@@ -94,8 +100,9 @@ class Build:
         ]
         args, kwargs = jax.tree.unflatten(tree, jax.block_until_ready(leaves))
         start = time.perf_counter()
-        jax.block_until_ready(self.compiled(*args, **kwargs))
+        found = jax.block_until_ready(self.compiled(*args, **kwargs))
         self.samples.append(time.perf_counter() - start)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,7 @@ class _Result:
     found: Comparison
     untuned: Sequence[Explanation]
     tuned: Sequence[Explanation]
+    apart: Mapping[str, float | None]
 
     @property
     def own(self) -> Build:
@@ -127,7 +135,12 @@ class _Result:
 def run_bench(options: BenchOptions) -> None:
     """Run `ejkernel bench TARGET`."""
     store = None if options.cache is None else opened(options.cache)
-    targets = [located(target) for target in (options.target, options.baseline) if target]
+    targets = [located(options.target)]
+    if options.baseline:
+        try:
+            targets.append(located(options.baseline))
+        except ArgumentError as error:
+            raise ArgumentError(f"--baseline: {error}") from None
     look_here()
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         program = Loaded.of(targets[0])
@@ -194,13 +207,34 @@ def _compared(
         missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"
     else:
         builds.append(build(TUNED, program, usual))
+    apart = {build.name: _distance(build, builds[-1]) for build in builds[:-1]}
     found = race(options, builds)
-    return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1])
+    return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1], apart=apart)
+
+
+def _distance(one: Build, other: Build) -> float | None:
+    """Return how far the results of two builds are apart, relative to the larger of their norms.
+
+    It is the largest over the arrays; `None` if the results have other shapes, or none has floating-point numbers.
+    """
+    found = [jax.tree.leaves(build.run()) for build in (one, other)]
+    for build in (one, other):
+        build.samples.clear()
+    if [getattr(x, "shape", None) for x in found[0]] != [getattr(x, "shape", None) for x in found[1]]:
+        return None
+    pairs = [
+        [np.asarray(x).astype(np.float64).ravel() for x in pair]
+        for pair in zip(*found, strict=True)
+        if all(jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.floating) for x in pair)
+    ]
+    norms = [(np.linalg.norm(a - b), max(np.linalg.norm(a), np.linalg.norm(b))) for a, b in pairs]
+    return max((float(apart / largest) if largest else 0.0 for apart, largest in norms), default=None)
 
 
 def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:
     """Run the builds in interleaved rounds and return their times relative to the last build."""
-    say(f"comparing {', '.join(each.name for each in builds)}")
+    names = ", ".join(each.name for each in builds)
+    say(f"comparing {names}" if len(builds) > 1 else f"timing {names}")
     deadline = time.monotonic() + options.seconds
     run_rounds([each.step for each in builds], options.rounds, deadline=deadline, say=say)
     return compared({each.name: each.samples for each in builds}, builds[-1].name)
@@ -329,12 +363,22 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
                 f"{result.measured} of {counted(calls, 'call')} have a measured configuration; "
                 f"`ejkernel tune {options.target}` measures the rest."
             )
+    said += [_agreement(name, best, apart) for name, apart in result.apart.items()]
     said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:
         said.append(f"More rounds narrow the interval: --seconds {2 * max(options.seconds, 1):.0f}")
     return [sentence for sentence in said if sentence]
+
+
+def _agreement(name: str, best: str, apart: float | None) -> str:
+    """Return whether the results of two builds agree."""
+    if apart is None:
+        return f"The results of {name} and {best} were not compared: they have different shapes, or no floating-point."
+    if not apart <= _FAR:
+        return f"The results of {name} and {best} DIFFER by {apart:.2g} of their norm: do both compute the same?"
+    return f"The results of {name} and {best} agree to {apart:.1e} of their norm."
 
 
 def _made(build: Build) -> str:
@@ -361,6 +405,7 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
         "measured_calls": result.measured,
         "times": {f"{inv.op_id_v}:{inv.call_key}": result.own.times.get(inv.key) for inv in result.own.calls},
         "changed": result.changed,
+        "apart": dict(result.apart),
         "conclusions": _sentences(options, result),
     }
 

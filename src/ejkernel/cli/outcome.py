@@ -63,6 +63,11 @@ class TuneOutcome:
             found[kind].append(inv)
         return found
 
+    @property
+    def failed(self) -> int:
+        """The number of calls whose search failed."""
+        return len(self._kinds().get("failed", ()))
+
     def _counts(self) -> str:
         kinds = self._kinds()
         parts = [f"{len(kinds[kind])} {words}" for kind, words in _KINDS.items() if kind in kinds]

@@ -182,6 +182,7 @@ def _tune_found(
         report.echo_json(report.result_as_data(result, found.times))
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose, times=found.times))
+    failed = 0
     if todo:
         outcome = TuneOutcome(
             calls=[call.inv for calls in todo for call in calls],
@@ -192,6 +193,7 @@ def _tune_found(
             budget=options.budget,
             not_started=[call.inv for calls in todo[started_sets:] for call in calls],
         )
+        failed = outcome.failed
         for line in outcome.lines():
             console.print(line, highlight=False)
     _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches, options.budget)
@@ -199,7 +201,7 @@ def _tune_found(
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
-    return 1 if todo and not len(result) and not has_entries else 0
+    return 1 if failed or (todo and not len(result) and not has_entries) else 0
 
 
 def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) -> AutotunePolicy:

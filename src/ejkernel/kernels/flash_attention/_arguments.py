@@ -39,7 +39,9 @@ def check_main(query: Any, key: Any, value: Any) -> None:
                 f"{tuple(x.shape)}."
             )
         if str(x.dtype) not in _DTYPES:
-            raise ArgumentError(f"{name} must be one of {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype.")
+            raise ArgumentError(
+                f"{name}'s dtype must be one of {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype."
+            )
         if x.dtype != query.dtype:
             raise ArgumentError(f"{name} must have query's dtype, {query.dtype}; got {x.dtype}. Cast it with .astype.")
     batch, _, heads, head_dim = query.shape

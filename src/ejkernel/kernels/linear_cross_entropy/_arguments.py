@@ -23,6 +23,9 @@ from .common import GRADIENTS, STATISTICS
 
 def check_operands(x: Any, weight: Any, labels: Any, bias: Any, *, transpose_weight: bool) -> None:
     """Raise unless the arrays fit together."""
+    kinds: list[Any] = [x.dtype if is_array(x) else None for x in (weight, labels)]
+    if None not in kinds and jnp.issubdtype(kinds[0], jnp.integer) and jnp.issubdtype(kinds[1], jnp.floating):
+        raise ArgumentError("weight and labels are in each other's place; the order is (x, weight, labels).")
     _check_floating("x", x, "[*batch, d]", 1)
     axes = "[V, d]" if transpose_weight else "[d, V]"
     _check_floating("weight", weight, axes, 0)
@@ -76,12 +79,19 @@ def check_token_weights(token_weights: Any, x: Any) -> None:
         )
 
 
+def _as_array(value: Any) -> str:
+    """Return what to pass instead of a value that is no array."""
+    if hasattr(value, "__jax_array__"):  # a parameter of a model
+        return "pass its array, e.g. head.kernel[...] for a parameter of Flax NNX"
+    return "pass a JAX or NumPy array"
+
+
 def _check_floating(name: str, array: Any, axes: str, least: int) -> None:
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
         got = (
             f"dtype {array.dtype}; cast it, e.g. to bfloat16"
             if is_array(array)
-            else f"{type(array).__name__}; pass a JAX or NumPy array"
+            else f"{type(array).__name__}; {_as_array(array)}"
         )
         raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
     if len(array.shape) < least:

@@ -98,7 +98,9 @@ def check_batch_values(query_offsets: Any, kv_lengths: Any, tokens: Any = None) 
             "query_offsets must start at 0 and never fall: they are the cumulative numbers of new tokens, e.g. "
             f"np.cumsum([0, *new_tokens]); got {_values_text(offsets)}."
         )
-    short = (lengths < new) & (lengths != 0)  # 0: a row of padding
+    short = lengths < new
+    if (lengths[new > 0] > 0).any():
+        short &= lengths != 0  # a row of padding
     if short.any():
         row = int(short.argmax())
         raise ArgumentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -125,7 +126,11 @@ def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOpe
 def of_arrays(
     fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Return `fn` as a jitted function of only the arrays, and these arrays."""
+    """Return `fn` as a jitted function of only the arrays, and these arrays.
+
+    Its results are those of `fn`, and the arrays that `fn` stores in its arguments, e.g. in a Flax NNX model: XLA would
+    leave out what leads to no result.
+    """
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
@@ -133,8 +138,16 @@ def of_arrays(
         filled = list(leaves)
         for index, array in zip(positions, arrays, strict=True):
             filled[index] = array
-        all_args, all_kwargs = jax.tree.unflatten(tree, filled)
-        return fn(*all_args, **all_kwargs)
+        given = jax.tree.unflatten(tree, filled)
+        result = fn(*given[0], **given[1])
+        if isinstance(result, tuple) and result and (inspect.isfunction(result[0]) or hasattr(result[0], "lower")):
+            name = getattr(fn, "__name__", "fn")
+            raise ArgumentError(
+                f"{name} returns a function and its arguments, so it makes no call itself; pass these: "
+                f"`step, args = {name}()`, then step, *args."
+            )
+        known = set(map(id, filled))
+        return result, [leaf for leaf in jax.tree.leaves(given) if is_array(leaf) and id(leaf) not in known]
 
     return jax.jit(filled_in), [leaves[index] for index in positions], {}
 

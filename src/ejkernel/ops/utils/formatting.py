@@ -185,11 +185,20 @@ def arguments(call: object) -> str:
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
-    parts += [f"{name}={value}" for name, value in statics if _is_shown(name, value)]
+    parts += [f"{name}={_number(value)}" for name, value in statics if _is_shown(name, _number(value))]
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
     return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
+
+
+def _number(value: object) -> object:
+    """Return a float in a description as text, and other values unchanged."""
+    text = value.get("float") if isinstance(value, dict) and set(value) == {"float"} else None
+    try:
+        return f"{float.fromhex(text):g}" if isinstance(text, str) else value
+    except (ValueError, OverflowError):  # a damaged file
+        return value
 
 
 def _is_shown(name: object, value: object) -> bool:
