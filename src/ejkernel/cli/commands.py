@@ -321,9 +321,9 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
     MODULE:FUNCTION is as for `ejkernel tune`; here the step runs. A jax.ShapeDtypeStruct among its arguments becomes an
     array of random numbers, so return arrays if the time depends on their values.
 
-    Untuned uses the heuristics, tuned the saved configurations. The baseline is another function of the same form,
-    e.g. the step in plain JAX. Each round runs one step of every build, in changing order. The figures are the medians
-    of ratios within a round, with their 95 % interval.
+    The untuned build uses the heuristics, the tuned one the saved configurations. The baseline is another function of
+    the same form, e.g. the step in plain JAX. Each round runs one step of every build, in changing order. The figures
+    are the medians of ratios within a round, with their 95 % interval.
 
     --op compares the implementations of one call, its reference in plain JAX, and the chosen configuration: ejkernel
     bench --op rms_norm --shape bf16[4096,5120] --shape bf16[5120]. --import names the module of other kernels.

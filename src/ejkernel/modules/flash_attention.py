@@ -223,7 +223,7 @@ def flash_attention(
         sinks: Attention sinks: for each head an additional logit in the softmax of every row, without a value. They
             have a gradient.
         sliding_window: Number of keys that a query sees before and after its own position; a pair is `(left, right)`,
-            with `None` for no limit. With `causal` the right side is 0. The query's own key comes on top: for a model
+            with `None` for no limit. With `causal` the right side is 0. The query's own key is not counted: for a model
             whose window counts it, as those of Hugging Face do, pass one less.
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`, before the bias is added.
         soft_cap_after_bias: Add the bias first, then apply the soft cap.

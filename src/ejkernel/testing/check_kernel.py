@@ -85,7 +85,9 @@ def check_kernel(
         KernelCheckError: A check failed; an `AssertionError` whose message is the table.
         ArgumentError: `kernel` is not a kernel, or `without` or `unavailable` names an unknown group.
     """
-    hint = "; of an operation of ejkernel.modules pass its kernel, e.g. FlashAttention()"
+    hint = "; for an operation of ejkernel.modules, pass its kernel, e.g. FlashAttention()"
+    if isinstance(kernel, type) and issubclass(kernel, Kernel):
+        hint = f"; create one, e.g. {kernel.__name__}('name')"
     check_argument(isinstance(kernel, Kernel), "kernel", f"a Kernel or a function under tune{hint}", kernel)
     for argument, names in (("without", without), ("unavailable", unavailable or {})):
         unknown = [name for name in names if name not in GROUPS]
