@@ -113,6 +113,16 @@ def test_a_result_shows_a_kept_heuristic():
     assert text.endswith("kept")
 
 
+def test_a_result_names_searches_that_are_not_finished():
+    tuned = dataclasses.replace(search(measured(1, 20), winner=0), planned=3, not_saved="not finished (1 of 3)")
+    result = AutotuningResult("gpu:h200", (), (tuned,))
+    assert str(result).splitlines() == [
+        "0 configurations for gpu:h200",
+        "double@v1 f32[4,8]: not saved: not finished (1 of 3)",
+    ]
+    assert result.remarks() == []  # the command's table has a row for it
+
+
 def test_each_time_of_a_table_has_its_own_unit():
     tuned = search(measured(1, 20_000), measured(2, 10), winner=1)
     assert [line.split()[3:5] for line in tuned.summary().splitlines()[4:-1]] == [["10.0", "us"], ["20.0", "ms"]]

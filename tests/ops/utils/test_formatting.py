@@ -22,6 +22,8 @@ def test_a_call_s_equal_arrays_are_counted_and_its_options_named():
     args = (array(2, 8), array(2, 8), array(8, dtype=jnp.int32), [array(3, dtype=jnp.float32)])
     inv = Invocation(op_id="any", args=args, kwargs={"causal": True, "window": None, "scale": 0.5})
     assert arguments(inv.description) == "bf16[2,8] x2, i32[8], f32[3], causal=True, scale=0.5"
+    usual = Invocation(op_id="any", args=args[:1], kwargs={"softmax_scale": 0.125, "temperature": 0.7})
+    assert arguments(usual.description) == "bf16[2,8], temperature=0.7"
 
 
 def test_batch_sizes_are_shown_outermost_first():

@@ -19,6 +19,7 @@ _LONGEST = 1000  # maximum characters of a call or configuration; a file may hol
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
 _QUIET = ("vocab_shares",)  # options that only operations set for each other; shown unless False
+_USUAL = ("softmax_scale",)  # options whose value nearly always follows from the shapes; not shown
 
 
 def text_table(
@@ -202,7 +203,8 @@ def _number(value: object) -> object:
 
 
 def _is_shown(name: object, value: object) -> bool:
-    return isinstance(value, bool | int | str) and value != "" and not (name in _QUIET and value is False)
+    hidden = name in _USUAL or (name in _QUIET and value is False)
+    return isinstance(value, bool | int | str) and value != "" and not hidden
 
 
 def _arrays(described: object) -> Iterator[str]:

@@ -97,13 +97,23 @@ class AutotuningResult(Shown):
             [
                 title,
                 *([text_table(header, rows, width=terminal_width(), optional=("call", "arguments"))] if rows else []),
-                *self.remarks(),
+                *self.remarks(unfinished=True),  # they have no row
             ]
         )
 
-    def remarks(self) -> list[str]:
-        """Return a line for each search whose result did not replace the saved configuration."""
-        told = [search for search in self.searches if search.not_saved not in ("", search.progress.not_finished)]
+    def remarks(self, *, unfinished: bool = False) -> list[str]:
+        """Return a line for each search whose result did not replace the saved configuration.
+
+        Args:
+            unfinished: Also for searches that are not finished and saved nothing.
+        """
+        known = {(entry.op_id_v, entry.call_key) for entry in self.entries}
+        told = [
+            search
+            for search in self.searches
+            if search.not_saved not in ("", search.progress.not_finished)
+            or (unfinished and search.not_saved and (search.key.op, search.key.call) not in known)
+        ]
         return [
             printable(f"{search.inv.op_id} {arguments(search.inv.description)}: not saved: {search.not_saved}")
             for search in told
