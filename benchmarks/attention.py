@@ -118,7 +118,7 @@ CONTENDERS: dict[str, Callable[[Case], Attention]] = {
 def program_of(attention: Attention, *, backward: bool) -> Callable[..., Any]:
     """Return the forward, or a function of a cotangent that returns the output and all gradients.
 
-    Without the output, XLA would leave out the product with the values in a forward whose weights are kept.
+    Without the output, XLA would leave the product with the values out of a forward that keeps its weights.
     """
     if not backward:
         return lambda arrays: attention(**arrays)

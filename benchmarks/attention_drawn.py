@@ -2,7 +2,7 @@
 """`python -m benchmarks.attention_drawn FILE...`: compact tables of runs of `benchmarks.attention --draw --out`.
 
 A summary has a line for each direction, with the share of lost cases; then each case has a line with both directions.
-Files of one draw that was measured in parts are joined; later files replace cases of earlier ones.
+Several files of one draw are joined; later files replace cases of earlier ones.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def _server():
 
 
 def stop():
-    """End the server, if there is one, and wait for what it writes at its end, e.g. coverage."""
+    """End a running server, and wait until it has written its coverage."""
     if _server.cache_info().currsize:
         _server().communicate()
         _server.cache_clear()

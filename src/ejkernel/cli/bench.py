@@ -207,28 +207,38 @@ def _compared(
         missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"
     else:
         builds.append(build(TUNED, program, usual))
-    apart = {build.name: _distance(build, builds[-1]) for build in builds[:-1]}
+    apart = _apart(builds)
     found = race(options, builds)
     return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1], apart=apart)
 
 
-def _distance(one: Build, other: Build) -> float | None:
-    """Return how far the results of two builds are apart, relative to the larger of their norms.
+def _apart(builds: Sequence[Build]) -> dict[str, float | None]:
+    """Return how far the results of each build are from those of the last, at most, relative to their larger norm.
 
-    It is the largest over the arrays; `None` if the results have other shapes, or none has floating-point numbers.
+    `None` if the results have other shapes, or no floating-point numbers.
     """
-    found = [jax.tree.leaves(build.run()) for build in (one, other)]
-    for build in (one, other):
+    *others, last = builds
+    expected = jax.tree.leaves(last.run()) if others else []
+    found = {build.name: _distance(jax.tree.leaves(build.run()), expected) for build in others}
+    for build in builds:
         build.samples.clear()
-    if [getattr(x, "shape", None) for x in found[0]] != [getattr(x, "shape", None) for x in found[1]]:
+    return found
+
+
+def _distance(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> float | None:
+    if [x.shape for x in some] != [x.shape for x in others]:
         return None
-    pairs = [
-        [np.asarray(x).astype(np.float64).ravel() for x in pair]
-        for pair in zip(*found, strict=True)
-        if all(jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.floating) for x in pair)
-    ]
-    norms = [(np.linalg.norm(a - b), max(np.linalg.norm(a), np.linalg.norm(b))) for a, b in pairs]
-    return max((float(apart / largest) if largest else 0.0 for apart, largest in norms), default=None)
+    pairs = zip(some, others, strict=True)
+    inexact = [pair for pair in pairs if all(jnp.issubdtype(x.dtype, jnp.floating) for x in pair)]
+    return max((float(_relative(*pair)) for pair in inexact), default=None)
+
+
+@jax.jit
+def _relative(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the norm of the difference over the larger norm; 0 if both are zero."""
+    one, other = one.astype(jnp.float32).ravel(), other.astype(jnp.float32).ravel()
+    largest = jnp.maximum(jnp.linalg.norm(one), jnp.linalg.norm(other))
+    return jnp.where(largest == 0, 0, jnp.linalg.norm(one - other) / jnp.where(largest == 0, 1, largest))
 
 
 def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:

@@ -65,7 +65,7 @@ class TuneOutcome:
 
     @property
     def failed(self) -> int:
-        """The number of calls whose search failed."""
+        """The number of failed searches."""
         return len(self._kinds().get("failed", ()))
 
     def _counts(self) -> str:

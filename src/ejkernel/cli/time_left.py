@@ -142,7 +142,7 @@ class TimeLeft:
         return self._by_first_in_words() or self._to_compile(running)
 
     def by_first(self) -> float | None:
-        """Return the seconds left if all calls take as long as the first, which is being measured.
+        """Return the seconds left if all calls take as long as the first, now being measured.
 
         `None` with a budget, and before the first call's rounds show how long it takes.
         """

@@ -83,6 +83,18 @@ def type_text(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__
 
 
+def wrong_array(value: Any, dtype: str) -> str:
+    """Describe an argument that is not an array of such a dtype, and how to fix it."""
+    if is_array(value):
+        return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
+    fix = "pass a JAX or NumPy array"
+    if hasattr(value, "dequantize"):
+        fix = "use its dequantize()"
+    elif hasattr(value, "__jax_array__"):
+        fix = "pass its array, e.g. head.kernel[...] for a parameter of Flax NNX"
+    return f"{type(value).__name__}; {fix}"
+
+
 def check_parameters(params: Any, **allowed: range | tuple[int, ...] | tuple[str, ...]) -> None:
     """Check launch parameters: the given fields, and all flags.
 

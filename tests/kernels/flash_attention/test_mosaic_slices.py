@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.fixture
 def slices(monkeypatch):
-    """Return the module, whose slices run in plain JAX and are recorded."""
+    """Run slices in plain JAX, record them, and return the module."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
     from ejkernel.kernels.flash_attention.mosaic_gpu import slices

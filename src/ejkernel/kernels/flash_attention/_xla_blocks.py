@@ -22,7 +22,7 @@ from .common import AttentionCall, Operands, Rules, accumulator
 
 _MOST_SCORES = 1 << 26  # of one step on an accelerator: 256 MiB in float32
 _MOST_WIDE_SCORES = 1 << 28  # of one example with wide heads
-_WIDEST_OF_OTHERS = 256  # head dimension of the GPU implementations other than this one
+_WIDEST_OF_OTHERS = 256  # head dimension up to which cuDNN, or `mosaic_gpu` with every feature, runs a call
 _FEWEST_QUERIES = 128  # of a block that sees all keys
 
 
@@ -44,10 +44,10 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     and a window of 48 on both sides, smaller blocks took a third of the time forward, and 0.6 of it backward. On a GPU
     a single block is best where its scores take at most 256 MiB: causal attention of 2,048 tokens at head_dim 512 took
     0.70 of the time of four blocks forward, and 0.66 backward. If those of all examples take more, but those of one do
-    not, the examples are computed one after another: see `examples_at_once`. For wide heads, which no other
-    implementation runs, one example may take 1 GiB, and larger ones have blocks of queries that see all keys: full
-    attention of 8,192 tokens and 4 heads of 320 columns took 1,427 us at once, 1,422 us with such blocks, and 3,574 us
-    with smaller blocks of keys.
+    not, the examples are computed one after another: see `examples_at_once`. For wide heads, which other
+    implementations run without most features, one example may take 1 GiB, and larger ones have blocks of queries that
+    see all keys: full attention of 8,192 tokens and 4 heads of 320 columns took 1,427 us at once, 1,422 us with such
+    blocks, and 3,574 us with smaller blocks of keys.
 
     Args:
         call: The call. If its platform is unknown, the target of the current lowering or the default backend counts.

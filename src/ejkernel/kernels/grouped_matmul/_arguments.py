@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._options import canonical_precision
+from ejkernel.kernels._options import canonical_precision, wrong_array
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
@@ -20,19 +20,9 @@ from .common import Groups, row_ends, taken_apart
 def check_operand(name: str, array: Any, axes: str) -> None:
     """Raise unless the operand is a floating-point array with as many axes as `axes` names."""
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ArgumentError(
-            f"{name} must be a floating-point array {axes}, got {_other_than_asked(array, 'bfloat16')}."
-        )
+        raise ArgumentError(f"{name} must be a floating-point array {axes}, got {wrong_array(array, 'bfloat16')}.")
     if len(array.shape) != len(axes.split(",")):
         raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}; reshape it.")
-
-
-def _other_than_asked(value: Any, dtype: str) -> str:
-    """Describe an argument that is not an array of such a dtype, and how to fix it."""
-    if is_array(value):
-        return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
-    other = "; use its dequantize()" if hasattr(value, "dequantize") else "; pass a JAX or NumPy array"
-    return f"{type(value).__name__}{other}"
 
 
 def check_product(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
@@ -74,7 +64,7 @@ def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
 def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
     """Raise unless `group_sizes` has an integer for each group."""
     if not is_array(group_sizes) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        got = _other_than_asked(group_sizes, "int32")
+        got = wrong_array(group_sizes, "int32")
         raise ArgumentError(f"group_sizes must be an array of integers [groups], got {got}.")
     if len(group_sizes.shape) != 1 or groups not in (None, group_sizes.shape[0]):
         wanted = "[groups]" if groups is None else f"[{groups}], one for each matrix of rhs"

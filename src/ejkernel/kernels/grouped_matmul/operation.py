@@ -104,7 +104,7 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
 
 
 class WeightsGradient(GroupedOperation[_Cfg], Generic[_Cfg]):
-    """Base of the operations whose result is a matrix for each group."""
+    """Base of the operations with a matrix for each group as result."""
 
     def result_size(self, call: GroupedMatmulCall) -> int:
         """See `GroupedOperation`."""

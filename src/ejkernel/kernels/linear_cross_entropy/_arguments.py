@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision, positive
+from ejkernel.kernels._options import canonical_flag, canonical_precision, positive, wrong_array
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
@@ -79,21 +79,9 @@ def check_token_weights(token_weights: Any, x: Any) -> None:
         )
 
 
-def _as_array(value: Any) -> str:
-    """Return what to pass instead of a value that is no array."""
-    if hasattr(value, "__jax_array__"):  # a parameter of a model
-        return "pass its array, e.g. head.kernel[...] for a parameter of Flax NNX"
-    return "pass a JAX or NumPy array"
-
-
 def _check_floating(name: str, array: Any, axes: str, least: int) -> None:
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-        got = (
-            f"dtype {array.dtype}; cast it, e.g. to bfloat16"
-            if is_array(array)
-            else f"{type(array).__name__}; {_as_array(array)}"
-        )
-        raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
+        raise ArgumentError(f"{name} must be a floating-point array {axes}, got {wrong_array(array, 'bfloat16')}.")
     if len(array.shape) < least:
         raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
 

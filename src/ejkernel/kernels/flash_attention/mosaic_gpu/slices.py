@@ -37,7 +37,7 @@ class Slices(NamedTuple):
     queries: int
 
     def is_whole(self, call: AttentionCall) -> bool:
-        """Return whether there is only one slice."""
+        """Return whether one slice holds the whole call."""
         return self.parts == 1 and self.queries >= call.query[1]
 
 

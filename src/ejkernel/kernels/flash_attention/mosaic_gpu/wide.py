@@ -404,7 +404,7 @@ class _WideKernel:
 
     def _store(self, result: int, values: Any, tile: _Tile, warpgroup: Any, index: int) -> None:
         slot = self.memory.out.at[warpgroup, (result * (self.plan.kv_block // PIECE) + index) % self.plan.slots]
-        # The copy that last read this slot is the oldest of as many copies as there are slots.
+        # Of the last `slots` copies, the oldest read this slot.
         plgpu.wait_smem_to_gmem(self.plan.slots - 1, wait_read_only=True)
         slot[...] = values
         plgpu.commit_smem()

@@ -116,7 +116,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
-    """Return why `call`, which is supported, cannot run with `params`; `None` if it can."""
+    """Return why a supported `call` cannot run with `params`; `None` if it can."""
     del call
     if params.kv_block not in _KV_BLOCKS or params != _params(type(params), params.kv_block, _stages(params)):
         return (

@@ -88,7 +88,7 @@ def of_keys(
 
 
 def _float32_parts(dims: Dims, plan: Plan, segmented: bool) -> int:
-    """Return the bytes of the parts of two float32 operands of a backward, three for each, that are spilled whole."""
+    """Return the bytes of two float32 operands of a backward, split in three parts each, if they are spilled whole."""
     whole = dims.size == 4 and not segmented and dims.head > 3 * LANES // 2
     return 2 * 3 * 4 * plan.block * up(dims.head) if whole else 0
 

@@ -166,7 +166,7 @@ class PaddedHead:
     def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
         """Return `total + left.T @ right` in the memory of `total`; all have padded sizes.
 
-        Pallas refuses references whose type varies over mesh axes, so inside `shard_map` XLA adds.
+        Pallas refuses references of arrays that vary over mesh axes, so inside `shard_map` XLA adds.
         """
         if any(compat.varying_axes(x) for x in (total, left, right)):
             return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)

@@ -51,7 +51,7 @@ def _arguments_reason(call: PagedCall) -> str | None:
 
 
 def is_widened(call: PagedCall) -> bool:
-    """Return whether the kernels read a 16-bit copy of an 8-bit cache: only decode with values of its own does not."""
+    """Return whether the kernels read a 16-bit copy of an 8-bit cache, as all but decode with separate values do."""
     return call.cache_dtype != call.dtype and (call.value_dim is not None or call.q[0] > call.table[0])
 
 

@@ -102,10 +102,10 @@ class AutotuningResult(Shown):
         )
 
     def remarks(self, *, unfinished: bool = False) -> list[str]:
-        """Return a line for each search whose result did not replace the saved configuration.
+        """Return a line for each search without a new saved configuration.
 
         Args:
-            unfinished: Also for searches that are not finished and saved nothing.
+            unfinished: Include unfinished searches without a saved configuration.
         """
         known = {(entry.op_id_v, entry.call_key) for entry in self.entries}
         told = [
