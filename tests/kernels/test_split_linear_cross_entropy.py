@@ -118,6 +118,16 @@ def test_shard_map_with_a_vocabulary_axis_gives_the_same(name, check):
         close(expected, jax.jit(inside)(*arrays()))
 
 
+def test_no_tokens_with_a_vocabulary_axis_give_zeros():
+    def local(x, weight):
+        labels = jnp.zeros(x.shape[:1], jnp.int32)
+        return linear_cross_entropy(x, weight, labels, reduction="sum", vocab_axis="model")
+
+    mapped = jax.shard_map(local, mesh=mesh_of("auto"), in_specs=(P(), P(None, "model")), out_specs=P())
+    loss, (dx, dw) = jax.jit(jax.value_and_grad(mapped, (0, 1)))(jnp.ones((0, INNER)), jnp.ones((INNER, COLUMNS)))
+    assert loss == 0 and dx.shape == (0, INNER) and not dw.any()
+
+
 @pytest.mark.parametrize("by_hand", [False, True], ids=["jit", "shard_map"])
 def test_four_numbers_per_token_and_the_gradient_of_x_travel(by_hand):
     x, weight, _, _, labels = arrays()

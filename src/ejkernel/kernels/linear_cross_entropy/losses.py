@@ -157,14 +157,16 @@ def _tangents_of_statistics(head: Head, found: Statistics, given: Mapping[str, A
     return zeros._replace(lse=jax.jvp(lse, primals, [given[name] for name in names])[1])
 
 
-def _zeros_like(value: jax.Array) -> jax.Array:
+def _zeros_like(value: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.Array:
     # With the sharding of the value over explicit axes, and varying like it over manual ones.
-    zeros: jax.Array = compat.match_varying(value, jnp.zeros_like(value))
+    zeros: jax.Array = compat.match_varying(value, jnp.zeros_like(value, dtype, shape))
     return zeros
 
 
 def _product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
     dtype = accumulator(gradient.dtype)
+    if not gradient.size:  # XLA's CPU compiler crashes when an empty gradient and another are summed over devices
+        return _zeros_like(gradient, (), dtype)
     return jnp.sum(gradient.astype(dtype) * tangent.astype(dtype))
 
 
