@@ -66,6 +66,12 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see _in_part")
 
 
+def pytest_configure(config):
+    """Have processes that run tests side by side share the memory of a required GPU."""
+    if config.getoption("--require") == "gpu":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the tests that depend on JAX, and apply `--part`."""
