@@ -7,6 +7,7 @@ cells, the output of `explain`, and JSON. The functions work even if the `__str_
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import traceback
@@ -120,11 +121,17 @@ def example_text(kind: type) -> str:
     try:
         example = repr(kind())
     except (TypeError, ValueError):  # it needs arguments
-        example = f"{kind.__name__}(...)"
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        needed = [f"{each.name}=..." for each in fields if _is_needed(each)]
+        example = f"{kind.__name__}({', '.join(needed) or '...'})"
     public = (name for name in _PUBLIC if getattr(sys.modules.get(name), kind.__name__, None) is kind)
     module = next(public, kind.__module__)
     imported = "" if module == "__main__" else f", with `from {module} import {kind.__name__}`"
     return f"; pass e.g. {example}{imported}."
+
+
+def _is_needed(field: dataclasses.Field[object]) -> bool:
+    return field.init and field.default is field.default_factory is dataclasses.MISSING
 
 
 def where(function: object) -> str:
