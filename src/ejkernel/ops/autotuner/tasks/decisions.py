@@ -262,7 +262,10 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
     if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
         return f"no candidate was measurably faster{so_far}"
     comparison = challenge.comparison
-    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
     where = " in the confirmation run" if challenge.is_confirmation else ""
-    rounds = f"{comparison.speedup:.2f}x, ahead in {comparison.ahead} of {comparison.pairs} rounds"
+    if comparison.is_tie:
+        what = f"no difference to {compact(challenge.challenger)}{where}{so_far}"
+        return f"{what}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
+    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
+    rounds = f"{comparison.in_words}, ahead in {comparison.ahead} of {comparison.pairs} rounds"
     return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"
