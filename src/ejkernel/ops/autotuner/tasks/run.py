@@ -78,7 +78,12 @@ class TuningRun:
             pool = self._pool_of(oracle, configurations, budget, compiler)
             planned = self._measured(pool, configurations)
             decider = Decider(task, pool, budget)
-            decision = decider.decide()
+            try:
+                decision = decider.decide()
+            except TuningError as error:
+                error.outcomes = tuple(candidate.outcome() for candidate in pool.tried)
+                error.seconds = budget.spent()
+                raise
         pool.settle_statuses()
         oracle.settings.tell()
         data = AutotuneData(
@@ -101,7 +106,8 @@ class TuningRun:
             return data
         finished = data.progress.state.is_finished
         why = why_it_stays(decision, finished=finished, others_are_measured=pool.others_are_measured)
-        return dataclasses.replace(data, why=why)
+        is_alone = finished and len(pool.tried) == 1
+        return dataclasses.replace(data, why="the space has no other configuration" if is_alone else why)
 
     # --- setting up ---
 

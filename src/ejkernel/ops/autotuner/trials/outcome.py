@@ -342,7 +342,9 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
     times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
     columns = {
-        "": ["*" * (one is search.winner) + "h" * (one is search.heuristic) for one in firsts],
+        "": [
+            "*" * (one is search.winner and one.seconds is not None) + "h" * (one is search.heuristic) for one in firsts
+        ],
         "configuration": list(map(program_name, found)),
         "status": [str(one.status) for one in firsts],
         "mean" if search.cases else "median": [f"{time}{clock_note(one, clock)}" for time, one in times],
@@ -356,9 +358,8 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     }
     optional = ("compiled in", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
-    return "\n".join(
-        (*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, wrapped(_LEGEND, width))
-    )
+    legend = [wrapped(_LEGEND, width)] if any(one.measurement for one in firsts) else []
+    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, *legend))
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
