@@ -119,7 +119,7 @@ _PUBLIC: Final = ("ejkernel.modules", "ejkernel.ops")
 def example_text(kind: type) -> str:
     """Return the end of a message that asks for an instance of a class: an example, and where to import the class."""
     try:
-        example = repr(kind())
+        example = _without_none(kind())
     except (TypeError, ValueError):  # it needs arguments
         fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
         needed = [f"{each.name}=..." for each in fields if _is_needed(each)]
@@ -128,6 +128,14 @@ def example_text(kind: type) -> str:
     module = next(public, kind.__module__)
     imported = "" if module == "__main__" else f", with `from {module} import {kind.__name__}`"
     return f"; pass e.g. {example}{imported}."
+
+
+def _without_none(value: object) -> str:
+    """Return the `repr` of a dataclass without fields that are `None` by default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    shown = [f.name for f in dataclasses.fields(value) if f.default is not None or getattr(value, f.name) is not None]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in shown)})"
 
 
 def _is_needed(field: dataclasses.Field[object]) -> bool:
