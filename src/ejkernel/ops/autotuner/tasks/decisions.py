@@ -136,7 +136,10 @@ class Decider:
             # The failed challenger caused slower candidates to be dropped.
             pool.measure(pool.tried, SamplingPlan(rounds=self._task.rounds))
         self._oracle.settings.tell()
-        raise TuningError(self._why_no_winner())
+        error = TuningError(self._why_no_winner())
+        error.outcomes = tuple(candidate.outcome() for candidate in pool.tried)
+        error.seconds = self._budget.spent()
+        raise error
 
     def _first_look(self, challenger: Candidate) -> Challenge | None:
         """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive.

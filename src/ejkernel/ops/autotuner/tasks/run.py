@@ -78,12 +78,7 @@ class TuningRun:
             pool = self._pool_of(oracle, configurations, budget, compiler)
             planned = self._measured(pool, configurations)
             decider = Decider(task, pool, budget)
-            try:
-                decision = decider.decide()
-            except TuningError as error:
-                error.outcomes = tuple(candidate.outcome() for candidate in pool.tried)
-                error.seconds = budget.spent()
-                raise
+            decision = decider.decide()
         pool.settle_statuses()
         oracle.settings.tell()
         data = AutotuneData(
