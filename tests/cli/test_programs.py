@@ -258,6 +258,7 @@ def test_missed_calls_are_tuned_by_another_process_and_their_notes_removed(folde
     assert len(notes(folder)) == 4
     status, _, err = tune(folder, "--missed", "--budget", "20")
     assert "4 notes, 2 of them calls that can be tuned here, 2 not usable here, 0 of other devices" in err
+    assert "name the module that creates it at its top level (--import my_kernels)" in err
     assert len(notes(folder)) == 2
     status, _, err = tune(folder, "--missed", "--dry-run")
     assert status == 1

@@ -60,7 +60,7 @@ def test_it_shows_every_program_with_its_spread_on_one_axis(page):
 
 def test_it_shows_the_confirmation_run_and_the_best_so_far(page):
     assert (
-        "2.00x in the median round, which decides (threshold 1.02x). Faster in 10 of 10 rounds, slower in 0"
+        "2.00x ± 0.0 % in the median round, which decides (threshold 1.02x). Faster in 10 of 10 rounds, slower in 0"
         in page.text
     )
     label = "Best time by number of measurements: 4.0 us after 1, 3.0 us after 2, 2.0 us after 3, of 3"

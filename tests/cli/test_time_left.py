@@ -8,7 +8,7 @@ import pytest
 from ejkernel.cli.time_left import TimeLeft
 from ejkernel.ops import ConfigKey, RoundsFinished
 
-KEYS = [ConfigKey("cpu", f"op{number}@v0", "0" * 16) for number in range(4)]
+KEYS = [ConfigKey("cpu", op, f"{number:016}") for number, op in enumerate(("op@v0", "op@v0", "op.bwd@v0", "op.bwd@v0"))]
 
 
 class Seconds:
@@ -18,9 +18,9 @@ class Seconds:
         return self.now
 
 
-def searches(count=4, **options):
+def searches(count=4, more=(), **options):
     clock = Seconds()
-    return clock, TimeLeft(count, clock, **options)
+    return clock, TimeLeft([*(key.op for key in KEYS[:count]), *more], clock, **options)
 
 
 def rounds(clock, left, key, seconds, *, candidates, planned=10, confirms=False):
@@ -88,18 +88,47 @@ def test_before_a_search_has_ended_the_budget_is_known_or_the_time_to_compile(sh
     assert left.total() == words
 
 
-def test_without_a_budget_the_first_call_stands_for_all():
+def test_the_first_call_does_not_stand_for_all():
     clock, left = searches()
     left.step(KEYS[0], 1.0)
     clock.now = 4.0
     left.sample(RoundsFinished(KEYS[0], 2, 0, 10, False))
-    assert not left.knows_calls
     clock.now = 8.0
-    left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))  # 4 s more, and 8 s to confirm: 20 s for each call
-    assert left.knows_calls
-    assert left.total() == ", about 72 s left if all calls take as long"
-    left.step(KEYS[1], 0.0)
-    assert left.total() == ""
+    left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))  # 4 s more, and 8 s to confirm
+    assert (left.knows_calls, left.total(), left.seconds_of_rounds(KEYS[0])) == (False, "", 12.0)
+
+
+def test_an_operation_does_not_stand_for_another():
+    clock, left = searches(2, more=["other"])
+    left.step(KEYS[0], 0.0)
+    clock.now = 10.0
+    left.finish(KEYS[0])
+    assert (left.knows_calls, left.total()) == (False, "")
+    other = ConfigKey("cpu", "other@v0", "5" * 16)
+    left.step(other, 0.0)
+    clock.now = 13.0
+    left.finish(other)
+    assert left.total() == ", about 10 s left"
+
+
+def test_rounds_that_drop_many_candidates_say_little():
+    clock, left = searches(1)
+    left.step(KEYS[0], 1.0)
+    left.sample(RoundsFinished(KEYS[0], 12, 0, 16, False))
+    clock.now = 9.0
+    left.sample(RoundsFinished(KEYS[0], 12, 3, 16, False))
+    assert (left.of_rounds(KEYS[0]), left.seconds_of_rounds(KEYS[0])) == ("", 0.0)
+
+
+def test_a_search_that_measured_goes_on_to_its_checks_as_long_as_those_before():
+    clock, left = searches(2)
+    for key in KEYS[:2]:
+        left.step(key, 1.0)
+        rounds(clock, left, key, 1.0, candidates=2)
+        if key is KEYS[0]:
+            clock.now += 30.0
+            left.finish(key)
+    assert left.total() == ", about 30 s left"
 
 
 def test_without_measurements_a_compiled_call_is_over():
@@ -117,9 +146,9 @@ def test_candidates_dropped_early_shorten_the_rest_and_the_confirmation_run():
     assert left.of_rounds(KEYS[0]) == ""
     clock.now = 16.0
     left.sample(RoundsFinished(KEYS[0], 8, 4, 10, False))  # half a second for each sample
-    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming for about 10 s"
+    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming for 10 to 30 s"
     left.sample(RoundsFinished(KEYS[0], 2, 4, 10, False))
-    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming for about 10 s"
+    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming for 10 to 30 s"
 
 
 def test_the_confirmation_run_takes_as_long_as_those_before():

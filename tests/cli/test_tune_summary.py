@@ -70,6 +70,12 @@ def test_the_reason_of_an_unfinished_search_is_shown():
     assert "--budget 60 for more time" in lines[-1]
 
 
+def test_a_space_without_another_configuration_is_named():
+    inv = call()
+    text = "Nothing to compare with the heuristic, because the space has nothing else: reported@v0 f32[16,8]"
+    assert summary([inv], [kept(inv)], saved=[inv])[1] == text
+
+
 def test_a_search_without_reference_is_named():
     inv = call()
     lines = summary([inv], [kept(inv, lacks_reference=True)], saved=[inv], budget=20.0)

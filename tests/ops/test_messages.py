@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel import ops
+from ejkernel.modules import FlashAttentionConfig
 from ejkernel.ops import (
     AutotunePolicy,
     AutotuningResult,
@@ -19,10 +20,14 @@ from ejkernel.ops import (
     Executor,
     Invocation,
     Kernel,
+    NoParams,
+    StalePolicy,
 )
+from ejkernel.ops import tune as tune_function
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.errors import (
     ArgumentError,
+    CallError,
     ConfigError,
     KernelError,
     SerializationError,
@@ -246,6 +251,11 @@ def test_an_invalid_json_text_is_shown(text):
 
 ARGUMENTS = [
     (lambda: AutotunePolicy(budget_s="3"), ConfigError, "budget_s must be .* got '3'"),
+    (lambda: AutotunePolicy(budget=3), CallError, "AutotunePolicy has no argument `budget`; did you mean `budget_s=`"),
+    (lambda: StalePolicy(jx="use"), CallError, "StalePolicy has no argument `jx`; did you mean `jax=`"),
+    (lambda: FlashAttentionConfig(implementaton="xla"), CallError, "FlashAttentionConfig .*mean `implementation=`"),
+    (lambda: NoParams(tile=3), CallError, "NoParams has no argument `tile`; it takes none by name"),
+    (lambda: ops.policy_override(budget=3).__enter__(), ConfigError, "AutotunePolicy has no .*did you mean 'budget_s'"),
     (lambda: AutotunePolicy(budget_s=True), ConfigError, "budget_s must be .* got True"),
     (lambda: Autotuner(rounds="a"), ArgumentError, "rounds must be a positive int, got 'a'"),
     (lambda: Autotuner(warmup=-1), ArgumentError, "warmup must be an int >= 0, got -1"),
@@ -319,6 +329,36 @@ def test_our_own_errors_in_a_hook_keep_their_type():
 
     with pytest.raises(ops.UnsupportedError, match=r"^not here\b"):
         call(kernel(heuristic_cfg=unsupported))
+
+
+class Split(Scale):
+    def run(self, x, *, cfg):
+        return x.reshape(-1, cfg.n)
+
+
+@tune_function(space={"n": [1, 2, 4]})
+def split(x, *, n=1):
+    return x.reshape(-1, n)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda made: made(X, cfg={"n": 2}), r"scale: cfg must be a Tile, got \{'n': 2\}; pass e.g. Tile\(n=1\)"),
+        (lambda made: made(X, cfg=Tile("a")), r"scale: cfg=Tile\(n='a'\): n must be of type int, got 'a'; pass e.g. "),
+        (lambda made: made(X, cfg=Tile(3)), r"scale: cfg=Tile\(n=3\) is not in the space of this call; pass e.g. "),
+        (lambda made: jax.jit(lambda x: made(x, cfg=Tile(3)))(X), r"Tile\(n=1\) or Tile\(n=2\), or leave cfg out"),
+        (lambda made: split(X, n=3), r"split: n=3 is not in the space of this call; pass e.g. n=1 or n=2 or n=4"),
+        (lambda made: split(X, cfg={"m": 3}), r"split: cfg must be a dictionary with n; got \{'m': 3\}"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_call_is_named_with_those_that_do(act, text):
+    with pytest.raises(ConfigError, match=text):
+        act(kernel(Split, config_space=[Tile(1), Tile(2)]))
+
+
+def test_a_configuration_outside_the_space_may_run():
+    assert kernel(Split, config_space=[Tile(1), Tile(2)])(X, cfg=Tile(4)).shape == (2, 4)
 
 
 def test_exceptions_of_run_are_unchanged():

@@ -55,7 +55,7 @@ def run_compile(
     processes = _processes(aim) if processes is None else processes
     # Calls that share a configuration need the same candidates, because each must measure all of them.
     candidates = _shared_candidates(found, aim) if found.sets else None
-    with bars(console, len(found.calls), "compiling", measures=False) as shown:
+    with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
         bundled = compile_bundle(
             found.calls, aim, output, candidates=candidates, processes=processes, progress=shown.step
         )

@@ -56,7 +56,7 @@ def run_estimate(options: EstimateOptions) -> int:
         raise TuningError(found.empty)
     started = time.monotonic()
     count = options.compile_processes or default_width()
-    with bars(console, len(found.calls), "estimating", measures=False) as shown:
+    with bars(console, [inv.op_id for inv in found.calls], "estimating", measures=False) as shown:
         estimates = estimate_calls(found.calls, aim, processes=count, progress=shown.step)
     for each in estimates:
         if each.ranked:

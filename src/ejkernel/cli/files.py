@@ -27,6 +27,7 @@ from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
+_MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"
 _PROGRAM: Final = re.compile(r"^[ \t]*(HloModule\b|(builtin\.)?module\b[^\n]*\{|#\w+ = loc\()", re.M)  # first line
@@ -148,7 +149,11 @@ def missed_calls(cache_dir: Path) -> Found:
     calls: list[Invocation[Any, Any]] = []
     for note in here:
         key = note.config_key
-        calls += _rebuilt(f"{key.op}:{key.call} (of {note.kernel})", note.call, key=key.call, op=key.op)
+        # The file says which module that is, but importing it is the user's decision.
+        module = note.kernel.rpartition(".")[0]
+        known = module if _MODULE.fullmatch(module) and module != "__main__" else "MODULE"
+        name = f"{key.op}:{key.call} (of {note.kernel})"
+        calls += _rebuilt(name, note.call, module=known, key=key.call, op=key.op)
     refused = len(here) - len(calls)
     counts = (
         f"{notes.folder}: {counted(len(every), 'note')}, {_usable(len(calls))}, "
@@ -158,12 +163,12 @@ def missed_calls(cache_dir: Path) -> Found:
     return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
 
 
-def _rebuilt(name: object, description: Any, **expected: Any) -> list[Invocation[Any, Any]]:
-    """Return a described call; empty, with a warning, if it cannot be rebuilt here."""
+def _rebuilt(name: object, description: Any, *, module: str = "MODULE", **expected: Any) -> list[Invocation[Any, Any]]:
+    """Return a described call; empty, with a warning that names the module, if it cannot be rebuilt here."""
     try:
         return [rebuild(description, **expected)]
     except DescriptionError as error:
-        _warn(f"{name}: {error}{_hint(str(error))}")
+        _warn(f"{name}: {error}{_hint(str(error), module)}")
         return []
 
 
@@ -207,9 +212,9 @@ def _empty(place: Path) -> str:
     return f"{place} has no call that can be tuned here; the warnings above say why."
 
 
-def _hint(reason: str) -> str:
+def _hint(reason: str, module: str = "MODULE") -> str:
     signs = ("name the module", "import its module")
-    return " (--import MODULE)" if any(sign in reason for sign in signs) else ""
+    return f" (--import {module})" if any(sign in reason for sign in signs) else ""
 
 
 def _warn(text: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -29,7 +29,7 @@ class SearchBar:
     Args:
         progress: The bar.
         console: The console.
-        count: Number of calls.
+        operations: The operation of each call.
         doing: The action in words, e.g. "tuning".
         budget: Seconds for each call.
         measures: Whether candidates are measured after they are compiled.
@@ -40,16 +40,16 @@ class SearchBar:
         self,
         progress: Progress,
         console: Console,
-        count: int,
+        operations: Sequence[str],
         doing: str,
         *,
         budget: float | None = None,
         measures: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._progress, self._console, self._doing, self._count = progress, console, doing, count
-        self._time = TimeLeft(count, clock, budget=budget, measures=measures)
-        self._task: TaskID = progress.add_task(doing, total=max(count, 1), note="")
+        self._progress, self._console, self._doing, self._count = progress, console, doing, len(operations)
+        self._time = TimeLeft(operations, clock, budget=budget, measures=measures)
+        self._task: TaskID = progress.add_task(doing, total=max(self._count, 1), note="")
         self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
         self._best: dict[ConfigKey, float] = {}  # seconds
         self._current: tuple[Invocation[Any, Any], int, int] | None = None
@@ -65,7 +65,7 @@ class SearchBar:
             self._time.sample(event)
             if self._current is not None and self._current[0].key == event.key:
                 self._show(*self._current)
-            self._tell_once()
+            self._tell_once(event.key)
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
         if event.outcome.seconds < self._best.get(event.key, math.inf):
@@ -85,13 +85,12 @@ class SearchBar:
             text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._time.total()}"
             self._console.print(text, highlight=False, soft_wrap=True)
 
-    def _tell_once(self) -> None:
-        """Print the time left of all calls on a pipe when the first call's rounds have shown it."""
-        seconds = self._time.by_first()
-        if self._console.is_terminal or self._has_told or seconds is None or seconds < _LONG:
+    def _tell_once(self, key: ConfigKey) -> None:
+        """Print the time left of the first call on a pipe, when its rounds have shown it."""
+        if self._console.is_terminal or self._has_told or self._time.seconds_of_rounds(key) < _LONG:
             return
         self._has_told = True
-        self._console.print(self._time.total().removeprefix(", "), highlight=False, soft_wrap=True)
+        self._console.print(f"{key.op}{self._time.of_rounds(key)}", highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
@@ -135,11 +134,11 @@ class SearchBar:
 
 @contextlib.contextmanager
 def bars(
-    console: Console, count: int, doing: str, *, budget: float | None = None, measures: bool = True
+    console: Console, operations: Sequence[str], doing: str, *, budget: float | None = None, measures: bool = True
 ) -> Iterator[SearchBar]:
-    """Show the progress of `count` calls for the `with` block; see `SearchBar`."""
+    """Show the progress of the calls of `operations` for the `with` block; see `SearchBar`."""
     columns: list[ProgressColumn] = [TextColumn("{task.fields[note]}", markup=False)]
     if console.width >= _WIDE:  # otherwise the text needs the whole line
         columns = [TextColumn("{task.description}"), BarColumn(), *columns]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield SearchBar(progress, console, count, doing, budget=budget, measures=measures)
+        yield SearchBar(progress, console, operations, doing, budget=budget, measures=measures)

@@ -189,18 +189,18 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "not_saved": search.not_saved,
         "rule_fault": search.rule_fault,
         "input_sets": search.input_sets,
-        "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
+        "outcomes": [_program_as_data(search, outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }
 
 
-def _program_as_data(outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, Any]:
+def _program_as_data(search: StoredSearch, outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, Any]:
     measured = outcome.measurement
     return {
         "config": outcome.config,
         "same": [twin.config for twin in twins],
         "status": outcome.status,
-        "reason": outcome.reason,
+        "reason": outcome.reason or search.why_not_chosen(outcome),
         "median_us": in_microseconds(outcome.seconds),
         "cases": [{"name": c.name, "weight": c.weight, "median_us": in_microseconds(c.median)} for c in outcome.cases],
         "samples": 0 if measured is None else len(measured.samples),

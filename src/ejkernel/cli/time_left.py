@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
@@ -13,6 +15,9 @@ from ejkernel.ops.core.types import ConfigKey
 
 _ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
 _PAIR: Final = 2  # candidates of a confirmation run
+_DROPPING: Final = 4  # rounds in which many candidates are dropped, so that their time says little
+_CLOSE: Final = 2.25  # ends of a range whose ratio is at most this have their geometric mean within 1.5 times of both
+_EXTENSION: Final = 8, 20.0  # an unclear confirmation run goes on for eight times its rounds, or 20 s
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,16 +42,19 @@ class _Rounds:
         return (self.now - self.began) / self.samples if self.samples else None
 
     def left(self) -> float | None:
-        """Return the seconds left, at most: slow candidates may be dropped early."""
+        """Return the seconds left, at most: further candidates may be dropped. `None` if the rounds say too little."""
         per_sample = self.sample_seconds()
-        rounds = self.event.planned - self.event.done
-        return None if per_sample is None else per_sample * rounds * self.event.candidates
+        event = self.event
+        if per_sample is None or (event.done < min(_DROPPING, event.planned) and not event.is_confirmation):
+            return None
+        return per_sample * (event.planned - event.done) * event.candidates
 
 
 @dataclasses.dataclass(slots=True)
 class _Search:
     """The state of one search; times are in seconds of the clock."""
 
+    operation: str
     began: float
     done: float = 0.0
     compiled: float | None = None
@@ -55,19 +63,28 @@ class _Search:
 
 
 class TimeLeft:
-    """The time left of `count` searches.
+    """The time left of several searches.
+
+    The searches of one operation, forward and backward, take similar times. The time of all is therefore known once
+    each operation among them had a search that ended.
 
     Args:
-        count: Number of searches.
+        operations: The operation of each call, as in `Invocation.op_id`.
         clock: Source of seconds.
-        budget: Seconds for each of them.
+        budget: Seconds for each search.
         measures: Whether candidates are measured after they are compiled; `finish` then ends a search.
     """
 
     def __init__(
-        self, count: int, clock: Callable[[], float], *, budget: float | None = None, measures: bool = True
+        self,
+        operations: Sequence[str],
+        clock: Callable[[], float],
+        *,
+        budget: float | None = None,
+        measures: bool = True,
     ) -> None:
-        self._count, self._clock, self._budget, self._measures = count, clock, budget, measures
+        self._operations = collections.Counter(map(_family, operations))
+        self._clock, self._budget, self._measures = clock, budget, measures
         self._searches: dict[ConfigKey, _Search] = {}
         self._together = 1  # searches that ran at the same time
         self._stretched: list[float] = []  # seconds of confirmation runs as multiples of those expected
@@ -75,7 +92,7 @@ class TimeLeft:
     def step(self, key: ConfigKey, share: float) -> None:
         """Note that a search has compiled this share of its candidates."""
         now = self._clock()
-        search = self._searches.setdefault(key, _Search(now))
+        search = self._searches.setdefault(key, _Search(_family(key.op), now))
         search.done = share
         if share >= 1 and search.compiled is None:
             search.compiled = now
@@ -84,7 +101,8 @@ class TimeLeft:
 
     def sample(self, event: RoundsFinished) -> None:
         """Note finished rounds of a search."""
-        search, now = self._searches.setdefault(event.key, _Search(self._clock())), self._clock()
+        now = self._clock()
+        search = self._searches.setdefault(event.key, _Search(_family(event.key.op), now))
         before = search.rounds
         is_same = before is not None and before.event.is_confirmation == event.is_confirmation
         if before is None or not is_same or event.done < before.event.done:
@@ -114,69 +132,77 @@ class TimeLeft:
         if rounds.event.is_confirmation:
             return f", about {self._confirming(rounds, left):.0f} s left"
         then = self._confirmation(rounds)
-        return f", about {left:.0f} s left, then confirming" + (f" for about {then:.0f} s" if then else "")
+        confirming = "" if then is None else f" for {_words(then, then if self._stretched else _longest(then))}"
+        return f", about {left:.0f} s left, then confirming{confirming}"
+
+    def seconds_of_rounds(self, key: ConfigKey) -> float:
+        """Return the least seconds left of a search's measurements; 0 if its rounds say too little."""
+        search = self._searches.get(key)
+        return 0.0 if search is None else self._by_rounds(search) or 0.0
 
     @property
     def knows_calls(self) -> bool:
-        """Whether the time of all calls can be estimated: from a search that has ended, or from the first one's rounds.
-
-        With a budget, the rounds of the first search say little about the others.
-        """
-        return any(search.ended is not None for search in self._searches.values()) or self.by_first() is not None
+        """Whether the time of all calls can be estimated, from searches that have ended."""
+        return self._of_all() is not None
 
     def total(self) -> str:
         """Return the time left of all searches, in words; empty if nothing is known about it."""
-        ended = [search.ended - search.began for search in self._searches.values() if search.ended is not None]
-        running = self._running()
-        if len(ended) == self._count:
+        running, count = self._running(), sum(self._operations.values())
+        if len(self._searches) >= count and not running:
             return ""
-        if ended:
-            # With a budget, the unknown calls count as one that spends it, so that a cheap call does not stand for all.
-            each = statistics.fmean([*ended, *([] if self._budget is None else [self._budget])])
-            todo = (self._count - len(self._searches)) * each + sum(self._left(one, each) for one in running)
-            return f", about {todo / self._together:.0f} s left"
+        seconds = self._of_all()
+        if seconds is not None:
+            return f", about {seconds:.0f} s left"
         if self._budget is not None:
-            most = self._budget * (self._count - sum(search.done for search in running))
+            most = self._budget * (count - sum(search.done for search in running))
             words = f"{self._budget:g} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left ({words})" if most > 0 else ""
-        return self._by_first_in_words() or self._to_compile(running)
+        return self._to_compile(running)
 
-    def by_first(self) -> float | None:
-        """Return the seconds left if all calls take as long as the first, now being measured.
-
-        `None` with a budget, and before the first call's rounds show how long it takes.
-        """
-        running = self._running()
-        is_first = len(running) == 1 == len(self._searches) and self._budget is None
-        if not is_first or running[0].rounds is None or running[0].rounds.left() is None:
+    def _of_all(self) -> float | None:
+        """Return the seconds left of all searches; `None` if no search of some operation has ended."""
+        if all(search.ended is None for search in self._searches.values()):
             return None
-        own: float = self._left(running[0], 0.0)
-        return own + (self._count - 1) * (self._clock() - running[0].began + own)
+        unknown = self._operations - collections.Counter(search.operation for search in self._searches.values())
+        parts = [self._left(search) for search in self._running()]
+        parts += [self._usual(operation) for operation in unknown.elements()]
+        known = [part for part in parts if part is not None]
+        return sum(known) / self._together if len(known) == len(parts) else None
 
-    def _by_first_in_words(self) -> str:
-        seconds = self.by_first()
-        if seconds is None:
-            return ""
-        return f", about {seconds:.0f} s left" + " if all calls take as long" * (self._count > 1)
+    def _usual(self, operation: str) -> float | None:
+        """Return the mean seconds of the ended searches of an operation; `None` without one."""
+        searches = [search for search in self._searches.values() if search.operation == operation]
+        ended = [search.ended - search.began for search in searches if search.ended is not None]
+        # A cheap call must not stand for all, so the budget counts as one more.
+        known = [*ended, *([] if self._budget is None else [self._budget])]
+        return statistics.fmean(known) if known else None
 
     def _to_compile(self, running: list[_Search]) -> str:
         """Return the time of compiling the first searches, in words."""
         known = [one for one in running if one.compiled is None and one.done >= _ENOUGH]
-        if len(known) < len(running) or not known:
+        if len(known) < len(running) or not known or len(self._searches) > len(running):
             return ""
         left = max((self._clock() - one.began) * (1 - one.done) / one.done for one in known)
-        return f", about {left:.0f} s left to compile" if self._measures or self._count == 1 else ""
+        return f", about {left:.0f} s left to compile" if self._measures or sum(self._operations.values()) == 1 else ""
 
-    def _left(self, search: _Search, each: float) -> float:
-        """Return the seconds left of a running search, if others took `each` seconds."""
-        left = max(each - (self._clock() - search.began), 0.0)
+    def _left(self, search: _Search) -> float | None:
+        """Return the seconds left of a running search; `None` if neither its rounds nor earlier searches tell."""
+        usual, own = self._usual(search.operation), self._by_rounds(search)
+        is_confirming = search.rounds is not None and search.rounds.event.is_confirmation
+        rest = None if usual is None else max(usual - (self._clock() - search.began), 0.0)
+        if own is None or rest is None or is_confirming:
+            return rest if own is None else own
+        return max(own, rest)  # checks on new inputs precede the confirmation run
+
+    def _by_rounds(self, search: _Search) -> float | None:
+        """Return the seconds left of a search's measurements; `None` if its rounds say too little."""
         rounds = search.rounds
         own = None if rounds is None else rounds.left()
         if rounds is None or own is None:
-            return left
-        if rounds.event.is_confirmation:
-            return self._confirming(rounds, own)
-        return own + (self._confirmation(rounds) or 0.0)
+            return None
+        return (
+            self._confirming(rounds, own) if rounds.event.is_confirmation else own + (self._confirmation(rounds) or 0)
+        )
 
     def _confirmation(self, rounds: _Rounds | None) -> float | None:
         """Return the seconds of a confirmation run of as many rounds, as long as earlier ones took."""
@@ -193,3 +219,21 @@ class TimeLeft:
 
     def _running(self) -> list[_Search]:
         return [search for search in self._searches.values() if search.ended is None]
+
+
+def _family(op: str) -> str:
+    """Return the operation of a call, for forward and backward calls alike: `rms_norm` for `rms_norm.bwd@v0`."""
+    return op.partition("@")[0].partition(".")[0]
+
+
+def _longest(confirmation: float) -> float:
+    """Return the seconds of a confirmation run that stays unclear."""
+    times, seconds = _EXTENSION
+    return min(times * confirmation, confirmation + seconds)
+
+
+def _words(low: float, high: float) -> str:
+    """Return a range of seconds in words, as one figure if its ends are close."""
+    if high <= low * _CLOSE:
+        return f"about {math.sqrt(low * high):.0f} s"
+    return f"{low:.0f} to {high:.0f} s"

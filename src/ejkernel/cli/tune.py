@@ -433,7 +433,7 @@ def _tune(
 
     try:
         with (
-            bars(console, len(todo), "tuning", budget=budget) as shown,
+            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),

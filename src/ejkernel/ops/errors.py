@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ejkernel.ops.utils.error_text import printable_lines
 
 
@@ -58,7 +60,15 @@ class CandidateError(EjkernelError, RuntimeError):
 
 
 class TuningError(EjkernelError, RuntimeError):
-    """Tuning could not produce a configuration."""
+    """Tuning could not produce a configuration.
+
+    Attributes:
+        outcomes: The outcome of each candidate, the heuristic's first; empty if the search did not get that far.
+        seconds: Duration of the search, if it has outcomes.
+    """
+
+    outcomes: tuple[Any, ...] = ()
+    seconds: float = 0.0
 
 
 class DeviceLostError(TuningError):
@@ -81,7 +91,7 @@ class NoConfigError(EjkernelError, LookupError):
 
     Args:
         op_id: The operation.
-        tried: The tiers that were asked.
+        tried: The tiers that were asked, e.g. `persistent (/home/me/.cache/ejkernel/configs)`.
         call: The call, with its key.
         saved: Why a saved entry is not used, or the nearest entries, or the devices that the call was tuned on.
         missed: The command that tunes noted calls.

@@ -19,7 +19,7 @@ from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
-from ejkernel.ops.utils.messages.names import frames_hidden
+from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import asked, is_call, named, noting
 from ejkernel.ops.utils.values.scalars import plain
@@ -340,7 +340,9 @@ class _Declared:
             ConfigError: It is not a dictionary of exactly the tunable arguments, or a value is invalid.
         """
         if not isinstance(config, Mapping) or set(config) != set(self.names):
-            raise ConfigError(f"{what} must be a dictionary with {', '.join(self.names)}; got {config!r}.")
+            unknown = [name for name in config if name not in self.names] if isinstance(config, Mapping) else []
+            more = did_you_mean(unknown[0] if unknown else None, self.names)
+            raise ConfigError(f"{what} must be a dictionary with {', '.join(self.names)}; got {config!r}{more}")
         return {name: self.checked(name, config[name]) for name in self.names}
 
     def _fixed(self, inv: Invocation[Any, Any]) -> Config:

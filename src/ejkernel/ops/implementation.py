@@ -15,7 +15,7 @@ import jax
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text
-from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
 
@@ -55,7 +55,7 @@ CallT = TypeVar("CallT", bound=OperationCall)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NoParams:
+class NoParams(NamedFields):
     """The parameter type of an implementation without parameters."""
 
 
@@ -318,7 +318,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OperationConfig(Shown):
+class OperationConfig(NamedFields, Shown):
     """The configuration of a call of an operation; each operation has its own subclass.
 
     A tagged union: the implementation's name determines the types of the parameters, in memory and in files.

@@ -196,7 +196,7 @@ def test_a_log_has_the_reason_for_the_result(flags):
     word = "undecided" if data.undecided else "heuristic kept"
     assert lines[2].endswith(f"candidates in 1.5 s; {word}: a tie")
     assert lines[3].startswith(
-        "order=row rows=2 in the confirmation run: 1.0 us, the heuristic 2.0 us; 2.00x in the median ro"
+        "order=row rows=2 in the confirmation run: 1.0 us, the heuristic 2.0 us; 2.00x ± 0.0 % in the median ro"
     )
     assert [line.partition(":")[0] for line in lines[4:-4]] == list(flags)
 

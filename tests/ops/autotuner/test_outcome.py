@@ -32,6 +32,28 @@ def search(*outcomes, winner):
     return AutotuneData(inv=CALL, config=outcomes[winner].config, outcomes=outcomes, seconds=2.0)
 
 
+NO_GAIN = Challenge({"rows": 2}, compare([10.0] * 20, [10.0] * 20), is_confirmation=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({}, ["within 2% of the chosen one", "dropped after 1 round", "ranked behind rows=1 in the run of all", ""]),
+        (
+            {"challenge": NO_GAIN},
+            ["1.00x ± 0.0 %: no difference, so the heuristic is kept", "dropped", "ranked behind rows=2 in", ""],
+        ),
+    ],
+)
+def test_a_row_says_why_a_faster_candidate_lost(fields, reasons):
+    outcomes = measured(1, 10, 10), measured(2, 9.9, 9.9), measured(3, 9), measured(4, 9, 9), measured(5, 11, 11)
+    found = dataclasses.replace(search(*outcomes, winner=0), **fields)
+    assert all(map(str.startswith, map(found.why_not_chosen, outcomes[1:]), reasons))
+    rows = {line.split()[0]: line for line in found.summary().splitlines() if "measured " in line}
+    assert all(text in rows[f"rows={number}"] for number, text in enumerate(reasons, 2))
+    assert [row.why for row in view_of(found)["rows"] if row.why]
+
+
 def result_of(tuned):
     return AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, tuned.config),), (tuned,))
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given
@@ -84,6 +86,24 @@ def test_nothing_is_settled_that_the_medians_contradict(pairs):
         assert verdict.challenger < verdict.incumbent
     elif verdict.settled:
         assert verdict.challenger > 0.97 * verdict.incumbent
+
+
+# Shares of 120 rounds on a noisy machine, whose middle half is between 0.87 and 1.14.
+NOISY = [math.exp(statistics.NormalDist(sigma=0.2).inv_cdf((index + 0.5) / 120)) for index in range(120)]
+
+
+def test_after_the_last_round_two_equals_are_a_tie():
+    before = compare(NOISY, [1.0] * 120, confidence=0.999)
+    assert (before.settled, before.doubt) == (False, "it may take up to 7% less time")
+    verdict = compare(NOISY, [1.0] * 120, confidence=0.999, is_last=True)
+    assert (verdict.wins, verdict.settled, verdict.is_tie) == (False, True, True)
+    assert verdict.in_words == "1.00x ± 4.9 %"
+
+
+@pytest.mark.parametrize(("factor", "settled"), [(0.9, False), (0.94, False), (0.97, False), (1.3, True)])
+def test_after_the_last_round_a_difference_is_no_tie(factor, settled):
+    verdict = compare([factor * share for share in NOISY], [1.0] * 120, confidence=0.999999, is_last=True)
+    assert (verdict.wins, verdict.settled, verdict.is_tie) == (False, settled, False)
 
 
 # --- witnesses ---

@@ -226,8 +226,24 @@ def test_a_search_without_survivors_is_an_error_with_the_reasons_and_how_often_e
             return x * 7
 
     text = r"none of 3 candidates could be measured: 2 x result 0 differs .*; 1 x NotImplementedError: no such tile"
-    with pytest.raises(TuningError, match=text):
+    with pytest.raises(TuningError, match=text) as error:
         tune(Referenced(faults={3: fails_at_lowering}))
+    assert [str(outcome.status) for outcome in error.value.outcomes] == ["wrong", "wrong", "failed"]
+
+
+def test_the_log_of_a_failed_search_has_the_reason_of_each_candidate(tmp_path):
+    class Referenced(Searched):
+        def reference(self, x):
+            return x * 7
+
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False))
+    kernel = Referenced(faults={3: fails_at_lowering})
+    with pytest.raises(TuningError):
+        chain.search(Invocation(kernel=kernel, args=(X,)), kernel)
+    title, place, result, not_saved, header, *rows = next(chain.store.searches()).summary().splitlines()
+    assert "3 candidates in" in result
+    assert [row.split()[:3] for row in rows] == [["h", "1", "wrong"], ["2", "wrong", "-"], ["3", "failed", "-"]]
+    assert "no such tile" in rows[-1]
 
 
 def test_the_policy_can_disable_validation(race):

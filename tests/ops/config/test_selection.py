@@ -113,6 +113,14 @@ def test_choosing_is_resolving(kernel, inv):
     assert ConfigSelectorChain().choose(inv, kernel) == ANSWERS["heuristic"]
 
 
+def test_no_answer_is_an_error_with_the_folders_that_were_searched(tmp_path):
+    (tmp_path / "layer").mkdir()
+    persistent = PersistentCache(tmp_path / "own", layers=[tmp_path / "layer"])
+    with pytest.raises(NoConfigError) as error:
+        ConfigSelectorChain(persistent=persistent).resolve(Invocation(kernel=Bare(), args=(X,)), Bare())
+    assert f"memory, persistent ({tmp_path / 'own'}, {tmp_path / 'layer'}), shipped" in str(error.value)
+
+
 def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     kernel = Bare()
     inv = Invocation(kernel=kernel, args=(X,))

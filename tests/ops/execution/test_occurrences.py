@@ -65,3 +65,20 @@ def test_of_a_condition_the_branch_with_the_most_calls_counts():
         return jax.lax.cond(x.sum() > 0, lambda x: counted(counted(x)), lambda x: other(counted(x)), x)
 
     assert numbers(program, X) == {("counted", X.shape): 2, ("other", X.shape): 1}
+
+
+def test_a_program_that_another_library_wraps_is_counted_too():
+    class Wrapped:
+        """As in Flax NNX, whose `trace` returns an object around JAX's."""
+
+        def __call__(self, x): ...
+
+        def trace(self, x):
+            self.traced = jax.jit(lambda x: counted(counted(x))).trace(x)
+            return self
+
+        def lower(self):
+            return self.traced.lower()
+
+    calls, times = discover_counted(Wrapped(), [X], {})
+    assert [times[inv.key] for inv in calls] == [2]

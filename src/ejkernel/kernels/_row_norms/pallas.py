@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import RowNormCall
@@ -33,7 +34,7 @@ _SUMS = 8  # rows of the sums over rows: one tile of float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PallasParams:
+class PallasParams(NamedFields):
     """Parameters of a forward or backward.
 
     Attributes:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._options import POSITIVE, check_parameters
+from ejkernel.ops.utils.messages.names import NamedFields
 
 THREADS = 128  # of a block: one warpgroup
 MINOR = 256  # elements, the most that a TMA copy takes along one axis
@@ -21,7 +22,7 @@ _REGISTERS, _ELEMENTS = 256, 24_576
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowNormParams:
+class RowNormParams(NamedFields):
     """Launch parameters of the row norms.
 
     Attributes:

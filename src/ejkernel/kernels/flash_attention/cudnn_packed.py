@@ -22,6 +22,7 @@ from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from . import cudnn, xla
 from ._batches import fold_examples
@@ -29,7 +30,7 @@ from .common import AttentionCall, AttentionImplementation, Gradients, Operands,
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PackedParams:
+class PackedParams(NamedFields):
     """The compiled kernels.
 
     Attributes:

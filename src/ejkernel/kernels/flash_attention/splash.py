@@ -20,6 +20,7 @@ from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from ._tpu import LANES, check_blocks, unsupported_reason
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
@@ -35,7 +36,7 @@ Residuals = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SplashParams:
+class SplashParams(NamedFields):
     """The blocks of the forward, multiples of 128; shorter sequences have shorter blocks.
 
     Attributes:
@@ -53,7 +54,7 @@ class SplashParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SplashBwdParams:
+class SplashBwdParams(NamedFields):
     """The blocks of the backward's kernels, multiples of 128.
 
     Attributes:

@@ -18,6 +18,7 @@ from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import GroupedMatmulCall, Groups, row_spans
@@ -27,7 +28,7 @@ _MOST_GROUPS = 256  # the size of the kernel's program grows with the groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JaxMgpuParams:
+class JaxMgpuParams(NamedFields):
     """Launch parameters of the kernel.
 
     Attributes:

@@ -18,6 +18,7 @@ from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, without_rest
@@ -32,7 +33,7 @@ _SLACK = 64 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MegabloxParams:
+class MegabloxParams(NamedFields):
     """The tiles of a product; for the weights' gradient, which sums over rows, the names are the same.
 
     Attributes:

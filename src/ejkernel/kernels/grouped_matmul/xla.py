@@ -15,6 +15,7 @@ from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
@@ -25,7 +26,7 @@ _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaParams:
+class XlaParams(NamedFields):
     """Parameters of the loop over rows.
 
     Attributes:

@@ -16,6 +16,7 @@ import jax
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from ._chunks import estimated_bytes, heuristic_chunks, space_of_chunks
 from ._xla_loops import gradients_by_columns, gradients_by_rows, statistics_by_columns, statistics_by_rows
@@ -47,7 +48,7 @@ _FEATURES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaParams:
+class XlaParams(NamedFields):
     """Parameters of a forward or backward.
 
     Attributes:

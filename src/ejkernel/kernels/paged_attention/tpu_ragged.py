@@ -20,6 +20,7 @@ from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import Operands, PagedCall, valid, within_cache
@@ -30,7 +31,7 @@ _PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TpuRaggedParams:
+class TpuRaggedParams(NamedFields):
     """The blocks of the kernel.
 
     Attributes:

@@ -19,6 +19,7 @@ from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from .common import Operands, PagedCall, as_bits, from_bits, plan_of, sorted_before, valid, within_cache
 from .plan import PlanArrays
@@ -28,7 +29,7 @@ _BLOCK_BYTES = 64 << 20  # of all blocks of a step, on an accelerator
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaParams:
+class XlaParams(NamedFields):
     """The sizes of a step.
 
     Attributes:

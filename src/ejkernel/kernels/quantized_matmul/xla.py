@@ -12,6 +12,7 @@ from jax import lax
 
 from ejkernel.kernels._options import check_parameters
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import QuantizedMatmulCall
@@ -21,7 +22,7 @@ _LARGEST_SUM = 2**31 // 127**2  # products of two int8 numbers that fit in int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaParams:
+class XlaParams(NamedFields):
     """Parameters of the plain product.
 
     Attributes:

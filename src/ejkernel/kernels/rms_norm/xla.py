@@ -19,6 +19,7 @@ from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import RESIDUALS, RmsNormCall
@@ -30,7 +31,7 @@ _WORTHWHILE = {"fwd": 1 << 24, "bwd": 1 << 22}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaParams:
+class XlaParams(NamedFields):
     """Parameters of a forward or backward.
 
     Attributes:

@@ -108,6 +108,11 @@ class PersistentCache(Shown):
         """The layers with URLs."""
         return tuple(layer for layer in self.layers if not isinstance(layer, Path))
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The folders and URLs that are searched, the own folder first."""
+        return tuple(map(str, (() if self.path is None else (self.path,)) + self.layers))
+
     def refresh_if_due(self) -> None:
         """Update the copies of shared layers, unless they were updated recently.
 

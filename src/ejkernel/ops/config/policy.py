@@ -13,10 +13,11 @@ from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AutotunePolicy:
+class AutotunePolicy(NamedFields):
     """Permitted actions for a call without a configuration.
 
     Attributes:
@@ -117,7 +118,8 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
     known = [field.name for field in dataclasses.fields(AutotunePolicy)]
     for name in changes:
         if name not in known:
-            raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}.")
+            more = did_you_mean(name, known)
+            raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}{more}")
     # Check here, at the mistake, and not at the first call inside the block.
     AutotunePolicy(**changes)
     scope = current_scope()

@@ -156,12 +156,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         self._note_miss(request, "error")
-        key, call = request.key, ""
-        if key is not None:
-            call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
+        key = request.key
+        call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The advice in the error depends on whether the heuristic has no answer or was switched off.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != tiers.HEURISTIC.name]
+        if places := ", ".join(getattr(self.persistent, "places", ())):
+            asked = [tier + f" ({places})" * (tier == tiers.PERSISTENT.name) for tier in asked]
         saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
         raise NoConfigError(inv.op_id, tuple(asked), call, saved, command_for(kernel), request.policy.note_misses)
 

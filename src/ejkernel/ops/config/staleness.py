@@ -21,6 +21,7 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 Action = Literal["use", "retune", "refuse"]
@@ -29,7 +30,7 @@ UNKNOWN: Final = "unknown"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StalePolicy:
+class StalePolicy(NamedFields):
     """How to treat a saved configuration measured with other versions or another search space.
 
     `"use"`: the configuration counts as tuned. `"retune"`: the configuration answers until the call is tuned. The call

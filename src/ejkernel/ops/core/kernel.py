@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import logging
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,10 +29,14 @@ from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ArgumentError, EjkernelError, NoConfigError
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.error_text import error_text, value_text
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.names import hide_frames
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import named
 from ejkernel.ops.utils.weak_caches import living
+
+logger = logging.getLogger(__name__)
 
 
 class Kernel(Computation[Cfg, Out]):
@@ -218,3 +225,58 @@ def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collec
     """Return the kernel's candidates for `inv`, from `candidate_cfgs` or `config_space`."""
     name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
     return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))
+
+
+_SHOWN: Final = 3  # configurations of a space in a message
+_ACCEPTED: Final[dict[Any, Any]] = {
+    int: int | np.integer,
+    float: int | float | np.integer | np.floating,
+    str: str,
+    bool: bool | np.bool_,
+}
+
+
+def config_fault(inv: Invocation[Cfg, Out], config: object, error: Exception, *, name: str = "cfg") -> str:
+    """Return how a configuration with which a call failed differs from those of its kernel; empty if it does not.
+
+    A configuration outside the space is only at fault if the call failed: the space lists what is worth measuring.
+
+    Args:
+        inv: The call.
+        config: The caller's configuration.
+        error: The exception.
+        name: The argument that passed it; empty if several arguments spell it out.
+    """
+    try:
+        space = candidates_of(kernel_of(inv), inv)
+        shown = [value_text(each) if name else compact(each) for each in itertools.islice(iter(space), _SHOWN)]
+        is_outside = bool(shown) and config not in space
+    except Exception as raised:  # noqa: BLE001 - the user's hooks and `__eq__`; the first error matters more
+        logger.debug("no space of %s for a message: %s", inv.op_id, error_text(raised))
+        shown, is_outside = [], False
+    field = _misfit(config)
+    if not field and not is_outside:
+        return ""
+    given = f"{name}={value_text(config)}" if name else compact(config)
+    problem = f"{given}: {field}" if field else f"{given} is not in the space of this call"
+    advice = f"; pass e.g. {' or '.join(shown)}" if shown else ""
+    advice += f", or leave {name} out" if name and advice else ""
+    return f"{inv.op_id}: {problem}{advice}. The call failed with {error_text(error)}"
+
+
+def _misfit(config: object) -> str:
+    """Return which field of a dataclass has a value of another type than declared; empty if none is known to."""
+    if not dataclasses.is_dataclass(config):
+        return ""
+    try:
+        declared = typing.get_type_hints(type(config))
+    except Exception as raised:  # noqa: BLE001 - an annotation may be any text
+        logger.debug("no types of %s: %s", type(config).__name__, error_text(raised))
+        return ""
+    for field in dataclasses.fields(config):
+        kind: Any = declared.get(field.name)
+        value = getattr(config, field.name)
+        allowed = _ACCEPTED.get(kind)
+        if allowed is not None and not (isinstance(value, allowed) and (kind is bool) == isinstance(value, bool)):
+            return f"{field.name} must be of type {kind.__name__}, got {value_text(value)}"
+    return ""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ejkernel.ops.utils.messages.names import NamedFields
+
 Cfg = TypeVar("Cfg")
 """Configuration type of a kernel, usually a frozen dataclass."""
 
@@ -39,7 +41,7 @@ class ConfigKey(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedFields):
     """The work of a call, independent of the implementation.
 
     Attributes:

@@ -74,10 +74,11 @@ def discover_counted(
 
 def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]]) -> dict[ConfigKey, int]:
     """Return how often one run of a traced program makes each of these calls, by key, where known."""
-    # A user's own `trace` may return something else than JAX's traced program.
-    if not calls or not hasattr(traced, "jaxpr"):
+    # Flax NNX wraps JAX's traced program, and a user's own `trace` may return something else.
+    jaxpr = getattr(traced if hasattr(traced, "jaxpr") else getattr(traced, "traced", None), "jaxpr", None)
+    if not calls or jaxpr is None:
         return {}
-    found = occurrences(traced.jaxpr, calls[0].platform)
+    found = occurrences(jaxpr, calls[0].platform)
     names = {inv.key: (inv.op_id_v, inv.call_key) for inv in calls}
     return {key: found[name] for key, name in names.items() if name in found}
 

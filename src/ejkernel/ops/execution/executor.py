@@ -19,7 +19,15 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
-from ejkernel.ops.core.kernel import Kernel, check_config, kernel_of, prepared, unbound, with_python_numbers
+from ejkernel.ops.core.kernel import (
+    Kernel,
+    check_config,
+    config_fault,
+    kernel_of,
+    prepared,
+    unbound,
+    with_python_numbers,
+)
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
@@ -245,6 +253,7 @@ class Executor(Generic[Cfg, Out]):
         *,
         weakly: bool = False,
     ) -> Out:
+        name = "" if cfg is None else "cfg"
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
         override = None if cfg is None else Override(_override_token(cfg), cfg)
@@ -259,6 +268,14 @@ class Executor(Generic[Cfg, Out]):
             if not unknown:
                 raise
             raise ArgumentError(_needs_number(kernel, unknown)) from error
+        except Exception as error:
+            if cfg is None or isinstance(error, EjkernelError):
+                raise
+            inv = invocation_of(call.node, [jax.typeof(array) for array in arrays], platform=jax.default_backend())
+            fault = config_fault(inv, cfg, error, name=name)
+            if not fault:
+                raise
+            raise ConfigError(fault) from compat.without_our_frames(error)
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
 
     def _through_method(

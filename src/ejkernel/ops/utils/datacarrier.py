@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.services import Shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _LaunchParams(Shown):
+class _LaunchParams(NamedFields, Shown):
     """Fields and checks that both directions share."""
 
     q_blocksize: int | None = None

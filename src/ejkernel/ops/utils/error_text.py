@@ -7,6 +7,7 @@ cells, the output of `explain`, and JSON. The functions work even if the `__str_
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import traceback
@@ -118,13 +119,27 @@ _PUBLIC: Final = ("ejkernel.modules", "ejkernel.ops")
 def example_text(kind: type) -> str:
     """Return the end of a message that asks for an instance of a class: an example, and where to import the class."""
     try:
-        example = repr(kind())
+        example = _without_none(kind())
     except (TypeError, ValueError):  # it needs arguments
-        example = f"{kind.__name__}(...)"
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        needed = [f"{each.name}=..." for each in fields if _is_needed(each)]
+        example = f"{kind.__name__}({', '.join(needed) or '...'})"
     public = (name for name in _PUBLIC if getattr(sys.modules.get(name), kind.__name__, None) is kind)
     module = next(public, kind.__module__)
     imported = "" if module == "__main__" else f", with `from {module} import {kind.__name__}`"
     return f"; pass e.g. {example}{imported}."
+
+
+def _without_none(value: object) -> str:
+    """Return the `repr` of a dataclass without fields that are `None` by default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    shown = [f.name for f in dataclasses.fields(value) if f.default is not None or getattr(value, f.name) is not None]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in shown)})"
+
+
+def _is_needed(field: dataclasses.Field[object]) -> bool:
+    return field.init and field.default is field.default_factory is dataclasses.MISSING
 
 
 def where(function: object) -> str:

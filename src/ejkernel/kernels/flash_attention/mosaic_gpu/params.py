@@ -7,6 +7,7 @@ import dataclasses
 
 from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.messages.names import NamedFields
 
 # Keys are columns of one WGMMA, at most 256, and the summed axis of the other, in steps of 16.
 _KV_BLOCKS = range(16, 257, 16)
@@ -14,7 +15,7 @@ _BACKWARD_KV_BLOCKS = {"fused": (0,), "split": (32, 64, 96, 128), "unfused": (12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardParams:
+class ForwardParams(NamedFields):
     """Launch parameters of the forward; they do not change the result.
 
     A block of threads has one producer warpgroup and `warpgroups` consumer warpgroups, each with 64 query rows.
@@ -64,7 +65,7 @@ class ForwardParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardParams:
+class BackwardParams(NamedFields):
     """Launch parameters of the backward.
 
     A block of threads of the first kernel owns some keys and walks over the queries that see them. In the split form a

@@ -8,12 +8,13 @@ import dataclasses
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.flash_attention._tpu import check_blocks
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.messages.names import NamedFields
 
 _UNROLLED = range(1, 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardParams:
+class ForwardParams(NamedFields):
     """Launch parameters of the forward; blocks are multiples of 128, and shorter sequences have shorter blocks.
 
     A grid step owns `block_q` queries of a head and loops over the keys in vector memory, `chunk` at a time.
@@ -43,7 +44,7 @@ class ForwardParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardParams:
+class BackwardParams(NamedFields):
     """Launch parameters of the backward; blocks are multiples of 128, and shorter sequences have shorter blocks.
 
     A grid step of the first kernel owns `block_kv` keys of a head and loops over the queries in vector memory. In the

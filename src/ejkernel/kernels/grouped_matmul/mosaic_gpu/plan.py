@@ -12,6 +12,7 @@ from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+from ejkernel.ops.utils.messages.names import NamedFields
 
 _LONG_BLOCKS = (128, 256)
 _ALLOWED: Any = {
@@ -23,7 +24,7 @@ _ALLOWED: Any = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProductParams:
+class ProductParams(NamedFields):
     """Launch parameters of the product; they do not change the result.
 
     A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
@@ -48,7 +49,7 @@ class ProductParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WgradParams:
+class WgradParams(NamedFields):
     """Launch parameters of the weight gradient; they do not change the result.
 
     Blocks of threads and tiles are as in `ProductParams`; a tile belongs to one group's result, and a step takes 64 of

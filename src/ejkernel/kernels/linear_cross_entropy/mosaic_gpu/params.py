@@ -7,10 +7,11 @@ import dataclasses
 
 from ejkernel.kernels._options import check_parameters
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.messages.names import NamedFields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MosaicGpuParams:
+class MosaicGpuParams(NamedFields):
     """Launch parameters of a forward or backward.
 
     A block of threads has one producer and two consumer warpgroups; a tile has 128 rows, half of them per consumer. The

@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.kernels._options import check_parameters
+from ejkernel.ops.utils.messages.names import NamedFields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MosaicGpuParams:
+class MosaicGpuParams(NamedFields):
     """Launch parameters.
 
     A block of threads has one producer and one consumer warpgroup. The launch is persistent: each block of threads

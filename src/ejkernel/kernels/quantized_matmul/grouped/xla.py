@@ -19,6 +19,7 @@ from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from .common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
 
@@ -26,7 +27,7 @@ _DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class XlaGroupedParams:
+class XlaGroupedParams(NamedFields):
     """Parameters of the plain product.
 
     Attributes:

@@ -15,6 +15,7 @@ from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
+from ejkernel.ops.utils.messages.names import NamedFields
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
@@ -27,7 +28,7 @@ _PART = 128  # columns that share an accumulator: 256 columns of it do not fit b
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MosaicGpuParams:
+class MosaicGpuParams(NamedFields):
     """Launch parameters; they do not change the result.
 
     A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.

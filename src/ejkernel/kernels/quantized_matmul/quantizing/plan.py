@@ -8,6 +8,7 @@ import dataclasses
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
 from ejkernel.kernels._options import check_parameters
+from ejkernel.ops.utils.messages.names import NamedFields
 
 from .common import BLOCK, QuantizeCall
 from .groups import block_count
@@ -16,7 +17,7 @@ HALF = BLOCK // 2  # rows that a warpgroup holds at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeParams:
+class QuantizeParams(NamedFields):
     """Launch parameters; they do not change the result.
 
     Attributes:

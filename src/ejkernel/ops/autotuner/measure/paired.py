@@ -38,6 +38,7 @@ class PairedComparison:
             not settled, the incumbent stays.
         judged_by: `clock`, or `processor` if other processes disturbed the clock; then all figures are processor time.
         doubt: Why it is not settled; empty if it is.
+        interval: The 95 % interval of `speedup`; `None` with too few rounds.
     """
 
     wins: bool
@@ -51,6 +52,22 @@ class PairedComparison:
     settled: bool = False
     judged_by: str = CLOCK
     doubt: str = ""
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the incumbent stays because no difference was found, rather than as the faster one."""
+        return (
+            self.settled and not self.wins and self.interval is not None and self.interval[0] <= 1 <= self.interval[1]
+        )
+
+    @property
+    def in_words(self) -> str:
+        """The speed-up with half the width of its interval, e.g. `1.00x ± 0.3 %`."""
+        if self.interval is None:
+            return f"{self.speedup:.2f}x"
+        low, high = self.interval
+        return f"{self.speedup:.2f}x ± {50 * (high - low) / self.speedup:.1f} %"
 
     @property
     def least(self) -> float:
@@ -64,6 +81,7 @@ def compare(
     *,
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,
+    is_last: bool = False,
 ) -> PairedComparison:
     """Compare samples of the same rounds; ties go to the incumbent.
 
@@ -72,12 +90,14 @@ def compare(
     (those need symmetry). Fewer than five pairs never reach 0.95. The samples must not be those that selected the
     challenger: the winner among many candidates needs another sampling against the incumbent alone.
 
-    The reported medians must agree with the test, or the comparison is not settled.
+    The reported medians must agree with the test, or the comparison is not settled. After the last round, a tie needs
+    less: the incumbent stays either way, and no later look at the samples can follow.
 
     Args:
         challenger, incumbent: Seconds per round; extra samples of the longer one are ignored.
         margin: Share of the incumbent's time by which the challenger must be faster.
         confidence: The least confidence that settles the comparison.
+        is_last: Whether no further round follows.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
@@ -87,8 +107,10 @@ def compare(
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
     wins = share < 1 - margin and mine < theirs and sure >= confidence
-    stays = min(share, mine / theirs if theirs else 1.0) >= 1 - MARGIN
-    settled = wins or (stays and _at_least(shares, confidence) >= 1 - _NEGLIGIBLE)
+    by_medians = mine / theirs if theirs else 1.0
+    stays = share >= 1 - MARGIN and by_medians >= 1 - (_NEGLIGIBLE if is_last else MARGIN)
+    gain = 1 - _at_least(shares, min(confidence, CONFIDENCE) if is_last else confidence)
+    settled = wins or (stays and gain <= (max(_NEGLIGIBLE, margin) if is_last else _NEGLIGIBLE))
     return PairedComparison(
         wins=wins,
         speedup=1 / share if share else math.inf,
@@ -99,20 +121,23 @@ def compare(
         challenger=mine,
         incumbent=theirs,
         settled=settled,
-        doubt="" if settled else _doubt(share, margin, sure, confidence, mine < theirs),
+        doubt="" if settled else _doubt(share, margin, sure, confidence, gain, mine < theirs),
+        interval=_interval(shares),
     )
 
 
-def _doubt(share: float, margin: float, sure: float, confidence: float, has_lower_median: bool) -> str:
-    """Return why a comparison is not settled."""
+def _doubt(share: float, margin: float, sure: float, confidence: float, gain: float, has_lower_median: bool) -> str:
+    """Return why a comparison is not settled; `gain` is the largest share of the time that it may save."""
     if share >= 1 - margin:
-        return "too few rounds to rule out that it is faster"
+        return f"it may take up to {gain:.0%} less time" if gain < 1 else "too few rounds to tell"
     if not has_lower_median:
         return "its median over all rounds is not lower"
     return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
 
 
-def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False) -> PairedComparison:
+def judge(
+    challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False, is_last: bool = False
+) -> PairedComparison:
     """Compare samples of the same rounds by clock time or, if other processes disturb the clock, by processor time.
 
     Processor time means that of the busiest thread. It decides only if neither the clock nor the total of all threads
@@ -122,6 +147,7 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     Args:
         challenger, incumbent: The samples; extra samples of the longer one are ignored.
         again: Whether these samples were compared before; then a higher confidence is required.
+        is_last: Whether no further round follows.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -129,7 +155,7 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     # On systems without processor times, a disturbed clock only prolongs the sampling.
     disturbed = is_disturbed((mine, theirs))
     sure = _SURE if again or disturbed or _is_unsteady(_shares(list(zip(*clock, strict=True)))) else CONFIDENCE
-    by_clock = compare(*clock, confidence=sure)
+    by_clock = compare(*clock, confidence=sure, is_last=is_last)
     if not disturbed:
         return by_clock
     busiest, total = (
@@ -137,6 +163,7 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
             *([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)),
             margin=_MARGIN_OF_WORK,
             confidence=sure,
+            is_last=is_last,
         )
         for name in ("busiest", "total")
     )
@@ -184,7 +211,7 @@ class PairedSampling(Sampling):
     def comparison(self) -> PairedComparison:
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
-        return judge(challenger, incumbent, again=len(challenger) > self.plan.rounds)
+        return judge(challenger, incumbent, again=len(challenger) > self.plan.rounds, is_last=self._is_over())
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:
@@ -199,7 +226,12 @@ class PairedSampling(Sampling):
             return False
         if counted % self.plan.rounds == 0 and self.comparison.settled:
             return True
-        return counted >= _MOST * self.plan.rounds or not self._may_go_on()
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        """Return whether no round follows, whatever the samples say."""
+        counted = self._round - self.plan.discard
+        return counted >= _MOST * self.plan.rounds or (counted >= self.plan.rounds and not self._may_go_on())
 
 
 def _shares(pairs: Sequence[tuple[float, ...]]) -> list[float]:
@@ -215,6 +247,14 @@ def _is_unsteady(shares: Sequence[float]) -> bool:
 def _chance_of_fewer(heads: int, tosses: int) -> float:
     """Return the probability of fewer than `heads` heads in `tosses` tosses."""
     return float(sum(math.comb(tosses, k) for k in range(heads)) / 2**tosses)
+
+
+def _interval(shares: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the speed-up by the sign test, from shares in ascending order."""
+    half = 1 - (1 - CONFIDENCE) / 2
+    least_share = _at_least(shares, half)
+    least = _at_least([1 / share if share else math.inf for share in reversed(shares)], half)
+    return (least, 1 / least_share) if least_share > 0 and 0 < least < math.inf else None
 
 
 def _at_least(shares: Sequence[float], confidence: float) -> float:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.formatting import counted
 
 CLOCK, PROCESSOR = "clock", "processor"
 _UNSTEADY = 1.25  # clock time over processor time, relative to its minimum: beyond this, other processes disturb
@@ -396,3 +397,12 @@ def seconds_on(call: str, mean: float, cases: Sequence[Case]) -> float:
     """
     own = [(case.median, case.weight) for case in cases if case.call == call and case.median is not None]
     return geometric_mean(own) if 0 < len(own) < len(cases) else mean
+
+
+def named_cases(cases: Sequence[Case]) -> str:
+    """Return the cases as a phrase, with their weights if these differ."""
+    calls = len({case.call for case in cases})
+    weighted = len({round(case.weight, 9) for case in cases}) > 1
+    names = [case.name + f" (weight {case.weight:.3g})" * weighted for case in cases]
+    what = f"{counted(len(cases), 'case')} of {calls} calls" if calls > 1 else f"{len(cases)} draws of inputs"
+    return f"{what}, by the geometric mean: {'; '.join(names)}"

@@ -150,6 +150,7 @@ class _StoredChallenge:
     judged_by: str
     alone: bool
     doubt: str = ""
+    interval: tuple[float, float] | None = None
 
     def restored(self) -> Challenge:
         """Return the `Challenge`.
@@ -161,7 +162,8 @@ class _StoredChallenge:
         won = (self.rival_faster, self.heuristic_faster)
         # The figures are shown and compared, so reject inconsistent ones.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
-        if self.verdict not in list(CameOut) or not possible:
+        low, high = self.interval or (1.0, 1.0)
+        if self.verdict not in list(CameOut) or not possible or not 0 < low <= high < math.inf:
             raise UnusableError(f"line 1: the figures of its comparison are inconsistent: {self}")
         comparison = PairedComparison(
             wins=self.verdict == CameOut.WINS,
@@ -175,6 +177,7 @@ class _StoredChallenge:
             incumbent=self.heuristic_us / 1e6,
             judged_by=self.judged_by,
             doubt=self.doubt,
+            interval=self.interval,
         )
         return Challenge(self.rival, comparison, is_confirmation=self.alone)
 

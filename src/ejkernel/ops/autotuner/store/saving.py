@@ -66,14 +66,16 @@ class Saver:
         """Store a log of a search without measurements, so that commands can report the failure."""
         if self.store is None or not self.chain.persist_autotune:
             return
-        try:
-            config = next(iter(heuristic_of(inv, self.kernel)), None)
-        except Exception as why:  # noqa: BLE001 - the kernel's hook may be the reason for the failed search
-            logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
-            return
-        if config is not None:
-            outcome = Outcome(config=config, status=Status.SKIPPED, reason=str(error))
-            data = AutotuneData(inv=inv, config=config, outcomes=(outcome,), seconds=0.0, why=str(error))
+        outcomes, seconds = error.outcomes, error.seconds
+        if not outcomes:
+            try:
+                configs = heuristic_of(inv, self.kernel)
+            except Exception as why:  # noqa: BLE001 - the kernel's hook may be the reason for the failed search
+                logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
+                return
+            outcomes = tuple(Outcome(config=config, status=Status.SKIPPED) for config in configs[:1])
+        if outcomes:
+            data = AutotuneData(inv=inv, config=outcomes[0].config, outcomes=outcomes, seconds=seconds, why=str(error))
             self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
 
     def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str | AdmissionError:

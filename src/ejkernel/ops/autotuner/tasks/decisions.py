@@ -136,7 +136,10 @@ class Decider:
             # The failed challenger caused slower candidates to be dropped.
             pool.measure(pool.tried, SamplingPlan(rounds=self._task.rounds))
         self._oracle.settings.tell()
-        raise TuningError(self._why_no_winner())
+        error = TuningError(self._why_no_winner())
+        error.outcomes = tuple(candidate.outcome() for candidate in pool.tried)
+        error.seconds = self._budget.spent()
+        raise error
 
     def _first_look(self, challenger: Candidate) -> Challenge | None:
         """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive.
@@ -262,7 +265,10 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
     if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
         return f"no candidate was measurably faster{so_far}"
     comparison = challenge.comparison
-    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
     where = " in the confirmation run" if challenge.is_confirmation else ""
-    rounds = f"{comparison.speedup:.2f}x, ahead in {comparison.ahead} of {comparison.pairs} rounds"
+    if comparison.is_tie:
+        what = f"no difference to {compact(challenge.challenger)}{where}{so_far}"
+        return f"{what}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
+    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
+    rounds = f"{comparison.in_words}, ahead in {comparison.ahead} of {comparison.pairs} rounds"
     return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"

@@ -101,7 +101,8 @@ class TuningRun:
             return data
         finished = data.progress.state.is_finished
         why = why_it_stays(decision, finished=finished, others_are_measured=pool.others_are_measured)
-        return dataclasses.replace(data, why=why)
+        is_alone = finished and len(pool.tried) == 1
+        return dataclasses.replace(data, why="the space has no other configuration" if is_alone else why)
 
     # --- setting up ---
 

@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut
-from ejkernel.ops.utils.formatting import compact, durations, ratio
+from ejkernel.ops.utils.formatting import compact, durations
 from ejkernel.ops.utils.storage.serialize import to_data
 
 CPU = " cpu"  # after a time by the processor's clock
@@ -52,13 +52,21 @@ class Challenge:
             "heuristic_faster": figures.behind,
             "confidence": round(figures.confidence, 6),
             "judged_by": figures.judged_by,
-        } | {"alone": self.is_confirmation, "doubt": figures.doubt}
+            "alone": self.is_confirmation,
+            "doubt": figures.doubt,
+            "interval": None if figures.interval is None else [round(end, 4) for end in figures.interval],
+        }
 
     @property
     def in_rounds(self) -> str:
         """The speed-up that decides, and the least one that wins."""
         figures = self.comparison
-        return f"{ratio(figures.speedup)} in the median round, which decides (threshold {figures.least:.2f}x)"
+        return f"{figures.in_words} in the median round, which decides (threshold {figures.least:.2f}x)"
+
+    @property
+    def in_words(self) -> str:
+        """The result: `it wins`, `no difference, so the heuristic is kept`, `heuristic kept` or `undecided`."""
+        return "no difference, so the heuristic is kept" if self.comparison.is_tie else self.came_out.in_words
 
     def line(self) -> str:
         """Return it as one line of text."""
@@ -69,6 +77,6 @@ class Challenge:
         by = " (processor time, since other processes disturbed the clock)" if by_cpu else ""
         return (
             f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
-            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.came_out.in_words}"
+            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.in_words}"
             f"{f': {figures.doubt}' if figures.doubt and not figures.settled else ''}"
         )

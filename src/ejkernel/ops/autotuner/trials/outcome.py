@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, seconds_on
+from ejkernel.ops.autotuner.measure.paired import MARGIN
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, named_cases, seconds_on
 from ejkernel.ops.autotuner.trials.challenge import CPU, Challenge
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
 from ejkernel.ops.core.invocation import Invocation
@@ -170,13 +171,33 @@ class Findings(Shown):
         """
         return self.before / self.speedup if self.before is not None and self.speedup else self.after
 
+    def why_not_chosen(self, outcome: Outcome) -> str:
+        """Return why a measured candidate lost, if it was compared with the heuristic or its time is shorter."""
+        found, mine = self.challenge, relative_to_heuristic(outcome, self)
+        if outcome is self.winner or mine is None:
+            return ""
+        rival = self.winner.config if found is None else found.challenger
+        if found is not None and _are_same(rival, outcome.config):
+            return f"{found.comparison.in_words}: {found.in_words}"
+        best = relative_to_heuristic(self.winner, self)
+        if best is None or mine >= best or outcome is self.heuristic:
+            return ""
+        if mine >= best * (1 - MARGIN):
+            return f"within {MARGIN:.0%} of the chosen one"
+        # The winner and its rival have more samples, of the confirmation run.
+        others = [one for one in self.outcomes if one is not self.winner and not _are_same(rival, one.config)]
+        count, *counts = (len(one.measurement.samples) for one in (outcome, *others) if one.measurement is not None)
+        if count < max(counts):
+            return f"dropped after {counted(count, 'round')}"
+        return f"ranked behind {compact(rival)} in the run of all candidates"
+
     @property
     def _decided(self) -> float | None:
         """The speed-up in the confirmation run that the winner won; `None` without one."""
         found = self.challenge
         if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
             return None
-        is_winner = stable_json(to_data(found.challenger)) == stable_json(to_data(self.winner.config))
+        is_winner = _are_same(found.challenger, self.winner.config)
         return found.comparison.speedup if is_winner and 0 < found.comparison.speedup < math.inf else None
 
     @property
@@ -321,7 +342,9 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
     times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
     columns = {
-        "": ["*" * (one is search.winner) + "h" * (one is search.heuristic) for one in firsts],
+        "": [
+            "*" * (one is search.winner and one.seconds is not None) + "h" * (one is search.heuristic) for one in firsts
+        ],
         "configuration": list(map(program_name, found)),
         "status": [str(one.status) for one in firsts],
         "mean" if search.cases else "median": [f"{time}{clock_note(one, clock)}" for time, one in times],
@@ -329,13 +352,14 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
         "spread": [_spread(one.measurement) for one in firsts],
         "of heuristic": [share_of(one, search) for one in firsts],
         **({"compiled in": [_compiled_in(one.compile_seconds) for one in firsts]} if verbose else {}),
-        "reason": [_in_one_line(one.reason, None if verbose else _REASON) for one in firsts],
+        "reason": [
+            _in_one_line(one.reason or search.why_not_chosen(one), None if verbose else _REASON) for one in firsts
+        ],
     }
     optional = ("compiled in", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
-    return "\n".join(
-        (*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, wrapped(_LEGEND, width))
-    )
+    legend = [wrapped(_LEGEND, width)] if any(one.measurement for one in firsts) else []
+    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, *legend))
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
@@ -344,13 +368,24 @@ def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
     return [" | ".join(itertools.islice(times, len(outcome.cases))) or "-" for outcome in outcomes]
 
 
-def share_of(outcome: Outcome, search: Findings) -> str:
-    """Return an outcome's time relative to the heuristic's as text, such as `61%`; `-` if they do not compare."""
+def relative_to_heuristic(outcome: Outcome, search: Findings) -> float | None:
+    """Return an outcome's time divided by the heuristic's, in the same rounds if possible; `None` if unknown."""
     found, heuristic = outcome.relative, search.heuristic
     # Without common rounds, the medians compare if the clock is the same.
     if found is None and not is_by_another(outcome, clock_of(search.outcomes)):
         found = outcome.seconds / heuristic.seconds if outcome.seconds and heuristic.seconds else None
+    return found
+
+
+def share_of(outcome: Outcome, search: Findings) -> str:
+    """Return an outcome's time relative to the heuristic's as text, such as `61%`; `-` if they do not compare."""
+    found = relative_to_heuristic(outcome, search)
     return "-" if found is None else f"{found:.0%}"
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether two configurations are the same; one from a file is plain data."""
+    return stable_json(to_data(one)) == stable_json(to_data(other))
 
 
 def _spread(measurement: Measurement | None) -> str:
@@ -383,15 +418,6 @@ def remarks(search: Findings) -> list[str]:
     if search.not_saved:
         lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
-
-
-def named_cases(cases: Sequence[Case]) -> str:
-    """Return the cases as a phrase, with their weights if these differ."""
-    calls = len({case.call for case in cases})
-    weighted = len({round(case.weight, 9) for case in cases}) > 1
-    names = [case.name + f" (weight {case.weight:.3g})" * weighted for case in cases]
-    what = f"{counted(len(cases), 'case')} of {calls} calls" if calls > 1 else f"{len(cases)} draws of inputs"
-    return f"{what}, by the geometric mean: {'; '.join(names)}"
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:

@@ -47,6 +47,7 @@ class Row:
         compile_s: Seconds to compile.
         clock: The timer, if it is another than the heuristic's: such times do not compare.
         note: The label of the time: ` cpu` for processor time, or the timer if it is another than the heuristic's.
+        why: Why it lost, if it was compared with the heuristic or its time is shorter than the winner's.
         relative: The time relative to the heuristic's as text, `-` if they do not compare; the order of the rows.
     """
 
@@ -61,6 +62,7 @@ class Row:
     compile_s: float | None = None
     clock: str = ""
     note: str = ""
+    why: str = ""
     relative: str = ""
 
 
@@ -184,7 +186,7 @@ def _standing(search: Findings) -> dict[str, Any] | None:
     if found is None:
         return None
     note = CPU if found.comparison.judged_by == PROCESSOR else ""
-    words = {"in_rounds": found.in_rounds, "in_words": found.came_out.in_words, "note": note}
+    words = {"in_rounds": found.in_rounds, "in_words": found.in_words, "note": note}
     return found.data() | {"rival": compact(found.challenger), **words}
 
 
@@ -210,6 +212,7 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
         compile_s=first.compile_seconds,
         clock=printable(first.measurement.method) if is_by_another(first, clock_of(search.outcomes)) else "",
         note=printable(clock_note(first, clock_of(search.outcomes))),
+        why=printable(search.why_not_chosen(first)),
         relative=share_of(first, search),
     )
 

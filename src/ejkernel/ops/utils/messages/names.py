@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from ejkernel.ops.errors import CallError, EjkernelError
 
@@ -117,6 +117,18 @@ def hide_frames(error: EjkernelError) -> None:
     from ejkernel import compat  # imports JAX, which commands start without
 
     compat.without_our_frames(error)
+
+
+class NamedFields:
+    """Base of dataclasses that users create: an error about an unknown field suggests the nearest one."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create an instance after a check of the names of its fields."""
+        if not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
+            raise_if_misfit(cls.__name__, cls, args, kwargs)
+        return super().__new__(cls)
 
 
 def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
