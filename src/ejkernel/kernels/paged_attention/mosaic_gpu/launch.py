@@ -29,7 +29,7 @@ def attention(
         operands, call = _widened(call, operands), support.as_run(call)
     if call.value_dim is not None:
         return _latent(call, operands, interpret)
-    operands, made = unsliced((operands, _schedules(call, operands)))
+    operands, made = unsliced((operands._replace(plan=None), _schedules(call, operands)))  # no more of the plan
     short, prefill = made
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
     plan = launch_plan(call, params, sizes.short)
@@ -91,7 +91,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     from .shares import SumInputs
 
     plan, heads = latent_plan(call), call.q[1]
-    operands, made = unsliced((operands, _token_schedule(call, operands)))
+    operands, made = unsliced((operands._replace(plan=None), _token_schedule(call, operands)))
     padding, sinks = plan.heads - heads, operands.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
