@@ -25,9 +25,11 @@ def attention(
     """Return the output and the log-sum-exp."""
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
-    if support.is_widened(call):
-        operands, call = _widened(call, operands), support.as_run(call)
+    from .widen import widened
+
     if call.value_dim is not None:
+        if support.is_widened(call):
+            operands, call = _widened(call, operands), support.as_run(call)
         return _latent(call, operands, interpret)
     operands, made = unsliced((operands._replace(plan=None), _schedules(call, operands)))  # no more of the plan
     short, prefill = made
@@ -39,14 +41,30 @@ def attention(
         shape = plan.kv_heads, plan.tile_tokens, plan.group_rows
         lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32)
         lse = _by_token(lse, short.tiles, rows.reshape(-1, *shape)[..., : plan.group])
+    target = out
     if sizes.long is not None:
-        rows = _prefilled(call, operands, prefill, out, interpret)
+        given, own = operands, call
+        if plan.is_narrow:  # prefill has another order of columns
+            own, target = support.as_run(call), jax.new_ref(jnp.zeros(call.q, call.dtype))
+            given = unsliced(widened(call, operands, sizes.short, interpret))
+        rows = _prefilled(own, given, prefill, target, interpret)
         lse = None if lse is None else _by_token(lse, prefill.tiles, rows)
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
         lse = jnp.where(padding, -jnp.inf, lse)
     whole = unsliced(jax.freeze(out))
-    return _in_order(whole, call.q[2]) if plan.is_narrow else whole, lse
+    if plan.is_narrow:
+        whole = _in_order(whole, call.q[2])
+    if target is not out:
+        short = _is_short(operands.query_offsets, call.q[0], sizes.short)
+        whole = jnp.where(short[:, None, None], whole, unsliced(jax.freeze(target)))
+    return whole, lse
+
+
+def _is_short(offsets: jax.Array, tokens: int, most: int) -> jax.Array:
+    """Return which tokens are of a sequence with at most `most` query tokens."""
+    token, begin, end = jnp.arange(tokens, dtype=jnp.int32)[:, None], offsets[:-1], offsets[1:]
+    return jnp.any((begin <= token) & (token < end) & (end - begin <= most), axis=1)
 
 
 def _widened(call: PagedCall, operands: Operands) -> Operands:
