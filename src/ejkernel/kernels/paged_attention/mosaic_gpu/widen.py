@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.device import quotient, remainder
-from ejkernel.kernels._hopper.launch import PROGRAM, launch, pl, plgpu
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu
 from ejkernel.kernels.paged_attention.common import Operands, PagedCall
 
 from .memory import cache_row
@@ -63,20 +64,24 @@ class _Inputs(NamedTuple):
     lengths: Any
 
 
-def widened(call: PagedCall, operands: Operands, most: int, interpret: Any = None) -> Operands:
+def widened(call: PagedCall, operands: Operands, most: int, interpret: Any = None) -> tuple[Operands, jax.Array]:
     """Return the operands with a copy of the cache in the dtype of the queries, and a page table of the copy.
 
     The copy has the pages of sequences with more than `most` query tokens. The schedule does not depend on the pages.
+    The second result is an uninitialised array of the shape of the queries.
     """
     sequences, columns = call.table
     plan = WidenPlan(call, most, sequences * columns < call.pages[0])
     inputs = _Inputs(
         operands.kv_pages.reshape(-1, plan.width), operands.page_table, operands.query_offsets, operands.kv_lengths
     )
-    (copy,) = launch(
+    copy, empty = launch(
         lambda given, results, memory: _copy(plan, given, results[0]),
         inputs,
-        [jax.ShapeDtypeStruct((plan.pages * call.pages[1], plan.width), call.dtype)],
+        [
+            jax.ShapeDtypeStruct((plan.pages * call.pages[1], plan.width), call.dtype),
+            jax.ShapeDtypeStruct(call.q, call.dtype),
+        ],
         name="paged_attention_widen",
         programs=sequences * _PROGRAMS,
         interpret=interpret,
@@ -84,7 +89,7 @@ def widened(call: PagedCall, operands: Operands, most: int, interpret: Any = Non
     table = operands.page_table
     if plan.by_sequence:
         table = jnp.arange(sequences * columns, dtype=jnp.int32).reshape(table.shape)
-    return operands._replace(kv_pages=copy.reshape(plan.pages, *call.pages[1:]), page_table=table)
+    return operands._replace(kv_pages=copy.reshape(plan.pages, *call.pages[1:]), page_table=table), empty
 
 
 def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
