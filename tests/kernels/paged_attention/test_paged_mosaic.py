@@ -233,10 +233,11 @@ def test_heads_of_one_device_under_shard_map():
 
 
 @pytest.mark.slow
-def test_kernels_that_write_to_one_output_are_apart_from_slices():
+@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
+def test_kernels_that_write_to_one_output_are_apart_from_slices(cache):
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
-    args = poisoned([1, 30, 70], [1, 3, 1])
+    args = poisoned([1, 30, 70], [1, 3, 1], cache=cache)
     call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
 
     def run(*args):
