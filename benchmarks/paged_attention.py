@@ -7,21 +7,27 @@ slot of the cache without a key, and page indices outside of the cache behind ea
 padded to the longest), our causal `flash_attention` or, for latent attention, plain JAX. The figure of `paged_plan` is
 that of the arrays that `mosaic_gpu` reads.
 
-Each case has its own process. `kernel_us` is the sum of the kernels of one call, the median of several; `us` is the
-host clock's time per call of calls in a row; `gb_per_s` counts the keys and values that are seen, in `kernel_us`.
-`error` is relative to NumPy in float32, for some sequences.
+Each case has its own process. With `--at-once`, several compile side by side, and then one at a time measures.
+`kernel_us` is the sum of the kernels of one call, the median of several; `us` is the host clock's time per call of
+calls in a row; `gb_per_s` counts the keys and values that are seen, in `kernel_us`. `error` is relative to NumPy in
+float32, for some sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
+import fcntl
 import functools
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,15 +132,16 @@ def by_plain(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any
 DENSE = {CUDNN: by_cudnn, FLASH: by_flash, PLAIN: by_plain}
 
 
-def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[Any, Any]:
-    """Return the output of one token, in float32."""
-    q, cache, table, offsets, lengths = args
+def by_numpy(
+    case: Case, args: Sequence[Any], token: int, keys: Callable[[int], np.ndarray[Any, Any]]
+) -> np.ndarray[Any, Any]:
+    """Return the output of one token, in float32; `keys` returns the cached keys and values of a sequence."""
+    q, _, _, offsets, lengths = args
     sequence = int(np.searchsorted(np.asarray(offsets), token, side="right")) - 1
     last = int(lengths[sequence]) - int(offsets[sequence + 1]) + token
     first = max(0, last - dict(case.options).get("sliding_window", last))
-    both = np.asarray(cache[table[sequence]].astype(jnp.float32))
-    both = both.reshape(-1, *both.shape[2:])[first : last + 1]
-    query = np.asarray(q[token].astype(jnp.float32)).reshape(both.shape[1], -1, both.shape[-1])
+    both = keys(sequence)[first : last + 1]
+    query = np.asarray(q[token], np.float32).reshape(both.shape[1], -1, both.shape[-1])
     scale = dict(case.options).get("softmax_scale", both.shape[-1] ** -0.5)
     logits = np.einsum("kgd,skd->kgs", query, both[:, :, 0]) * (scale * case.scales.get("k_scale", 1))
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -143,11 +150,19 @@ def by_numpy(case: Case, args: Sequence[jax.Array], token: int) -> np.ndarray[An
     return np.reshape(out * case.value_scale, (q.shape[1], -1))
 
 
-def error_of(case: Case, args: Sequence[jax.Array], out: jax.Array) -> float:
-    """Return the error of the first and last token, and of some others."""
-    rng = np.random.default_rng(3)
-    tokens = sorted({0, len(out) - 1, *rng.integers(0, len(out), CHECKED_TOKENS).tolist()})
-    return relative_error(out[jnp.asarray(tokens)].astype(jnp.float32), [by_numpy(case, args, t) for t in tokens])
+def wanted(case: Case, args: Sequence[jax.Array]) -> dict[int, np.ndarray[Any, Any]]:
+    """Return the outputs of the first and last token, and of some others."""
+    q, cache, table, *rest = args
+    tokens = {0, len(q) - 1, *np.random.default_rng(3).integers(0, len(q), CHECKED_TOKENS).tolist()}
+    pages = jax.jit(lambda cache, row: cache[row].astype(jnp.float32))
+
+    @functools.lru_cache(1)  # the tokens ascend
+    def keys(sequence: int) -> np.ndarray[Any, Any]:
+        both = np.asarray(pages(cache, table[sequence]))
+        return both.reshape(-1, *both.shape[2:])
+
+    on_host = np.asarray(q), cache, table, *map(np.asarray, rest)
+    return {token: by_numpy(case, on_host, token, keys) for token in sorted(tokens)}
 
 
 def timed(run: Function) -> dict[str, Any]:
@@ -176,35 +191,85 @@ def seen_bytes(case: Case) -> int:
     return kinds * keys * case.heads[1] * case.head_dim * jnp.dtype(case.cache).itemsize
 
 
-def measured(name: str, page_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the figures of each contender."""
+class Prepared(NamedTuple):
+    """The compiled programs of a case; for a contender that cannot be compiled, the reason."""
+
+    case: Case
+    page_size: int
+    args: Any
+    plan: Any
+    ours: dict[str, Any]
+    read: Any  # the arrays of a plan that `mosaic_gpu` reads
+    dense: dict[str, tuple[Any, Any]]  # the program, and that of its arguments
+
+
+def prepared(name: str, page_size: int) -> Prepared:
+    """Compile all contenders of a case; no array is on the device."""
     case = CASES[name]
-    args = batch_of(case, page_size)
+    batch = jax.jit(lambda: batch_of(case, page_size)).lower()
+    args: Any = batch.out_info
     make_plan = functools.partial(plan_of, window=dict(case.options).get("sliding_window"))
-    plan = jax.jit(make_plan)(*args)
+    plan = jax.eval_shape(make_plan, *args)
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
     runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
     runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in DENSE}
+    programs: dict[str, Any] = {}
     for contender, function in runs.items():
         try:
-            program = jax.jit(function).lower(args, plan).compile()
-            out = jax.block_until_ready(program(args, plan))
-            row: dict[str, Any] = {"error": error_of(case, args, out), "same": bool((program(args, plan) == out).all())}
-            row |= timed(functools.partial(program, args, plan))
+            programs[contender] = jax.jit(function).lower(args, plan).compile()
         except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
-            row = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            programs[contender] = _reason(error)
+    dense = {contender: _dense(case, contender, args) for contender in case.contenders if contender in DENSE}
+    read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays)).lower(*args).compile()
+    own_plan = jax.jit(make_plan).lower(*args).compile()
+    return Prepared(case, page_size, batch.compile(), own_plan, programs, read, dense)
+
+
+def _dense(case: Case, contender: str, args: Any) -> tuple[Any, Any]:
+    functions = []
+
+    def arguments(args: Any) -> Any:
+        function, own = DENSE[contender](case, args)
+        functions.append(function)
+        return own
+
+    make = jax.jit(arguments).lower(args)
+    return jax.jit(functions[0]).lower(*make.out_info).compile(), make.compile()
+
+
+def measured(given: Prepared) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the figures of each contender."""
+    case, args = given.case, given.args()
+    plan, want = given.plan(*args), wanted(case, args)
+    for contender, program in given.ours.items():
+        if isinstance(program, str):
+            yield contender, {"reason": program}
+            continue
+        try:
+            out = jax.block_until_ready(program(args, plan))
+            found, again = np.asarray(out), np.asarray(program(args, plan))
+            error = relative_error([found[token].astype(np.float32) for token in want], list(want.values()))
+            row: dict[str, Any] = {"error": error, "same": bool((found == again).all())}
+            row |= timed(functools.partial(program, args, plan))
+        except Exception as failure:  # noqa: BLE001  # as above
+            row = {"reason": _reason(failure)}
         yield contender, _with_rate(case, row)
-    read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays))
-    yield PLAN, timed(lambda: read(*args))
-    for contender, made in DENSE.items():
-        if contender in case.contenders:
-            function, own = made(case, args)
-            yield contender, _with_rate(case, timed(functools.partial(jax.jit(function).lower(*own).compile(), *own)))
+    yield PLAN, timed(lambda: given.read(*args))
+    for contender, (program, make) in given.dense.items():
+        own = make(args)
+        yield contender, _with_rate(case, timed(functools.partial(program, *own)))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def read_by_ours(plan: Any) -> tuple[jax.Array, ...]:
-    """Return the arrays of a plan that `mosaic_gpu` reads; `jax.jit` of a whole step computes no others."""
-    return plan.offsets, plan.lengths, plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_ends
+    """Return the arrays of a plan that `mosaic_gpu` reads; `jax.jit` of a whole step computes no others.
+
+    With `return_lse` it also reads the offsets, and the lengths with an 8-bit cache.
+    """
+    return plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_ends
 
 
 def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:
@@ -213,25 +278,53 @@ def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def measured_apart(case: str, pages: Sequence[int], seconds: float) -> dict[str, Any]:
+def measured_apart(case: str, pages: Sequence[int], seconds: float, lock: str = "") -> dict[str, Any]:
     """Return the results of a separate process; those before a crash or the time limit, with the reason."""
     # products in float32 would be autotuned for longer than they run
     flags = "--xla_gpu_autotune_level=0" if case in CHECKS else ""
-    arguments = ("--one", case, "--pages", *map(str, pages))
+    arguments = ("--one", case, "--lock", lock, "--pages", *map(str, pages))
     lines, reason = run_apart("benchmarks.paged_attention", *arguments, seconds=seconds, xla_flags=flags)
     rows = dict(json.loads(line) for line in lines if line.startswith("["))
     return rows | {"failure": {"reason": reason}} if reason else rows
 
 
-def one(case: str, pages: Sequence[int]) -> None:
+@contextlib.contextmanager
+def locked(path: str, *, alone: bool) -> Iterator[None]:
+    """Hold the lock of the processes of `--at-once`: several may compile, and one measures while none compiles."""
+    with open(path or os.devnull, "w", encoding="utf-8") as file:
+        if path:
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def one(case: str, pages: Sequence[int], lock: str) -> None:
     """Print the results of a case with these page sizes, or its own, a line each."""
     if case in CHECKS:
-        for name, row in checked(case):
-            print(json.dumps([name, row]), flush=True)
+        with locked(lock, alone=True):
+            for name, row in checked(case):
+                print(json.dumps([name, row]), flush=True)
         return
-    for page_size in pages or CASES[case].pages:
-        for name, row in measured(case, page_size):
-            print(json.dumps([f"page {page_size}, {name}", row]), flush=True)
+    with locked(lock, alone=False):
+        own = [prepared(case, page_size) for page_size in pages or CASES[case].pages]
+    with locked(lock, alone=True):
+        for given in own:
+            for name, row in measured(given):
+                print(json.dumps([f"page {given.page_size}, {name}", row]), flush=True)
+
+
+def all_measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each case with its results, as soon as they are known."""
+    start, cases = time.perf_counter(), list(args.cases)
+    with tempfile.NamedTemporaryFile() as file, concurrent.futures.ThreadPoolExecutor(args.at_once) as threads:
+        for first in range(0, len(cases), args.at_once):
+            group, left = cases[first : first + args.at_once], args.total - (time.perf_counter() - start)
+            if left < args.seconds / 4:
+                yield from ((case, {"skipped": {"reason": "no time left"}}) for case in group)
+                continue
+            lock, seconds = file.name if args.at_once > 1 else "", min(args.seconds * len(group), left)
+            found = {threads.submit(measured_apart, case, args.pages, seconds, lock): case for case in group}
+            for done in concurrent.futures.as_completed(found):
+                yield found[done], done.result()
 
 
 def table(found: dict[str, Any]) -> str:
@@ -254,22 +347,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = [*CHECKS, *(name for name in CASES if name != "tiny")]
     parser.add_argument("--cases", nargs="*", default=default, choices=[*CHECKS, *CASES], metavar="CASE")
     parser.add_argument("--pages", nargs="*", type=int, default=[], metavar="N", help="only pages of N tokens")
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="limit of one process, or its share (default: %(default)s)"
+    )
     parser.add_argument("--total", type=float, default=3600.0, help="start no case after so many seconds")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cases to compile before their times")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        one(args.one, args.pages)
+        one(args.one, args.pages, args.lock)
         return 0
-    start = time.perf_counter()
     found: dict[str, Any] = {}
-    for case in args.cases:
-        left = args.total - (time.perf_counter() - start)
-        if left < args.seconds / 4:
-            found[case] = {"skipped": {"reason": "no time left"}}
-            continue
-        found[case] = measured_apart(case, args.pages, min(args.seconds, left))
-        print(case, json.dumps(found[case]), file=sys.stderr, flush=True)
+    for case, rows in all_measured(args):
+        found[case] = rows
+        print(case, json.dumps(rows), file=sys.stderr, flush=True)
         if args.out is not None:  # written after each process, in case a later one fails
             report.write(args.out, f"paged_attention_{report.platform_name()}", found, table(found))
     found["environment"] = report.environment()

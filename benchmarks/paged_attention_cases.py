@@ -75,7 +75,7 @@ def _latent(count: int, length: int, heads: int, pages: tuple[int, ...] = (64,),
 
 
 CASES = {
-    "64 x 4k": Case(lengths=(4096,) * 64, stages=(2,)),
+    "64 x 4k": Case(lengths=(4096,) * 64, stages=(2, 3, 4)),
     "64 x 4k, float8": Case(lengths=(4096,) * 64, cache="float8_e4m3fn", contenders=(), stages=(2, 4, 6)),
     "64 x 4k, int8": Case(lengths=(4096,) * 64, cache="int8", contenders=(), stages=(2, 4, 6)),
     "256 x 1k": Case(lengths=(1024,) * 256, contenders=(CUDNN,)),

@@ -25,6 +25,7 @@ from model import Attend, Batch, Model, caches, gathered, paged, parameters, ste
 from server import Counts, Request, Server
 
 PAGES = 100  # few, so that requests are preempted
+STEPS_ON_A_GPU = 8  # that are queued before the host waits
 LARGER = Model(layers=4, width=512, heads=16, kv_heads=4, head_dim=64, dtype="bfloat16")
 FOR_A_GPU = Model(layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, vocabulary=32_000, dtype="bfloat16")
 
@@ -64,36 +65,44 @@ def wrong_texts(model: Model, weights: Any, requests: list[Request]) -> int:
     return wrong
 
 
-def decode_step(model: Model, lengths: list[int], attend: Attend, page_size: int = 16) -> Any:
-    """Return a function that runs one decode step of sequences of these lengths, and blocks until it is done."""
-    weights, count = parameters(model), len(lengths)
+def decode_steps(model: Model, lengths: list[int], attend: Attend, count: int = 1, page_size: int = 16) -> Any:
+    """Return a function that runs some decode steps of sequences of these lengths, and blocks until they are done.
+
+    Each step takes the tokens that the previous one returned, on the device, and writes them to the same slots.
+    """
+    weights, sequences = parameters(model), len(lengths)
     columns = -(-max(lengths) // page_size)
-    table = np.random.default_rng(0).permutation(count * columns).reshape(count, columns).astype(np.int32)
-    ends = np.asarray(lengths, np.int32)
-    tokens, offsets = np.arange(count, dtype=np.int32), np.arange(count + 1, dtype=np.int32)
-    batch = Batch(tokens, ends - 1, *map(jnp.asarray, (table, offsets, ends)))
+    table = np.random.default_rng(0).permutation(sequences * columns).reshape(sequences, columns).astype(np.int32)
+    ends, offsets = np.asarray(lengths, np.int32), np.arange(sequences + 1, dtype=np.int32)
+    batch = Batch(*map(jnp.asarray, (offsets[:-1], ends - 1, table, offsets, ends)))
     run = jax.jit(functools.partial(step, model, attend=attend), donate_argnums=1)
-    cached = caches(model, count * columns, page_size)
+    cached = caches(model, sequences * columns, page_size)
 
-    def once() -> None:
-        nonlocal cached
-        found, cached = run(weights, cached, batch)
-        found.block_until_ready()
+    def all_steps() -> None:
+        nonlocal cached, batch
+        for _ in range(count):
+            found, cached = run(weights, cached, batch)
+            batch = batch._replace(tokens=found)
+        batch.tokens.block_until_ready()
 
-    return once
+    return all_steps
 
 
 def compare(turns: int = 15) -> None:
-    """Print the time of a decode step with `paged_attention`, and with a gather and `jax.nn`, in interleaved steps."""
+    """Print the time of a decode step with `paged_attention`, and with a gather and `jax.nn`, in interleaved steps.
+
+    On a GPU some steps are queued at once, as by a server that schedules ahead of the results.
+    """
     rng, on_gpu = np.random.default_rng(0), jax.default_backend() == "gpu"
-    model = FOR_A_GPU if on_gpu else LARGER
+    model, queued = (FOR_A_GPU, STEPS_ON_A_GPU) if on_gpu else (LARGER, 1)
     count, length, low, high = (64, 4096, 128, 8192) if on_gpu else (16, 1024, 32, 2048)
     attends = {"paged_attention": paged, "gather + jax.nn": gathered}
     if on_gpu:
         attends["gather + cuDNN"] = functools.partial(gathered, implementation="cudnn")
     ragged = rng.integers(low, high + 1, count).tolist()
     for name, lengths in ((f"{count} x {length:,}", [length] * count), (f"{count} of {low}..{high:,}", ragged)):
-        medians = median_times({kind: decode_step(model, lengths, attend) for kind, attend in attends.items()}, turns)
+        steps = {kind: decode_steps(model, lengths, attend, queued) for kind, attend in attends.items()}
+        medians = {kind: seconds / queued for kind, seconds in median_times(steps, turns).items()}
         size = sum(lengths) * model.layers * model.kv_heads * 2 * model.head_dim * jnp.dtype(model.dtype).itemsize
         for kind, seconds in medians.items():
             rate, bandwidth, ratio = count / seconds, size / seconds / 1e9, seconds / medians["paged_attention"]

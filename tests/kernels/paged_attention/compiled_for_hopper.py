@@ -27,6 +27,7 @@ def calls():
     yield "latent, all options", 64, 16, 1, 576, 64, True
     yield "mixed", 1000, 32, 8, 128, 16, False
     yield "mixed, all options, head_dim 64", 1000, 12, 4, 64, 64, True
+    yield "mixed, int8", 1000, 32, 8, 128, 16, False, "int8"
 
 
 def main() -> None:

@@ -142,12 +142,17 @@ def test_latent_attention_to_a_cache_of_8_bits():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
-def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits():
-    """With spare pages in the cache, the copy has the pages of the table, in its order."""
-    args = poisoned([1, 30, 90, 15], (1, 0, 40, 7), window=20, cache="float8_e4m3fn")
-    args = args[0], jnp.pad(args[1], ((0, 40), *[(0, 0)] * 4)), *args[2:]
+@pytest.mark.parametrize(
+    ("cache", "queries", "spare_pages"),
+    [("float8_e4m3fn", (1, 0, 40, 7), 40), ("int8", (1, 0, 40, 7), 0), ("int8", (3, 2, 1, 2), 0)],
+)
+def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits(cache, queries, spare_pages):
+    """The copy for prefill has the pages of the table, in its order, if the cache has more; otherwise all pages."""
+    window = 20 if spare_pages else None
+    args = poisoned([3, 30, 90, 15], queries, window=window, cache=cache)
+    args = args[0], jnp.pad(args[1], ((0, spare_pages), *[(0, 0)] * 4)), *args[2:]
     scales = {"k_scale": 0.02, "v_scale": jnp.array([0.5, 2.0])}
-    assert_near(*results(args, sliding_window=20, sinks=jnp.linspace(-1, 1, 4), **scales))
+    assert_near(*results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), **scales))
 
 
 @pytest.mark.slow
@@ -228,10 +233,11 @@ def test_heads_of_one_device_under_shard_map():
 
 
 @pytest.mark.slow
-def test_kernels_that_write_to_one_output_are_apart_from_slices():
+@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
+def test_kernels_that_write_to_one_output_are_apart_from_slices(cache):
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
-    args = poisoned([1, 30, 70], [1, 3, 1])
+    args = poisoned([1, 30, 70], [1, 3, 1], cache=cache)
     call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
 
     def run(*args):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from .schedule import Schedule, no_schedule, running_max, running_sum, schedules, token_schedule
 
+_PART, _MOST_PARTS = 64, 32  # columns of a part of a row of the page table, and parts of a row
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
 
 
@@ -117,8 +119,7 @@ def valid_batch(
 
     A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
     """
-    number = jnp.arange(len(query_offsets), dtype=jnp.int32)
-    offsets = running_max(jnp.where(number == 0, 0, jnp.clip(query_offsets, 0, shape.tokens)))
+    offsets = running_max(_clipped(shape, query_offsets))
     lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
     begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
     needed = begin < lengths[:, None]
@@ -128,8 +129,20 @@ def valid_batch(
     is_outside = page_table.astype(jnp.uint32) >= shape.pages  # also negative ones
     if not shape.table[1]:
         return offsets, lengths
-    # The minimum of a row is one kernel; a choice after a sum would be another.
-    return offsets, jnp.min(jnp.where(needed & is_outside, 0, lengths[:, None]), axis=1)
+    # The minimum of a row is one kernel; a choice after a sum would be another. For longer rows, XLA starts a kernel
+    # for their elements, and one for the minima.
+    by_page = jnp.where(needed & is_outside, 0, lengths[:, None])
+    part = max(size for size in range(1, _PART + 1) if shape.table[1] % size == 0)
+    if shape.table[1] // part > _MOST_PARTS:
+        return offsets, jnp.min(by_page, axis=1)
+    parts = jnp.min(by_page.reshape(shape.table[0], -1, part), axis=2)
+    return offsets, functools.reduce(jnp.minimum, [parts[:, i] for i in range(parts.shape[1])])
+
+
+def _clipped(shape: BatchShape, query_offsets: jax.Array) -> jax.Array:
+    """Return offsets from 0 within the tokens, which need not ascend."""
+    number = jnp.arange(len(query_offsets), dtype=jnp.int32)
+    return jnp.where(number == 0, 0, jnp.clip(query_offsets, 0, shape.tokens))
 
 
 def plan_arrays(
@@ -146,7 +159,9 @@ def plan_arrays(
     tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
     ends = jnp.pad(running_sum(tiles), (1, 0))
-    short, prefill = schedules(offsets, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
+    # Tiles of one token do not need ascending offsets, so their kernels need not wait for them.
+    given = _clipped(shape, query_offsets) if shape.tokens <= shape.table[0] else offsets
+    short, prefill = schedules(given, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
     single = _single_tokens(shape, offsets, lengths)
     pages = first.astype(jnp.int32), end.astype(jnp.int32)
     return PlanArrays(offsets, lengths, order, decodes, ends, *pages, *short, *prefill, *single)

@@ -122,7 +122,7 @@ def schedules(
     """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
 
     Args:
-        offsets: `[sequences + 1]`; ascending, from 0 to at most `tokens`.
+        offsets: `[sequences + 1]`; from 0 to at most `tokens`, and ascending if there are more tokens than sequences.
         lengths: `[sequences]`; not negative.
         tokens: All query tokens, with padding.
         heads: Query heads.
@@ -163,9 +163,10 @@ def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> _Ranges:
 
 
 def _token_tiles(given: _Ranges, tokens: int, window: int | None) -> jax.Array:
-    """Return tiles of one token each; tile `i` has token `i`."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = jnp.sum(given.end[None, :] <= token[:, None], axis=1, dtype=jnp.int32)
+    """Return tiles of one token each; tile `i` has token `i`. The offsets need not ascend."""
+    token, number = (jnp.arange(count, dtype=jnp.int32) for count in (tokens, len(given.end)))
+    # Of the first sequence that ends beyond the token; sequences before it end earlier, also by their running maximum.
+    sequence = jnp.min(jnp.where(given.end[None, :] > token[:, None], number[None, :], len(number) - 1), axis=1)
     return _table(given, sequence, token, jnp.ones_like(token), window)
 
 
@@ -190,23 +191,23 @@ def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) 
     own = jnp.where(number >= 0, jnp.minimum(given.end[sequence] - token, size), 0)
     position = _position(given, sequence, token)
     columns = jnp.minimum(sequence, len(given.lengths) - 2), token, own, position, given.lengths[sequence]
-    return Prefill(_longest_first(jnp.stack(columns, axis=1), window), ends)
+    stop = jnp.maximum(position + own, 0)
+    keys = stop if window is None else stop - jnp.clip(position - window, 0, stop)
+    order = jnp.where(own > 0, -keys, 1)  # the longest first, and tiles that are not used last
+    table = lax.optimization_barrier(jnp.stack([*columns, order], axis=1))  # one kernel
+    return Prefill(_by_last_column(table), ends)
 
 
-def _longest_first(tiles: jax.Array, window: int | None) -> jax.Array:
-    stop = jnp.maximum(tiles[:, PrefillTile.POSITION] + tiles[:, PrefillTile.COUNT], 0)
-    keys = stop if window is None else stop - jnp.clip(tiles[:, PrefillTile.POSITION] - window, 0, stop)
-    return tiles[_ascending(jnp.where(tiles[:, PrefillTile.COUNT] > 0, -keys, 1))]
-
-
-def _ascending(x: jax.Array) -> jax.Array:
-    """Return the indices that sort an int32 vector, without changing the order of equal elements."""
-    if len(x) > _SHORT:
-        return jnp.argsort(x)
-    number = jnp.arange(len(x), dtype=jnp.int32)
-    before = (x[None, :] < x[:, None]) | ((x[None, :] == x[:, None]) & (number[None, :] < number[:, None]))
+def _by_last_column(table: jax.Array) -> jax.Array:
+    """Return the other columns, with rows in ascending order of the last; rows with equal numbers keep their order."""
+    keys, others = table[:, -1], table[:, :-1]
+    if len(keys) > _SHORT:
+        return others[jnp.argsort(keys)]
+    number = jnp.arange(len(keys), dtype=jnp.int32)
+    before = (keys[None, :] < keys[:, None]) | ((keys[None, :] == keys[:, None]) & (number[None, :] < number[:, None]))
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(rank[None, :] == number[:, None], number[None, :], 0), axis=1, dtype=jnp.int32)
+    # A sum over all rows, of which one counts, is one kernel; an inverse of the ranks and a gather are two.
+    return jnp.sum(jnp.where(rank == number[:, None, None], others.T[None], 0), axis=2, dtype=jnp.int32)
 
 
 def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
@@ -237,7 +238,8 @@ def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     at = jnp.concatenate([begin, stop - 1])
     tile = jnp.minimum(jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32), len(ends) - 1)
     rest, size = at - (ends[tile] - blocks[tile] * kv_heads), jnp.maximum(blocks[tile], 1)
-    items, numbers = tile * kv_heads + rest // size, rest % size
+    head = lax.div(rest, size)  # `//` would take care of negative numbers
+    items, numbers = tile * kv_heads + head, rest - head * size
     first_item, last_item = jnp.split(items, 2)
     first_block, last_block = jnp.split(numbers, 2)
     idle = stop <= begin

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,28 +26,58 @@ def attention(
     """Return the output and the log-sum-exp."""
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
-    if support.is_widened(call):
-        operands, call = _widened(call, operands), support.as_run(call)
+    from .widen import widened
+
     if call.value_dim is not None:
+        if support.is_widened(call):
+            operands, call = _widened(call, operands), support.as_run(call)
         return _latent(call, operands, interpret)
-    operands, made = unsliced((operands, _schedules(call, operands)))
+    operands, made = unsliced((operands._replace(plan=None), _schedules(call, operands)))  # no more of the plan
     short, prefill = made
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    plan = launch_plan(call, params, sizes.short)
-    out, rows = _decoded(plan, operands, short, interpret)
+    plan, given, tiles = launch_plan(call, params, sizes.short), operands, short
+    apart = plan.is_narrow and sizes.long is not None
+    if apart:
+        plan = dataclasses.replace(plan, tokens=short.tiles.shape[0] * sizes.short)
+        given, tiles = unsliced(_apart(short, sizes.short, operands))
+    out, rows = _decoded(plan, given, tiles, interpret)
     lse = None
     if rows is not None:
         shape = plan.kv_heads, plan.tile_tokens, plan.group_rows
         lse = jnp.full(call.q[:2], -jnp.inf, jnp.float32)
         lse = _by_token(lse, short.tiles, rows.reshape(-1, *shape)[..., : plan.group])
+    target: Any = out
     if sizes.long is not None:
-        rows = _prefilled(call, operands, prefill, out, interpret)
+        given, own = operands, call
+        if apart:
+            given, empty = unsliced(widened(call, operands, sizes.short, interpret))
+            own, target = support.as_run(call), jax.new_ref(empty)
+        rows = _prefilled(own, given, prefill, target, interpret)
         lse = None if lse is None else _by_token(lse, prefill.tiles, rows)
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
         lse = jnp.where(padding, -jnp.inf, lse)
     whole = unsliced(jax.freeze(out))
-    return _in_order(whole, call.q[2]) if plan.is_narrow else whole, lse
+    if plan.is_narrow:
+        whole = _in_order(whole, call.q[2])
+    if apart:
+        whole = unsliced(jax.freeze(target)).at[_tokens(short.tiles, sizes.short, call.q[0])].set(whole, mode="drop")
+    return whole, lse
+
+
+def _tokens(tiles: jax.Array, count: int, beyond: int) -> jax.Array:
+    """Return the tokens of tiles of up to `count` tokens; `beyond` for missing ones."""
+    number = jnp.arange(count, dtype=jnp.int32)
+    used = number < tiles[:, Tile.COUNT, None]
+    return jnp.where(used, tiles[:, Tile.TOKEN, None] + number, beyond).reshape(-1)
+
+
+def _apart(made: Schedule, count: int, operands: Operands) -> tuple[Operands, Schedule]:
+    """Return a launch with `count` queries for each tile alone, so that few get another order of columns."""
+    tokens = _tokens(made.tiles, count, operands.q.shape[0] - 1)
+    number = jnp.arange(made.tiles.shape[0], dtype=jnp.int32)
+    tiles = made.tiles.at[:, Tile.TOKEN].set(number * count)
+    return operands._replace(q=operands.q[tokens]), Schedule(tiles, made.programs)
 
 
 def _widened(call: PagedCall, operands: Operands) -> Operands:
@@ -91,7 +122,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     from .shares import SumInputs
 
     plan, heads = latent_plan(call), call.q[1]
-    operands, made = unsliced((operands, _token_schedule(call, operands)))
+    operands, made = unsliced((operands._replace(plan=None), _token_schedule(call, operands)))
     padding, sinks = plan.heads - heads, operands.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
@@ -168,7 +199,9 @@ def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, int
 
     from . import prefill
 
-    plan, sinks = prefill_plan(call, made.tiles.shape[0]), operands.sinks
+    # JAX refuses warps with references that vary over mesh axes.
+    by_warp, sinks = not compat.varying_axes(operands.kv_pages), operands.sinks
+    plan = prefill_plan(call, made.tiles.shape[0], by_warp=by_warp)
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2_E).reshape(plan.bundles, plan.tile_heads)
         sinks = jnp.tile(sinks, (1, plan.warpgroup_tokens))
@@ -196,8 +229,6 @@ def _by_token(lse: jax.Array, tiles: jax.Array, rows: jax.Array) -> jax.Array:
         rows: `[tiles, parts of the heads, tokens of a tile, heads of a part]`.
     """
     count = rows.shape[2]
-    rows = rows.swapaxes(1, 2).reshape(-1, count, lse.shape[1])
-    number = jnp.arange(count, dtype=jnp.int32)
-    used = number < tiles[:, Tile.COUNT, None]
-    tokens = jnp.where(used, tiles[:, Tile.TOKEN, None] + number, lse.shape[0])
+    rows = rows.swapaxes(1, 2).reshape(-1, lse.shape[1])
+    tokens = _tokens(tiles, count, lse.shape[0])
     return lse.at[tokens].set(rows, mode="drop")

@@ -160,12 +160,14 @@ class PrefillPlan(ForwardPlan):
         pages, page_size: Sizes of the cache.
         most_tiles: The length of the table of tiles.
         return_lse: Whether the launch returns the log-sum-exp.
+        by_warp: Whether the warps of a producer share the copies of a block of keys, if there are several for each.
     """
 
     pages: int
     page_size: int
     most_tiles: int
     return_lse: bool
+    by_warp: bool
 
     @property
     def tile_heads(self) -> int:
@@ -213,7 +215,7 @@ class PrefillPlan(ForwardPlan):
         return self.params.kv_block // self.copied_keys
 
 
-def prefill_plan(call: PagedCall, tiles: int) -> PrefillPlan:
+def prefill_plan(call: PagedCall, tiles: int, *, by_warp: bool) -> PrefillPlan:
     """Return the plan of a launch with so many tiles."""
     return PrefillPlan(
         batch=1,
@@ -230,4 +232,5 @@ def prefill_plan(call: PagedCall, tiles: int) -> PrefillPlan:
         page_size=call.pages[1],
         most_tiles=tiles,
         return_lse=call.return_lse,
+        by_warp=by_warp,
     )

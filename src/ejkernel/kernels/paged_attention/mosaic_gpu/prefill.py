@@ -7,7 +7,8 @@ whole tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,7 +28,8 @@ from .memory import cache_row
 from .plan import PIECE, PrefillPlan
 from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
 
-_FEW_COPIES = 2  # of keys in a block
+_FEW_COPIES = 2  # of keys in a block; more are a multiple of the warps
+_WARPS = 4
 
 
 class PrefillInputs(NamedTuple):
@@ -107,9 +109,14 @@ class PrefillKernel(ForwardKernel):
     consumer = PrefillConsumer
 
     @property
+    def _by_warp(self) -> bool:
+        return self.plan.by_warp and self.plan.copies > _FEW_COPIES
+
+    @property
     def registers(self) -> Registers:
-        """Registers per thread of either role; with many copies, a producer with fewer would spill."""
-        return super().registers if self.plan.copies <= _FEW_COPIES else Registers(producer=40, consumer=232)
+        """Registers per thread of either role; a warp with many copies would spill with fewer."""
+        few = self._by_warp or self.plan.copies <= _FEW_COPIES
+        return super().registers if few else Registers(producer=40, consumer=232)
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
@@ -180,12 +187,24 @@ class PrefillKernel(ForwardKernel):
             for piece in memory.query(slot):
                 source = self.given.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
                 plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
-        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
-        return step, tiles + 1
+        if not self._by_warp:
+            self._copy_blocks(tile, step, range(plan.copies))
+        else:
+            plgpu.warp_map(functools.partial(self._copy_blocks_by_warp, tile, step))
+        return step + (tile.blocks.end - tile.blocks.first), tiles + 1
 
-    def _copy_block(self, tile: Any, block: Any, step: Any) -> Any:
+    def _copy_blocks_by_warp(self, tile: Any, step: Any, warp: Any) -> None:
+        """Copy the pages of a warp: one warp would issue the copies of small pages too slowly."""
+        each = self.plan.copies // _WARPS
+        self._copy_blocks(tile, step, [warp * each + copy for copy in range(each)])
+
+    def _copy_blocks(self, tile: Any, step: Any, copies: Sequence[Any]) -> None:
+        first, end = tile.blocks.first, tile.blocks.end
+        lax.fori_loop(first, end, lambda block, step: self._copy_pages(tile, block, step, copies), step)
+
+    def _copy_pages(self, tile: Any, block: Any, step: Any, copies: Sequence[Any]) -> Any:
         plan, item, size, inputs = self.plan, tile.item, self.plan.copied_keys, self.given
-        keys = [tile.origin + block * self.params.kv_block + copy * size for copy in range(plan.copies)]
+        keys = [tile.origin + block * self.params.kv_block + copy * size for copy in copies]
         # Before the wait, which hides their latency.
         rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
         stage = self.barriers.key.stage(step)
@@ -193,7 +212,7 @@ class PrefillKernel(ForwardKernel):
         for kind, (pipeline, buffer) in enumerate(targets):
             pipeline.producer_wait(step, stage)
             columns = pl.ds(kind * plan.head_dim, plan.head_dim)
-            for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            for copy, key, row in zip(copies, keys, rows, strict=True):
                 source, target = inputs.cache.at[pl.ds(row, size), item.kv_head, columns], pl.ds(copy * size, size)
                 self.backend.copy_if(key < item.length, source, buffer.at[stage, target], pipeline.full.at[stage])
         return step + 1

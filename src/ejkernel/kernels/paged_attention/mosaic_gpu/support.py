@@ -51,12 +51,12 @@ def _arguments_reason(call: PagedCall) -> str | None:
 
 
 def is_widened(call: PagedCall) -> bool:
-    """Return whether the kernels read a 16-bit copy of an 8-bit cache, as all but decode with separate values do."""
+    """Return whether prefill, or latent attention, reads a 16-bit copy of an 8-bit cache."""
     return call.cache_dtype != call.dtype and (call.value_dim is not None or call.q[0] > call.table[0])
 
 
 def as_run(call: PagedCall) -> PagedCall:
-    """Return the call with the cache that the kernels read."""
+    """Return the call with the copy of the cache, if there is one."""
     if not is_widened(call):
         return call
     pages = min(call.pages[0], math.prod(call.table))
@@ -86,7 +86,7 @@ def _shared_bytes(call: PagedCall, params: MosaicGpuParams) -> int:
     if call.value_dim is not None:
         return latent_plan.shared_bytes(call)
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    return launch_plan(as_run(call), params, sizes.short).shared_bytes
+    return launch_plan(call, params, sizes.short).shared_bytes
 
 
 def heuristic(call: PagedCall) -> MosaicGpuParams:
@@ -95,7 +95,7 @@ def heuristic(call: PagedCall) -> MosaicGpuParams:
         return _LATENT
     decode = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short
     for params in _choices():
-        plan = launch_plan(as_run(call), params, decode)
+        plan = launch_plan(call, params, decode)
         fits = plan.shared_bytes <= _PER_BLOCK and params_fault(call, params) is None
         if fits and plan.stages * plan.stage_bytes <= _most_in_flight(plan):
             return params
