@@ -20,7 +20,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.implementation import Implementation
 
-from .common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
+from .common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall, in_8_bits
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -71,6 +71,34 @@ class XlaGrouped(Implementation[QuantizedGroupedMatmulCall]):
         for row_scale in factors:
             out = scaled_rows(out, row_scale, own_rows(groups, call.rows, call.groups))
         return out.astype(call.out_dtype), ()
+
+
+class XlaGroupedActivation(Implementation[QuantizedGroupedActivationCall]):
+    """The activation on every platform: both products, then plain JAX."""
+
+    name = "xla"
+    params = XlaGroupedParams
+    features = frozenset({"activation", "gate", "first_group"})
+
+    def heuristic(self, call: QuantizedGroupedActivationCall) -> XlaGroupedParams:
+        """Return the parameters of the products; see `XlaGrouped`."""
+        return XlaGrouped().heuristic(call)
+
+    def space(self, call: QuantizedGroupedActivationCall) -> list[XlaGroupedParams]:
+        """Return the parameters of the products; see `XlaGrouped`."""
+        return XlaGrouped().space(call)
+
+    def forward(
+        self, call: QuantizedGroupedActivationCall, /, *args: Any, params: XlaGroupedParams
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Return numbers and scales, without residuals."""
+        lhs, rhs, groups, lhs_scale, rhs_scale, *gate = args
+        matrices = [(rhs, rhs_scale), *gate]
+        products = [
+            XlaGrouped().forward(call, lhs, values, groups, lhs_scale, scale, params=params)[0]
+            for values, scale in matrices
+        ]
+        return in_8_bits(products, groups, call.groups, call.activation, call.values), ()
 
 
 class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):

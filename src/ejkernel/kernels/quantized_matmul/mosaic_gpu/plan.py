@@ -14,7 +14,12 @@ from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGR
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
+from ejkernel.kernels.quantized_matmul.grouped.common import (
+    QuantizedGroupedActivationCall,
+    QuantizedGroupedMatmulCall,
+    QuantizedGroupedWgradCall,
+)
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core
@@ -136,6 +141,40 @@ class QuantizedPlan(ProductPlan):
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread: of the tile, and of a part's accumulator if sums are promoted."""
         columns = self.tile_columns + (self.part_columns if self.promoted else 0)
+        return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivatedPlan(QuantizedPlan):
+    """The launch of an activation in 8 bits; `out_dtype` is that of its numbers, and a tile is whole blocks wide."""
+
+    @property
+    def parts(self) -> int:
+        """See `QuantizedPlan`; with a gate, the parts are the product and the gate's."""
+        return self.products if self.gated else super().parts
+
+    @property
+    def part_columns(self) -> int:
+        """See `QuantizedPlan`."""
+        return self.tile_columns if self.gated else super().part_columns
+
+    @property
+    def copies(self) -> int:
+        """See `GroupedPlan`."""
+        return WARPGROUPS + self.parts + self.blocks * (1 + self.products)
+
+    @property
+    def column_scales(self) -> tuple[int, ...]:
+        """See `QuantizedPlan`; each product has slots."""
+        return (self.products * self.scale_slots, SQUARES, CHUNK)
+
+    def shared_bytes(self) -> int:
+        """See `GroupedPlan`."""
+        return super().shared_bytes() + 4 * self.tile_rows
+
+    def sums_per_thread(self) -> int:
+        """See `QuantizedPlan`."""
+        columns = self.parts * self.part_columns + (self.part_columns if self.promoted else 0)
         return self.part_rows * columns // 128
 
 
@@ -291,6 +330,14 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     return dataclasses.replace(
         quantized_plan(call.as_dense, params), groups=call.groups, all_groups=call.padded_groups, clears=True
     )
+
+
+def activated_plan(call: QuantizedGroupedActivationCall, params: MosaicGpuParams) -> ActivatedPlan:
+    """Return the plan of a launch for an activation."""
+    base = grouped_plan(call, params)
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    more = {"out_dtype": call.values, "activation": call.activation, "gated": call.gated}
+    return ActivatedPlan(**fields | more | {"columns": padded(call.columns, BLOCK)})
 
 
 def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -> QuantizedWgradPlan:

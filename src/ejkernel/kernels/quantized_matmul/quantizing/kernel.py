@@ -25,7 +25,7 @@ from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 from .common import BLOCK
 from .plan import HALF, QuantizingPlan
 
-_TINY = float(np.finfo(np.float32).tiny)
+SMALLEST = float(np.finfo(np.float32).tiny)  # the scale of zeros
 
 
 class QuantizingMemory(NamedTuple):
@@ -146,9 +146,7 @@ class QuantizingKernel:
 
     def _quantize(self, wide: Any, slot: int) -> Any:
         """Return the scales of 64 rows of 128 numbers, which lie quantised in a buffer then."""
-        largest, top = jnp.max(jnp.abs(wide), axis=1), LARGEST[self.plan.values]
-        scale = jnp.maximum(largest * (1 / top), _TINY)
-        scale = jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
+        scale = scale_of(wide, self.plan.values)
         factor = lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])
         # The copy that last read this buffer is the oldest of all.
         plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
@@ -160,3 +158,10 @@ class QuantizingKernel:
 def loaded(tile: Any) -> Any:
     """Return a tile of shared memory in float32."""
     return plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def scale_of(wide: Any, dtype: str) -> Any:
+    """Return the scales with which float32 rows in registers fit in a float8 dtype."""
+    largest = jnp.max(jnp.abs(wide), axis=1)
+    scale = jnp.maximum(largest * (1 / LARGEST[dtype]), SMALLEST)
+    return jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
