@@ -35,10 +35,11 @@ from ejkernel.kernels.quantized_matmul.grouped.operation import (
 )
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul as _quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import BLOCKS as _COLUMN_BLOCKS
+from ejkernel.kernels.quantized_matmul.grouped.wgrad import SQUARES as _SQUARES
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgrad as QuantizedGroupedWgrad
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgradConfig as QuantizedGroupedWgradConfig
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad as _quantized_grouped_wgrad
-from ejkernel.kernels.quantized_matmul.quantized import Quantized, is_quantized, quantized_operand
+from ejkernel.kernels.quantized_matmul.quantized import Block, Quantized, is_quantized, quantized_operand
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK as _BLOCK
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
@@ -287,6 +288,9 @@ def grouped_matmul_wgrad(
         dout8, dout8t = quantize_both(dout, group_sizes, dtype="float8_e5m2")
         drhs = grouped_matmul_wgrad(lhs8t, dout8t, group_sizes)
 
+    With `quantize_both(dout, group_sizes, square=True)` a step of the sum has one scale for 128 columns of `dout`. This
+    is faster: the kernel multiplies each partial sum once rather than twice.
+
     This is a separate operation, `quantized_grouped_wgrad`, without a gradient. On Hopper GPUs, `mosaic_gpu` runs
     float8.
 
@@ -319,18 +323,20 @@ def grouped_matmul_wgrad(
     }
     if is_quantized(lhs) or is_quantized(rhs):
         _check_quantized(None, None, precision)
-        (lhs, lhs_scale), (rhs, rhs_scale) = _columns("lhs", lhs), _columns("rhs", rhs)
+        lhs, lhs_scale, _ = _columns("lhs", lhs, _COLUMN_BLOCKS)
+        rhs, rhs_scale, block = _columns("rhs", rhs, _COLUMN_BLOCKS, _SQUARES)
+        options["square"] = block == _SQUARES
         return _quantized_grouped_wgrad(lhs, rhs, group_sizes, lhs_scale, rhs_scale, **options)
     return _grouped_matmul_wgrad(lhs, rhs, group_sizes, precision=precision, **options)
 
 
-def _columns(name: str, array: Any) -> tuple[Any, Any]:
-    """Return the numbers and scales of quantised columns."""
+def _columns(name: str, array: Any, *blocks: Block) -> tuple[Any, Any, Block]:
+    """Return the numbers, scales and blocks of quantised columns; `blocks` are the possible ones."""
     values, scale, block = quantized_operand(name, array)
-    if block != _COLUMN_BLOCKS:
+    if block not in blocks:
         got = type_text(array) if block is None else f"blocks {block}"
         raise ArgumentError(
-            f"{name} must have blocks {_COLUMN_BLOCKS} where lhs or rhs is quantised, got {got}; pass the second "
-            "result of quantize_both(x, group_sizes) for both."
+            f"{name} must have blocks {' or '.join(map(str, blocks))} where lhs or rhs is quantised, got {got}; pass "
+            "the second result of quantize_both(x, group_sizes) for both."
         )
-    return values, scale
+    return values, scale, block

@@ -108,6 +108,7 @@ def quantize_both(
     group_sizes: Int[Array, " groups"] | None = None,
     *,
     dtype: DTypeLike = "float8_e4m3fn",
+    square: bool = False,
     implementation: str | Sequence[str] | None = None,
     cfg: QuantizeConfig | None = None,
 ) -> tuple[Quantized, Quantized]:
@@ -119,6 +120,9 @@ def quantize_both(
     `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
     its rows and behind the last group. So no block has rows of two groups. Rows past the last group have no column.
 
+    With `square`, 128x128 numbers of the columns share a scale, as in `quantize(x.T, block=128, axis=(0, 1))`. The
+    gradient of matrices is faster with such columns as its right operand: see `grouped_matmul_wgrad`.
+
     On Hopper GPUs `mosaic_gpu` runs bfloat16 and float16 matrices to float8, if 16 divides `k`, and `m` where there are
     no groups. It multiplies by the reciprocal of a scale where `xla` divides, so some numbers halfway between two
     others are rounded to the other.
@@ -127,19 +131,21 @@ def quantize_both(
         x: The matrix, in bfloat16, float16 or float32.
         group_sizes: The number of rows of each group, as for `grouped_matmul`; `None` without groups.
         dtype: As for `quantize`.
+        square: Whether the columns have scales of 128x128 blocks rather than 1x128.
         implementation: As for `quantized_matmul`.
         cfg: The configuration of this call; `None` looks one up.
 
     Returns:
-        The rows and the columns in 8 bits, each with a float32 scale for 128 consecutive numbers.
+        The rows and the columns in 8 bits, each with a float32 scale for 128 consecutive numbers, or for 128x128.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
-    options: dict[str, Any] = {"dtype": dtype, "implementation": implementation, "cfg": cfg}
+    options: dict[str, Any] = {"dtype": dtype, "square": square, "implementation": implementation, "cfg": cfg}
     rows, row_scale, columns, column_scale = _quantize_blocks(x, group_sizes, transposed=True, **options)
-    return Quantized(rows, row_scale, (1, _BLOCK)), Quantized(columns, column_scale, (1, _BLOCK))
+    blocks = (1, _BLOCK), (_BLOCK if square else 1, _BLOCK)
+    return Quantized(rows, row_scale, blocks[0]), Quantized(columns, column_scale, blocks[1])
 
 
 @overload

@@ -67,9 +67,11 @@ class QuantizedGroupedWgradCall(GroupedMatmulCall):
 
     Attributes:
         rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+        square: Whether the right operand has scales of 128x128 blocks; else of 1x128 blocks, as the left one.
     """
 
     rhs_dtype: str
+    square: bool = False
 
 
 def in_8_bits(

@@ -123,9 +123,9 @@ class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
         self, call: QuantizedGroupedWgradCall, /, *args: Any, params: XlaGroupedParams
     ) -> tuple[jax.Array, Any]:
         """Return the gradient, without residuals."""
-        lhs, rhs, groups, *scales = args
-        pairs = zip((lhs, rhs), scales, strict=True)
-        left, right = [widened(values, scale, (1, BLOCK), params.products).T for values, scale in pairs]
+        lhs, rhs, groups, lhs_scale, rhs_scale = args
+        left = widened(lhs, lhs_scale, (1, BLOCK), params.products).T
+        right = widened(rhs, rhs_scale, (BLOCK if call.square else 1, BLOCK), params.products).T
         wide = dataclasses.replace(call, dtype=params.products, precision=_precision(params))
         own = whole_blocks(groups, call.rows)
         return plain.XlaWgrad().forward(wide, left, right, own, params=plain.XlaParams(block_rows=params.block_rows))

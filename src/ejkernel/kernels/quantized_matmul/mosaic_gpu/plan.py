@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -180,14 +179,15 @@ class ActivatedPlan(QuantizedPlan):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWgradPlan(WgradPlan):
-    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks.
+    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks, or 128x128 of the right operand.
 
     Attributes:
         rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+        thin: As in `QuantizedPlan`.
     """
 
     rhs_dtype: str
-    thin: ClassVar[bool] = True  # see `QuantizedPlan`
+    thin: bool = True
 
     @property
     def step_size(self) -> int:
@@ -206,8 +206,8 @@ class QuantizedWgradPlan(WgradPlan):
 
     @property
     def column_scales(self) -> tuple[int, ...]:
-        """The shape of shared memory for scales of the right operand."""
-        return self.stages, self.tile_columns
+        """The shape of shared memory for scales of the right operand, or of its blocks."""
+        return self.stages, self.tile_columns if self.thin else SQUARES * CHUNK
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
@@ -356,6 +356,7 @@ def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -
         panel=params.panel,
         out_slots=params.out_slots,
         snake=params.snake,
+        thin=not call.square,
     )
 
 
