@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.quantize`: quantising bfloat16 matrices in blocks, by rows and in both layouts.
 
-"both" is `quantize_both`, with the rows and the columns in 8 bits, and "blocks" and "rows" are `quantize` with 1x128
-blocks and with a scale for each row. "norm" is `rms_norm` with its result in 8 bits, from one pass or from two: the
-result in bfloat16, then its blocks. "copy" negates the matrix, so it reads and writes bfloat16. Rates count the matrix
-and the results once. `kernel_us` is the sum of the kernels of one call, the median of several.
+"both" is `quantize_both`, with the rows and the columns in 8 bits, "squares" with a scale for 128x128 numbers of the
+columns, and "blocks" and "rows" are `quantize` with 1x128 blocks and with a scale for each row. "norm" is `rms_norm`
+with its result in 8 bits, from one pass or from two: the result in bfloat16, then its blocks. "copy" negates the
+matrix, so it reads and writes bfloat16. Rates count the matrix and the results once. `kernel_us` is the sum of the
+kernels of one call, the median of several.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def norm(x: jax.Array, **options: Any) -> Any:
 CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
     "both": (quantize_both, 4),
     "both, xla": (functools.partial(quantize_both, implementation="xla"), 4),
+    "both, squares": (functools.partial(quantize_both, square=True), 4),
     "both, 1 tile, 3 blocks": (ours(tiles=1, blocks=3), 4),
     "blocks": (lambda x: quantize(x, block=128), 3),
     "rows": (quantize, 3),
@@ -57,11 +59,12 @@ CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
 }
 
 
-def measured(shape: tuple[int, int]) -> dict[str, Any]:
+def measured(shape: tuple[int, int], names: Sequence[str]) -> dict[str, Any]:
     """Return the times of each contender."""
     x = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))()
     found: dict[str, Any] = {}
-    for name, (function, size) in CONTENDERS.items():
+    for name in names:
+        function, size = CONTENDERS[name]
         program = jax.jit(function).lower(x).compile()
         run = functools.partial(program, x)
         jax.block_until_ready(run())
@@ -87,10 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write it with `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantize", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write quantize_<device>.json and .md there")
+    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     args = parser.parse_args(argv)
     found: dict[str, Any] = {"environment": report.environment()}
     for shape in SHAPES:
-        found[" x ".join(map(str, shape))] = measured(shape)
+        found[" x ".join(map(str, shape))] = measured(shape, args.contenders)
         print(json.dumps(found), flush=True)
         if args.out is not None:
             report.write(args.out, f"quantize_{report.platform_name()}", found, table(found))

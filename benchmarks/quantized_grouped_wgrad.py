@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.quantized_grouped_wgrad`: the gradient of groups' matrices in 8 bits, beside bfloat16.
 
-"blocks" reads rows and gradients that `quantize_both` made; "blocks, from bfloat16" makes both of them first, with the
-rows' copies, which a layer needs anyway. "quantize" is one of these. Group sizes are drawn from a multinomial
-distribution. Each process compiles the contenders of one shape, then runs them interleaved, as
-`benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product, of the dequantised operands
-for "blocks", in a part of one group's result: on normal numbers, and on their magnitudes, where coarse sums show.
-"bfloat16 / name" is the time of our bfloat16 kernel relative to that of a contender.
+"blocks" reads rows and gradients that `quantize_both` made, with a scale for 128 numbers of either; "squares" reads
+gradients with a scale for 128x128 numbers. "from bfloat16" makes both of them first, with the rows' copies, which a
+layer needs anyway. "quantize" is one of these. Group sizes are drawn from a multinomial distribution. Each process
+compiles the contenders of one shape, then runs them interleaved, as `benchmarks.quantized_matmul` does. `errors` are
+norms relative to the float32 product, of the dequantised operands where these are in 8 bits, in a part of one group's
+result: on normal numbers, and on their magnitudes, where coarse sums show. "bfloat16 / name" is the time of our
+bfloat16 kernel relative to that of a contender.
 """
 
 from __future__ import annotations
@@ -47,17 +48,21 @@ def ours(**params: Any) -> Function:
     return functools.partial(grouped_matmul_wgrad, implementation="mosaic_gpu", cfg=cfg)
 
 
-def from_bfloat16(lhs: jax.Array, dout: jax.Array, sizes: jax.Array) -> Any:
+def from_bfloat16(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, *, square: bool = False) -> Any:
     """Return the gradient, and the rows in 8 bits."""
-    both = [quantize_both(x, sizes, dtype=dtype) for x, dtype in zip((lhs, dout), DTYPES, strict=True)]
+    kinds = (lhs, DTYPES[0], False), (dout, DTYPES[1], square)
+    both = [quantize_both(x, sizes, dtype=dtype, square=own) for x, dtype, own in kinds]
     return grouped_matmul_wgrad(both[0][1], both[1][1], sizes), [rows for rows, _ in both]
 
 
 CONTENDERS: dict[str, Function] = {
     BASE: ours(),
     "blocks": ours(),
+    "squares": ours(),
+    "squares, from bfloat16": functools.partial(from_bfloat16, square=True),
     "blocks, from bfloat16": from_bfloat16,
     "quantize": lambda lhs, dout, sizes: quantize_both(dout, sizes, dtype=DTYPES[1]),
+    "quantize, squares": lambda lhs, dout, sizes: quantize_both(dout, sizes, dtype=DTYPES[1], square=True),
     "xla bfloat16": functools.partial(grouped_matmul_wgrad, implementation="xla"),
     "blocks, block_n 128": ours(block_n=128, stages=5),
     "blocks, block_n 128, 4 stages": ours(block_n=128, stages=4),
@@ -65,28 +70,33 @@ CONTENDERS: dict[str, Function] = {
     "blocks, panel 32": ours(block_n=192, stages=4, out_slots=3, panel=32),
     "blocks, 5 stages": ours(block_n=192, stages=5, out_slots=1),
     "blocks, largest first": ours(block_n=192, stages=4, out_slots=3, largest_first=True, snake=True),
+    "squares, 5 stages": ours(block_n=192, stages=5, out_slots=1),
+    "squares, dealt in order": ours(block_n=192, stages=4, out_slots=3),
+    "squares, largest first": ours(block_n=192, stages=4, out_slots=3, largest_first=True, snake=True),
     "blocks, dealt in order": ours(block_n=192, stages=4, out_slots=3),
 }
-FEW = tuple(CONTENDERS)[:5]
+FEW = tuple(CONTENDERS)[:8]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def operands(shape: Shape, narrow: bool, positive: bool | jax.Array) -> tuple[Any, Any]:
-    """Return rows and gradients: in bfloat16, or their columns in 8 bits."""
+def operands(shape: Shape, kind: str, positive: bool | jax.Array) -> tuple[Any, Any]:
+    """Return rows and gradients: in bfloat16, or their columns in 8 bits, with scales of blocks or squares."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
     sizes = (shape.m, shape.k), (shape.m, shape.n)
     made = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
     arrays = [jnp.where(positive, jnp.abs(array), array) for array in made]
-    if not narrow:
+    if kind == BASE:
         return arrays[0], arrays[1]
-    groups = sizes_of(shape)
-    first, second = (quantize_both(x, groups, dtype=dtype)[1] for x, dtype in zip(arrays, DTYPES, strict=True))
+    groups, squares = sizes_of(shape), (False, kind == "squares")
+    pairs = zip(arrays, DTYPES, squares, strict=True)
+    first, second = (quantize_both(x, groups, dtype=dtype, square=square)[1] for x, dtype, square in pairs)
     return first, second
 
 
-def is_narrow(name: str) -> bool:
-    """Return whether a contender's operands are in 8 bits."""
-    return name.startswith("blocks") and "from" not in name
+def kind_of(name: str) -> str:
+    """Return the kind of a contender's operands."""
+    kind = name.split(",")[0]
+    return kind if kind in ("blocks", "squares") and "from" not in name else BASE
 
 
 @jax.jit
@@ -95,7 +105,8 @@ def expected(lhs: Any, dout: Any, sizes: jax.Array) -> jax.Array:
     arrays = []
     for array in (lhs, dout):
         if isinstance(array, Quantized):
-            array = Quantized(array.values[:PART], array.scale[:PART], array.block).dequantize().T
+            part = -(-PART // (array.block[0] or 1))
+            array = Quantized(array.values[:PART], array.scale[:part], array.block).dequantize().T
         arrays.append(array[:, :PART].astype(jnp.float32))
     own = taken_apart(whole_blocks(sizes, lhs.shape[1]))[0] if isinstance(lhs, Quantized) else sizes
     ends, row = jnp.cumsum(own), jnp.arange(len(arrays[0]))
@@ -114,16 +125,16 @@ def error(program: Function, arrays: Any, sizes: jax.Array) -> float:
 def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
     sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
-    given = {narrow: operands(shape, narrow, False) for narrow in sorted({is_narrow(name) for name in names})}
-    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[is_narrow(name)], sizes).compile()  # noqa: E731
+    given = {kind: operands(shape, kind, False) for kind in sorted({kind_of(name) for name in names})}
+    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[kind_of(name)], sizes).compile()  # noqa: E731
     with concurrent.futures.ThreadPoolExecutor() as pool:
         jobs = {name: pool.submit(compile_one, name) for name in names}
         for name, job in jobs.items():
             try:
-                program, arrays = job.result(), given[is_narrow(name)]
+                program, arrays = job.result(), given[kind_of(name)]
                 row: dict[str, Any] = {}
-                if name != "quantize":
-                    positive = operands(shape, is_narrow(name), True)
+                if not name.startswith("quantize"):
+                    positive = operands(shape, kind_of(name), True)
                     row["errors"] = [error(program, each, sizes) for each in (arrays, positive)]
                 found[name] = row
             except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason

@@ -231,7 +231,7 @@ def add_times(shape: Any, found: dict[str, Any], runs: dict[str, Function]) -> N
         for kind, us in times.items():
             if us is not None:
                 found[name][kind] = round(us, 1)
-                if name != "quantize":
+                if not name.startswith("quantize"):
                     found[name][f"{kind.removesuffix('us')}tflops"] = round(flops / us / 1e6)
 
 

@@ -21,9 +21,10 @@ def call_of(lhs=E4M3, rhs=E4M3, sizes=(0, 13, 1, 150), *, rows=170, **options):
     def call(dtype):
         rng, own = np.random.default_rng(0), jnp.asarray(sizes, jnp.int32)
         arrays = [jnp.asarray(rng.standard_normal((rows, size)), dtype) for size in (32, 48)]
+        squares = False, options.get("square", False)
         made = [
-            quantized_blocks(x, own, dtype=name, transposed=True)[2:]
-            for x, name in zip(arrays, (lhs, rhs), strict=True)
+            quantized_blocks(x, own, dtype=name, transposed=True, square=square)[2:]
+            for x, name, square in zip(arrays, (lhs, rhs), squares, strict=True)
         ]
         (left, left_scale), (right, right_scale) = made
         return (left, right, own, left_scale, right_scale), {"preferred_element_type": "float32", **options}
@@ -44,6 +45,7 @@ SUBJECT = Subject(
         "uneven": call_of(),
         "rows of no group, e5m2": call_of(rhs=E5M2, sizes=(5, 0, 100)),
         "sizes past the last row, int8": call_of("int8", "int8", (100, 300, 7)),
+        "squares": call_of(rhs=E5M2, square=True),
         "some of the groups": call_of(first_group=1, groups=2),
     },
     briefly=("uneven",),

@@ -13,13 +13,18 @@ from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivation
 
 OPERATIONS = {
     "flash_attention": [modules.FlashAttention],
-    "grouped_matmul": [modules.GroupedMatmul, GroupedMatmulActivation, modules.QuantizedGroupedMatmul],
+    "grouped_matmul": [
+        modules.GroupedMatmul,
+        GroupedMatmulActivation,
+        modules.QuantizedGroupedMatmul,
+        modules.QuantizedGroupedActivation,
+    ],
     "grouped_matmul_wgrad": [modules.GroupedMatmulWgrad, modules.QuantizedGroupedWgrad],
     "layer_norm": [modules.LayerNorm],
     "linear_cross_entropy": [modules.LinearCrossEntropy],
     "paged_attention": [modules.PagedAttention],
     "quantize_both": [modules.Quantize],
-    "quantized_matmul": [modules.QuantizedMatmul],
+    "quantized_matmul": [modules.QuantizedMatmul, modules.QuantizedGroupedActivation],
     "rms_norm": [modules.RmsNorm, modules.QuantizedRmsNorm],
     "token_log_probs": [modules.LinearCrossEntropy],
 }

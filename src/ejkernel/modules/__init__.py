@@ -12,6 +12,8 @@ from .grouped_matmul import GroupedMatmulActivationConfig as GroupedMatmulActiva
 from .grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
+from .grouped_matmul import QuantizedGroupedActivation as QuantizedGroupedActivation
+from .grouped_matmul import QuantizedGroupedActivationConfig as QuantizedGroupedActivationConfig
 from .grouped_matmul import QuantizedGroupedMatmul as QuantizedGroupedMatmul
 from .grouped_matmul import QuantizedGroupedMatmulConfig as QuantizedGroupedMatmulConfig
 from .grouped_matmul import QuantizedGroupedWgrad as QuantizedGroupedWgrad
@@ -78,6 +80,8 @@ __all__ = [
     "Quantize",
     "QuantizeConfig",
     "Quantized",
+    "QuantizedGroupedActivation",
+    "QuantizedGroupedActivationConfig",
     "QuantizedGroupedMatmul",
     "QuantizedGroupedMatmulConfig",
     "QuantizedGroupedWgrad",

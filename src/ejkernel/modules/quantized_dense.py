@@ -78,8 +78,9 @@ def quantized_dense(
         gradient, scaling = jax.grad(loss, (0, 1))(w, scaling)
 
     **Blocks**: with `block=128`, 128 consecutive numbers of `x` and of gradients share a scale, and 128x128 numbers of
-    `w`, from the current numbers, so an outlier coarsens few others. `quantize_both` makes the rows and the columns of
-    `x` in one pass; the gradient keeps the columns, in 8 bits.
+    `w`, from the current numbers, so an outlier coarsens few others. The matmul that gives the gradient of `w` reads
+    the result's gradient with a scale for 128x128 numbers. `quantize_both` makes the rows and the columns of `x` in one
+    pass; the gradient keeps the columns, in 8 bits.
 
     Numbers beyond the range are clipped; infinity becomes NaN. Under `jit` over a mesh the magnitudes are those of
     whole arrays. Inside `jax.shard_map`, and where gradients of several calls are added, histories would be added too:
@@ -140,8 +141,9 @@ def quantized_grouped_dense(
     operands as they are.
 
     **Blocks**: with `block=128` all three matmuls are in 8 bits. 128 consecutive numbers of rows and of gradients
-    share a scale, and 128x128 numbers of a group's matrix. `quantize_both` makes rows and columns in one pass; the
-    gradient keeps the columns, in which each group begins a block.
+    share a scale, and 128x128 numbers of a group's matrix; the gradient of `rhs` reads 128x128 numbers of the result's
+    gradient with one scale. `quantize_both` makes rows and columns in one pass; the gradient keeps the columns, in
+    which each group begins a block.
 
     Args:
         lhs: Rows, group after group.
@@ -268,7 +270,7 @@ def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.A
 
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
-    rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype)
+    rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype, square=True)
     dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], -1)
     return dx, recipe.product(columns, gradients, w.dtype)
 
@@ -298,7 +300,7 @@ def _blocked_groups_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, siz
 
 def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     columns, squares, sizes, lhs, rhs = residuals
-    rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype)
+    rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype, square=True)
     dlhs = recipe.groups(rows, _turned_squares(squares), sizes, lhs.dtype)
     asked = {"implementation": dict(recipe.options)["implementation"], "preferred_element_type": rhs.dtype}
     return dlhs, grouped_matmul_wgrad(columns, gradients, sizes, **asked), None

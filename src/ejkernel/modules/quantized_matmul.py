@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -12,12 +12,15 @@ from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels._hopper import DTYPES as _NARROW
 from ejkernel.kernels._numbers import is_integer
+from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
+from ejkernel.kernels.quantized_matmul.operation import flat, flat_block
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
 from ejkernel.kernels.quantized_matmul.quantized import (
     LARGEST,
     Block,
+    full_block,
     given_scale,
     is_quantized,
     quantized_operand,
@@ -29,8 +32,11 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK as _BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.operation import Quantize as Quantize
 from ejkernel.kernels.quantized_matmul.quantizing.operation import QuantizeConfig as QuantizeConfig
 from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks as _quantize_blocks
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
+
+from .grouped_matmul import QuantizedGroupedActivationConfig, activated_in_8_bits
 
 _NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
     "lhs": "x",
@@ -102,6 +108,7 @@ def quantize_both(
     group_sizes: Int[Array, " groups"] | None = None,
     *,
     dtype: DTypeLike = "float8_e4m3fn",
+    square: bool = False,
     implementation: str | Sequence[str] | None = None,
     cfg: QuantizeConfig | None = None,
 ) -> tuple[Quantized, Quantized]:
@@ -113,6 +120,9 @@ def quantize_both(
     `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
     its rows and behind the last group. So no block has rows of two groups. Rows past the last group have no column.
 
+    With `square`, 128x128 numbers of the columns share a scale, as in `quantize(x.T, block=128, axis=(0, 1))`. The
+    gradient of matrices is faster with such columns as its right operand: see `grouped_matmul_wgrad`.
+
     On Hopper GPUs `mosaic_gpu` runs bfloat16 and float16 matrices to float8, if 16 divides `k`, and `m` where there are
     no groups. It multiplies by the reciprocal of a scale where `xla` divides, so some numbers halfway between two
     others are rounded to the other.
@@ -121,19 +131,56 @@ def quantize_both(
         x: The matrix, in bfloat16, float16 or float32.
         group_sizes: The number of rows of each group, as for `grouped_matmul`; `None` without groups.
         dtype: As for `quantize`.
+        square: Whether the columns have scales of 128x128 blocks rather than 1x128.
         implementation: As for `quantized_matmul`.
         cfg: The configuration of this call; `None` looks one up.
 
     Returns:
-        The rows and the columns in 8 bits, each with a float32 scale for 128 consecutive numbers.
+        The rows and the columns in 8 bits, each with a float32 scale for 128 consecutive numbers, or for 128x128.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
-    options: dict[str, Any] = {"dtype": dtype, "implementation": implementation, "cfg": cfg}
+    options: dict[str, Any] = {"dtype": dtype, "square": square, "implementation": implementation, "cfg": cfg}
     rows, row_scale, columns, column_scale = _quantize_blocks(x, group_sizes, transposed=True, **options)
-    return Quantized(rows, row_scale, (1, _BLOCK)), Quantized(columns, column_scale, (1, _BLOCK))
+    blocks = (1, _BLOCK), (_BLOCK if square else 1, _BLOCK)
+    return Quantized(rows, row_scale, blocks[0]), Quantized(columns, column_scale, blocks[1])
+
+
+@overload
+def quantized_matmul(
+    x: Quantized | Num[Array, "*rows k"],
+    w: Quantized | Num[Array, "k n"] | Num[Array, "n k"],
+    *,
+    x_scale: Float[Array, ...] | None = None,
+    w_scale: Float[Array, ...] | None = None,
+    activation: None = None,
+    gate: None = None,
+    quantize: None = None,
+    transpose_w: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    accumulation: Literal["exact", "fast"] = "exact",
+    implementation: str | Sequence[str] | None = None,
+    cfg: QuantizedMatmulConfig | None = None,
+) -> Float[Array, "*rows n"]: ...
+
+
+@overload
+def quantized_matmul(
+    x: Quantized | Num[Array, "*rows k"],
+    w: Quantized | Num[Array, "k n"] | Num[Array, "n k"],
+    *,
+    x_scale: Float[Array, ...] | None = None,
+    w_scale: Float[Array, ...] | None = None,
+    activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
+    gate: Quantized | None = None,
+    quantize: DTypeLike,
+    transpose_w: bool = False,
+    accumulation: Literal["exact", "fast"] = "exact",
+    implementation: str | Sequence[str] | None = None,
+    cfg: QuantizedGroupedActivationConfig | None = None,
+) -> Quantized: ...
 
 
 @names_checked(_NAMES_ELSEWHERE)
@@ -143,12 +190,15 @@ def quantized_matmul(
     *,
     x_scale: Float[Array, ...] | None = None,
     w_scale: Float[Array, ...] | None = None,
+    activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
+    gate: Quantized | None = None,
+    quantize: DTypeLike | None = None,
     transpose_w: bool = False,
     preferred_element_type: DTypeLike | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: QuantizedMatmulConfig | None = None,
-) -> Float[Array, "*rows n"]:
+    cfg: QuantizedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
+) -> Any:
     """Multiply matrices of which at least one holds 8-bit numbers with scales: `dequantize(x) @ dequantize(w)`.
 
         w8 = quantize(w.T)                                              # once: [n, k], a scale for each column of w
@@ -166,6 +216,14 @@ def quantized_matmul(
     A bfloat16, float16 or float32 operand has a gradient: the matmul of the result's gradient and the other,
     dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
 
+    With `quantize`, the result of two 8-bit operands is `Quantized`, too: `activation(x @ w) * (x @ gate)`, with a
+    scale for 128 columns of a row, as the next matmul takes it:
+
+        h8 = quantized_matmul(x8, w8, activation="silu", gate=gate8, transpose_w=True, quantize="float8_e4m3fn")
+        y = quantized_matmul(h8, down8, transpose_w=True)  # down8 = quantize(down.T, block=128, axis=(0, 1))
+
+    This is the operation `quantized_grouped_activation` with one group, without a gradient.
+
     Under `jit` over a mesh the call splits itself by rows, columns and `k`, and scales are sharded like their operands.
     Blocks are never cut. Inside `jax.shard_map` each shard must begin and end with a block.
 
@@ -175,16 +233,21 @@ def quantized_matmul(
         x_scale: Factors of an 8-bit array `x`: a number, `[m]` for each row of a matrix, or an array of the same rank
             whose sizes divide those of `x`.
         w_scale: Factors of an 8-bit array `w`: a number, `[n]`, or an array of the same rank.
+        activation: With `quantize`, the activation of the result: `silu`, `gelu` (the tanh approximation), `relu`, or
+            `relu2`, its square; or `None`.
+        gate: With `quantize`, a second matrix, quantised like `w`; the result is multiplied by `x @ gate`.
+        quantize: Dtype of a result in 8 bits: `float8_e4m3fn`, `float8_e5m2` or `int8`.
         transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
         preferred_element_type: Dtype of the result: bfloat16, float16 or float32. By default that of the operand
             without scales, or bfloat16 if both are quantised.
         accumulation: `exact` adds partial sums in float32; `fast` permits sums in the tensor core.
         implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
             none of them supports it. `None` leaves the choice to the configuration.
-        cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own.
+        cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own. With `quantize` it
+            is a `QuantizedGroupedActivationConfig`.
 
     Returns:
-        The result.
+        The result; with `quantize` as `Quantized`.
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
@@ -193,6 +256,20 @@ def quantized_matmul(
     """
     x, x_scale, x_block = _operand("x", x, x_scale, 0)
     w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w is True else 1)
+    if quantize is not None:
+        if preferred_element_type is not None:
+            raise ArgumentError(f"preferred_element_type must be None with quantize, got {preferred_element_type!r}.")
+        options: dict[str, Any] = {
+            "transpose_rhs": transpose_w,
+            "accumulation": accumulation,
+            "implementation": implementation,
+        }
+        options |= {"activation": activation, "quantize": quantize, "cfg": cfg}
+        return _activated((x, x_scale, x_block), (w, w_scale, w_block), gate, options)
+    for name, value in (("activation", activation), ("gate", gate)):
+        if value is not None:
+            raise ArgumentError(f"{name} needs quantize=, a result in 8 bits; without it, apply it to the result.")
+    chosen: Any = cfg
     return _quantized_matmul(
         x,
         w,
@@ -204,8 +281,32 @@ def quantized_matmul(
         preferred_element_type=preferred_element_type,
         accumulation=accumulation,
         implementation=implementation,
-        cfg=cfg,
+        cfg=chosen,
     )
+
+
+def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Quantized:
+    """Return the quantised activation of a matmul: that of one group of rows."""
+    (values, scale, block), matrix = x, Quantized(*w)
+    if None in (block, matrix.block):
+        raise ArgumentError("x and w must be in 8 bits, with scales, to pass quantize=; see quantize.")
+    shape = values.shape
+    rows = Quantized(flat(values), flat(scale), flat_block(block))
+    if gate is not None:
+        if not is_quantized(gate):
+            raise ArgumentError(f"gate must be Quantized like w; got {type_text(gate)}.")
+        gate = _one_group(gate if isinstance(gate, Quantized) else Quantized.from_qwix(gate))
+    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
+    found = activated_in_8_bits(rows, _one_group(matrix), sizes, gate, **options)
+    parts = [array.reshape(*shape[:-1], array.shape[-1]) for array in (found.values, found.scale)]
+    return Quantized(parts[0], parts[1], (1,) * (len(shape) - 1) + found.block[1:])
+
+
+def _one_group(w: Quantized) -> Quantized:
+    """Return a matrix as that of the only group."""
+    if len(w.values.shape) != 2 or w.block is None:
+        raise ArgumentError(f"w and gate must be quantised matrices; got {type_text(w.values)}.")
+    return Quantized(w.values[None], w.scale[None], (1, *full_block(w.block, 2)))
 
 
 def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:

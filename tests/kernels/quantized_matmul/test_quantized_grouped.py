@@ -102,19 +102,21 @@ def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blo
 
 
 @pytest.mark.parametrize(
-    ("sizes", "params", "races"),
+    ("sizes", "params", "races", "square"),
     [
-        (SIZES, {"block_n": 192, "stages": 3}, False),
-        ((128, 0, 40), {"block_n": 64, "stages": 2, "out_slots": 1, "largest_first": True, "snake": True}, True),
+        (SIZES, {"block_n": 192, "stages": 3}, False, False),
+        (SIZES, {"block_n": 192, "stages": 3}, False, True),
+        ((128, 0, 40), {"block_n": 64, "stages": 2, "out_slots": 1, "largest_first": True, "snake": True}, True, False),
     ],
 )
-def test_simulated_gradients_of_groups_match_the_float32_sums(mosaic, sizes, params, races):
+def test_simulated_gradients_of_groups_match_the_float32_sums(mosaic, sizes, params, races, square):
     rng, own = np.random.default_rng(0), jnp.asarray(sizes, jnp.int32)
-    x, dout = (jnp.asarray(rng.standard_normal((210, size)) + 1, jnp.float32) for size in (140, 200))
+    x, dout = (jnp.asarray(rng.standard_normal((210, size)) + 1, jnp.float32) for size in (140, 600 if square else 200))
     x = x.at[sum(sizes) :].set(jnp.nan)  # rows of no group
-    made = [quantized_blocks(array, own, dtype=name, transposed=True)[2:] for array, name in ((x, E4M3), (dout, E5M2))]
+    kinds = (x, E4M3, False), (dout, E5M2, square)
+    made = [quantized_blocks(each, own, dtype=name, transposed=True, square=by)[2:] for each, name, by in kinds]
     args = (made[0][0], made[1][0], own, made[0][1], made[1][1])
-    options = {"preferred_element_type": "bfloat16" if races else "float32"}
+    options = {"preferred_element_type": "bfloat16" if races else "float32", **({"square": True} if square else {})}
     call = quantized_grouped_wgrad.describe(*args, **options)
     chosen = WgradParams(**params)
     assert MosaicGpuGroupedWgrad().params_fault(call, chosen) is None

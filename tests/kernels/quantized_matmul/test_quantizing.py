@@ -47,30 +47,33 @@ def wide(results):
     found = []
     for values, scale in zip(results[::2], results[1::2], strict=True):
         each = jnp.repeat(scale, 128, -1)[..., : values.shape[-1]]
+        if len(each) < len(values):  # squares
+            each = jnp.repeat(each, 128, 0)[: len(values)]
         found.append(values.astype(jnp.float32) * each)
     return found
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "values", "transposed", "programs", "races"),
+    ("shape", "dtype", "values", "options", "programs", "races"),
     [
-        ((256, 384), "bfloat16", E4M3, True, 2, True),
-        ((144, 272), "float16", E5M2, True, 132, False),
-        ((2, 65, 144), "bfloat16", E4M3, False, 2, False),
+        ((256, 384), "bfloat16", E4M3, {"transposed": True}, 2, True),
+        ((144, 272), "float16", E5M2, {"transposed": True}, 132, False),
+        ((2, 65, 144), "bfloat16", E4M3, {"transposed": False}, 2, False),
+        ((144, 272), "bfloat16", E5M2, {"transposed": True, "square": True}, 2, True),
     ],
 )
 def test_simulated_kernel_gives_the_numbers_of_plain_jax(
-    mosaic, monkeypatch, shape, dtype, values, transposed, programs, races
+    mosaic, monkeypatch, shape, dtype, values, options, programs, races
 ):
     monkeypatch.setattr(plans, "MULTIPROCESSORS", programs)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype) * 30
     x = x.at[..., 3, :].set(0).at[..., 1, 130].set(jnp.inf)  # the interpreter's maximum ignores NaN
-    call = quantize_blocks.describe(x, dtype=values, transposed=transposed)
+    call = quantize_blocks.describe(x, dtype=values, **options)
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     params = QuantizeParams(tiles=2, blocks=1)
     found = jax.jit(lambda x: launch.quantized(call, (x,), params, interpret=interpret))(x)
     assert not (races and compat.simulated_races())
-    expected = quantize_blocks.reference(x, dtype=values, transposed=transposed)
+    expected = quantize_blocks.reference(x, dtype=values, **options)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):
         # A number halfway between two others may be rounded to either.
@@ -78,15 +81,15 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
         assert np.mean((np.asarray(ours) != plain) & ~np.isnan(plain)) < 1e-3
 
 
-@pytest.mark.parametrize("sizes", [(0, 130, 3, 70), (200, 300, 50)])
-def test_simulated_kernel_begins_a_block_of_columns_with_each_group(mosaic, monkeypatch, sizes):
+@pytest.mark.parametrize(("sizes", "square"), [((0, 130, 3, 70), False), ((200, 300, 50), False), ((3, 70), True)])
+def test_simulated_kernel_begins_a_block_of_columns_with_each_group(mosaic, monkeypatch, sizes, square):
     monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((210, 144)), "bfloat16") * 30
     args = x.at[0, 7].set(jnp.inf), jnp.asarray(sizes, jnp.int32)
-    call = quantize_blocks.describe(*args, dtype=E4M3, transposed=True)
+    call = quantize_blocks.describe(*args, dtype=E4M3, transposed=True, square=square)
     interpret = mosaic.InterpretGPUParams()
     found = jax.jit(lambda *args: launch.quantized(call, args, QuantizeParams(), interpret=interpret))(*args)
-    expected = quantize_blocks.reference(*args, dtype=E4M3, transposed=True)
+    expected = quantize_blocks.reference(*args, dtype=E4M3, transposed=True, square=square)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=0.26)

@@ -29,14 +29,16 @@ def tile_position(number: Any, row_tiles: Any, column_tiles: int, panel: int) ->
     return number_of_panel * panel + (rest - column * rows), column
 
 
-def accumulate(shape: tuple[int, int], products: int, mainloop: Callable[..., None]) -> list[jax.Array]:
-    """Run `mainloop` on one zeroed float32 accumulator per product, and return their values."""
+def accumulate(
+    shape: tuple[int, int], products: int, mainloop: Callable[..., None], *, dtype: Any = jnp.float32
+) -> list[jax.Array]:
+    """Run `mainloop` on one zeroed accumulator per product, and return their values."""
 
     def scoped(*accumulators: Any) -> list[Any]:
         mainloop(*accumulators)
         return [accumulator[...] for accumulator in accumulators]
 
-    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(products)])
+    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, dtype) for _ in range(products)])
     return found
 
 

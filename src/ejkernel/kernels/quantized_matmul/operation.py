@@ -125,7 +125,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             x_dtype=str(x.dtype),
             w_dtype=str(w.dtype),
             out_dtype=preferred_element_type or usual_result(x, w),
-            x_block=None if x_block is None else _flat_block(x_block),
+            x_block=None if x_block is None else flat_block(x_block),
             w_block=w_block if w_block is None or transpose_w else w_block[::-1],
             transpose_w=transpose_w,
             fast=accumulation == "fast",
@@ -142,8 +142,8 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     def run(self, *args: Any, cfg: QuantizedMatmulConfig, **options: Any) -> Any:
         """Return the product; the leading axes of `x` become one axis."""
         x, w, x_scale, w_scale = constant_operands(*args)
-        scales = None if x_scale is None else _flat(x_scale)
-        found = super().run(_flat(x), w, scales, w_scale, cfg=cfg, **options)
+        scales = None if x_scale is None else flat(x_scale)
+        found = super().run(flat(x), w, scales, w_scale, cfg=cfg, **options)
         return found.reshape(*x.shape[:-1], found.shape[-1])
 
     def custom_vjp(
@@ -162,8 +162,8 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             return dx, None, None, None
         if w_scale is not None:
             return None, None, None, None
-        shared["w_block"] = _flat_block(kwargs["x_block"])
-        dw = quantized_matmul(_flat(dout.astype(w.dtype)).T, _flat(x), None, _flat(x_scale), **shared)  # [n, k]
+        shared["w_block"] = flat_block(kwargs["x_block"])
+        dw = quantized_matmul(flat(dout.astype(w.dtype)).T, flat(x), None, flat(x_scale), **shared)  # [n, k]
         return None, dw if transposed else dw.T, None, None
 
     def reference(self, *args: Any, **options: Any) -> Any:
@@ -253,12 +253,12 @@ def widened(array: jax.Array, scale: jax.Array | None, block: Any, dtype: Any = 
     return array.astype(dtype) if scale is None else Quantized(array, scale, block).dequantize(dtype)
 
 
-def _flat(x: Any) -> Any:
+def flat(x: Any) -> Any:
     """Return an array with its leading axes as one."""
     return x if len(x.shape) == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _flat_block(block: Block) -> Block:
+def flat_block(block: Block) -> Block:
     """Return the block of an array whose leading axes became one."""
     return block[-2:] if len(block) > 1 else (1, *block)
 

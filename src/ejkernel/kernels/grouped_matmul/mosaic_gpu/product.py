@@ -263,7 +263,7 @@ class ProductKernel:
         plan, width = self.plan, self.plan.piece_columns
         for i in range(plan.pieces):
             products = [accumulator[:, i * width : (i + 1) * width] for accumulator in accumulators]
-            values = [_finished(products, row_scale, plan.activation), *products[: len(self.kept)]]
+            values = [epilogue(products, row_scale, plan.activation), *products[: len(self.kept)]]
             for j, (result, value) in enumerate(zip((self.out, *self.kept), values, strict=True)):
                 slot = (i * plan.results + j) % plan.out_slots
                 yield slot, value.astype(plan.out_dtype), result, pl.ds(tile.column + i * width, width)
@@ -318,7 +318,7 @@ class ProductKernel:
 # The epilogue in registers.
 
 
-def _finished(products: Sequence[jax.Array], row_scale: jax.Array | None, activation: str | None) -> jax.Array:
+def epilogue(products: Sequence[jax.Array], row_scale: jax.Array | None, activation: str | None) -> jax.Array:
     """Return the result for a piece of each product, as `common.finished` does, in fast instructions."""
     first, *others = products
     out = first if activation is None else _ACTIVATIONS[activation](first)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The descriptions of a quantised product of groups, and of the gradient of its matrices."""
+"""The descriptions of a quantised product of groups, of its activation, and of the gradient of its matrices."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+import jax
+
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, finished, own_rows
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.quantized import Block
+from ejkernel.kernels.quantized_matmul.quantized import Block, quantize
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.implementation import OperationCall
 
 
@@ -46,11 +51,33 @@ class QuantizedGroupedMatmulCall(GroupedMatmulCall):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGroupedActivationCall(QuantizedGroupedMatmulCall):
+    """A call without its arrays; `out_dtype` is float32, in which the activation is computed.
+
+    Attributes:
+        values: Name of the dtype of the result's numbers.
+    """
+
+    values: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedGroupedWgradCall(GroupedMatmulCall):
     """A call without its arrays; `rows` is the length of both operands along the rows of groups, with whole blocks.
 
     Attributes:
         rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+        square: Whether the right operand has scales of 128x128 blocks; else of 1x128 blocks, as the left one.
     """
 
     rhs_dtype: str
+    square: bool = False
+
+
+def in_8_bits(
+    products: Sequence[jax.Array], groups: Any, count: int, activation: str | None, dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """Return numbers and scales of the activation of float32 products of `count` groups."""
+    own = own_rows(groups, products[0].shape[0], count)
+    found = quantize(finished(products, own, None, activation), dtype=dtype, block=BLOCK)
+    return found.values, found.scale

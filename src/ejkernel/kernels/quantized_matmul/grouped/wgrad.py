@@ -2,20 +2,22 @@
 """The operation behind `grouped_matmul_wgrad` with quantised operands.
 
 The contract of an implementation. It sees `lhs [k, m]` and `rhs [n, m]`, the groups, and both operands' scales
-`[k, m / 128]` and `[n, m / 128]`. Along `m` each group begins with a block of 128 and takes as many as its size needs;
-`quantizing.groups` has this layout. The result is `lhs @ rhs.T` over the blocks of each group, summed in float32.
+`[k, m / 128]` and `[n, m / 128]`, or `[ceil(n / 128), m / 128]` for `rhs` if `call.square`. Along `m` each group begins
+with a block of 128 and takes as many as its size needs; `quantizing.groups` has this layout. The result is
+`lhs @ rhs.T` over the blocks of each group, summed in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.kernels.grouped_matmul import _arguments as groups_arguments
 from ejkernel.kernels.grouped_matmul import reference
 from ejkernel.kernels.grouped_matmul.common import Groups, taken_apart
@@ -26,9 +28,10 @@ from ejkernel.kernels.grouped_matmul.operation import (
     example_groups,
 )
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS, example_operand, widened
-from ejkernel.kernels.quantized_matmul.quantized import Quantized, canonical_dtype, check_quantized
+from ejkernel.kernels.quantized_matmul.quantized import Block, Quantized, canonical_dtype, check_quantized
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count, whole_blocks
+from ejkernel.kernels.quantized_matmul.sharding import ScaleAxes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.errors import ArgumentError
@@ -38,7 +41,7 @@ from .common import QuantizedGroupedWgradCall
 
 _Invocation = Invocation["QuantizedGroupedWgradConfig", jax.Array]
 _PACKAGE = "ejkernel.kernels.quantized_matmul"
-BLOCKS = (1, BLOCK)
+BLOCKS, SQUARES = (1, BLOCK), (BLOCK, BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +75,16 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
         lhs_scale: Any,
         rhs_scale: Any,
         *,
+        square: Any = False,
         preferred_element_type: Any = None,
         first_group: Any = None,
         groups: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits."""
+        square = canonical_flag("square", square)
         check_quantized("lhs", Quantized(lhs, lhs_scale, BLOCKS))
-        check_quantized("rhs", Quantized(rhs, rhs_scale, BLOCKS))
+        check_quantized("rhs", Quantized(rhs, rhs_scale, SQUARES if square else BLOCKS))
         if len(lhs.shape) != 2 or len(rhs.shape) != 2 or lhs.shape[1] != rhs.shape[1] or lhs.shape[1] % BLOCK:
             raise ArgumentError(
                 f"lhs and rhs must be [k, m] and [n, m] with whole blocks of {BLOCK}, the second results of "
@@ -90,6 +95,8 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
         own = groups_arguments.canonical_groups(group_sizes, first_group, count_asked)
         out = canonical_dtype("preferred_element_type", preferred_element_type or "bfloat16", OUTPUTS)
         options: dict[str, Any] = {} if out == "bfloat16" else {"preferred_element_type": out}
+        if square:
+            options["square"] = True
         if isinstance(own, tuple):
             options["groups"] = groups
         return (lhs, rhs, own, lhs_scale, rhs_scale), options | {"implementation": self.requested(implementation)}
@@ -102,6 +109,7 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
         lhs_scale: Any,
         rhs_scale: Any,
         *,
+        square: bool = False,
         preferred_element_type: str = "bfloat16",
         groups: int | None = None,
     ) -> QuantizedGroupedWgradCall:
@@ -116,17 +124,22 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
             rhs_dtype=str(rhs.dtype),
             out_dtype=preferred_element_type,
             all_groups=None if first is None else sizes.shape[0],
+            square=square,
         )
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits groups and both axes of the matrices; every device gets all rows."""
-        axes = f"inner rows, columns rows, {axes_of_groups(inv)}, inner blocks, columns blocks"
-        return ShardingRule(f"{axes} -> groups inner columns", split="groups inner columns", cheapest=True)
+        _, rhs, *_, rhs_scale = inv.args
+        scales, block = ScaleAxes(), (_rhs_block(inv.kwargs)[0], 1)
+        of_columns = scales.of("rhs", rhs, rhs_scale, block, ["columns", "blocks"])
+        axes = f"inner rows, columns rows, {axes_of_groups(inv)}, inner blocks, {of_columns}"
+        split = scales.split(["groups", "inner", "columns"])
+        return ShardingRule(f"{axes} -> groups inner columns", split=split, follows=scales.follows, cheapest=True)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 sums of the dequantised operands."""
         lhs, rhs, own, lhs_scale, rhs_scale = args
-        left, right = widened(lhs, lhs_scale, BLOCKS).T, widened(rhs, rhs_scale, BLOCKS).T
+        left, right = widened(lhs, lhs_scale, BLOCKS).T, widened(rhs, rhs_scale, _rhs_block(options)).T
         count, blocks = options.get("groups", taken_apart(own)[0].shape[0]), whole_blocks(own, lhs.shape[1])
         out = reference.weights_gradient(left, right, blocks, count=count, block=REFERENCE_BLOCK, precision="highest")
         return out.astype(options.get("preferred_element_type", "bfloat16"))
@@ -136,8 +149,8 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
     ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return random operands with each kind of sizes."""
         (lhs, rhs, groups, *scales), options = inv.args, dict(inv.kwargs)
-        made = [example_operand(rng, *pair, BLOCKS) for pair in ((lhs, scales[0]), (rhs, scales[1]))]
-        left, right = made
+        left = example_operand(rng, lhs, scales[0], BLOCKS)
+        right = example_operand(rng, rhs, scales[1], _rhs_block(options))
         # As many rows as take all blocks if every group has a partial one.
         rows = BLOCK * max(0, lhs.shape[1] // BLOCK - block_count(0, taken_apart(groups)[0].shape[0]))
         drawn = example_groups(groups, rows, self.call_of(inv).groups, rng)
@@ -152,3 +165,7 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
 
 
 quantized_grouped_wgrad = QuantizedGroupedWgrad()
+
+
+def _rhs_block(options: Mapping[str, Any]) -> Block:
+    return SQUARES if options.get("square") else BLOCKS

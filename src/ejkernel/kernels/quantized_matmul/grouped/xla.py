@@ -21,7 +21,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 
-from .common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
+from .common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall, in_8_bits
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -74,6 +74,34 @@ class XlaGrouped(Implementation[QuantizedGroupedMatmulCall]):
         return out.astype(call.out_dtype), ()
 
 
+class XlaGroupedActivation(Implementation[QuantizedGroupedActivationCall]):
+    """The activation on every platform: both products, then plain JAX."""
+
+    name = "xla"
+    params = XlaGroupedParams
+    features = frozenset({"activation", "gate", "first_group"})
+
+    def heuristic(self, call: QuantizedGroupedActivationCall) -> XlaGroupedParams:
+        """Return the parameters of the products; see `XlaGrouped`."""
+        return XlaGrouped().heuristic(call)
+
+    def space(self, call: QuantizedGroupedActivationCall) -> list[XlaGroupedParams]:
+        """Return the parameters of the products; see `XlaGrouped`."""
+        return XlaGrouped().space(call)
+
+    def forward(
+        self, call: QuantizedGroupedActivationCall, /, *args: Any, params: XlaGroupedParams
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Return numbers and scales, without residuals."""
+        lhs, rhs, groups, lhs_scale, rhs_scale, *gate = args
+        matrices = [(rhs, rhs_scale), *gate]
+        products = [
+            XlaGrouped().forward(call, lhs, values, groups, lhs_scale, scale, params=params)[0]
+            for values, scale in matrices
+        ]
+        return in_8_bits(products, groups, call.groups, call.activation, call.values), ()
+
+
 class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
     """The weights' gradient on every platform."""
 
@@ -96,9 +124,9 @@ class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
         self, call: QuantizedGroupedWgradCall, /, *args: Any, params: XlaGroupedParams
     ) -> tuple[jax.Array, Any]:
         """Return the gradient, without residuals."""
-        lhs, rhs, groups, *scales = args
-        pairs = zip((lhs, rhs), scales, strict=True)
-        left, right = [widened(values, scale, (1, BLOCK), params.products).T for values, scale in pairs]
+        lhs, rhs, groups, lhs_scale, rhs_scale = args
+        left = widened(lhs, lhs_scale, (1, BLOCK), params.products).T
+        right = widened(rhs, rhs_scale, (BLOCK if call.square else 1, BLOCK), params.products).T
         wide = dataclasses.replace(call, dtype=params.products, precision=_precision(params))
         own = whole_blocks(groups, call.rows)
         return plain.XlaWgrad().forward(wide, left, right, own, params=plain.XlaParams(block_rows=params.block_rows))

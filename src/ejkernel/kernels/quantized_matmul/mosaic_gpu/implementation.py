@@ -38,12 +38,13 @@ _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: the most, if they fit
 # Bytes that few rows have in flight per multiprocessor, by whether they are wide.
 _IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
+GROUPED_NAMES = ("lhs", "rhs", "transpose_rhs")
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
 
-class _Quantized(Implementation[_Call], Generic[_Call]):
-    """The base of the dense and the grouped product."""
+class QuantizedProduct(Implementation[_Call], Generic[_Call]):
+    """The base of the dense and the grouped product, and of its activation."""
 
     name = "mosaic_gpu"
     params = MosaicGpuParams
@@ -78,7 +79,7 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
         # Each tile starts at the first slot: with a remainder, a slot would be overwritten while it is copied.
         if plan.pieces % plan.out_slots:
             return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {plan.out_slots}."
-        if fault := _register_fault(plan):
+        if fault := register_fault(plan):
             return fault
         if plan.blocks and (params.block_m, plan.parts) != (128, 1):
             return f"blocks' scales need block_m=128 and block_n of at most 192, got {params.block_m, params.block_n}."
@@ -119,20 +120,20 @@ class _Quantized(Implementation[_Call], Generic[_Call]):
         return ConfigSpace(axes, constraints=fits, build=MosaicGpuParams)
 
 
-class MosaicGpu(_Quantized[QuantizedMatmulCall]):
+class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
     """The product of two 8-bit operands with scales of rows and columns, or of blocks, on Hopper GPUs.
 
     At most 64 rows, as in decoding, have their own kernel; these rows may have 16 bits.
     """
 
     def unsupported(self, call: QuantizedMatmulCall) -> str | None:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         # Apart from the dtype of its rows, a call with few rows of 16 bits is supported like one with 8-bit rows.
         as_narrow = dataclasses.replace(call, x_dtype=call.w_dtype, x_block=(1, None)) if _is_wide(call) else call
         return super().unsupported(as_narrow)
 
     def params_fault(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> str | None:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         if params.block_m != FEW_ROWS:
             wide = f"block_m must be {FEW_ROWS} for rows of 16 bits, got {params.block_m}."
             return wide if _is_wide(call) else super().params_fault(call, params)
@@ -141,7 +142,7 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
         return _few_rows_fault(few_rows_plan(call, params))
 
     def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
-        """See `_Quantized`; for few rows, the width with which the multiprocessors read the fewest columns."""
+        """See `QuantizedProduct`; for few rows, the width with which the multiprocessors read the fewest columns."""
         if not _has_few_rows(call):
             return super().heuristic(call)
         plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
@@ -157,16 +158,16 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
         return min(deepest.values(), key=columns)
 
     def space(self, call: QuantizedMatmulCall) -> Collection[MosaicGpuParams]:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         few = list(_few_rows_params(call)) if _has_few_rows(call) else []
         return few if _is_wide(call) else [*few, *super().space(call)] if few else super().space(call)
 
     def dense(self, call: QuantizedMatmulCall) -> QuantizedMatmulCall:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         return call
 
     def plan(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         return quantized_plan(call, params)
 
     def forward(self, call: QuantizedMatmulCall, /, *args: Any, params: MosaicGpuParams) -> tuple[jax.Array, Any]:
@@ -174,35 +175,38 @@ class MosaicGpu(_Quantized[QuantizedMatmulCall]):
         return launch.product(call, args, params), ()
 
 
-class MosaicGpuGrouped(_Quantized[QuantizedGroupedMatmulCall]):
+class MosaicGpuGrouped(QuantizedProduct[QuantizedGroupedMatmulCall]):
     """The same product of groups of rows, each with its own matrix."""
 
     features = frozenset({"row_scale", "first_group"})
-    names = ("lhs", "rhs", "transpose_rhs")
+    names = GROUPED_NAMES
 
     def dense(self, call: QuantizedGroupedMatmulCall) -> QuantizedMatmulCall:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         return call.as_dense
 
     def plan(self, call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
-        """See `_Quantized`."""
+        """See `QuantizedProduct`."""
         return grouped_plan(call, params)
 
     def unsupported(self, call: QuantizedGroupedMatmulCall) -> str | None:
-        """See `_Quantized`."""
-        if reason := super().unsupported(call):
-            return reason
-        if not 1 <= call.groups <= _MOST_GROUPS:
-            return f"it supports 1 to {_MOST_GROUPS} groups, got {call.groups}; use 'xla'."
-        if not call.as_dense.scales_outside and call.rhs_block is not None and call.rhs_block[0] != 1:
-            return f"its blocks of rhs belong to one group, got {call.rhs_block}; use 'xla'."
-        return None
+        """See `QuantizedProduct`."""
+        return super().unsupported(call) or groups_reason(call)
 
     def forward(
         self, call: QuantizedGroupedMatmulCall, /, *args: Any, params: MosaicGpuParams
     ) -> tuple[jax.Array, Any]:
         """Return the product, without residuals."""
         return launch.grouped_product(call, args, params), ()
+
+
+def groups_reason(call: QuantizedGroupedMatmulCall) -> str | None:
+    """Return why the kernels do not run a call with these groups; `None` if they do."""
+    if not 1 <= call.groups <= _MOST_GROUPS:
+        return f"it supports 1 to {_MOST_GROUPS} groups, got {call.groups}; use 'xla'."
+    if not call.as_dense.scales_outside and call.rhs_block is not None and call.rhs_block[0] != 1:
+        return f"its blocks of rhs belong to one group, got {call.rhs_block}; use 'xla'."
+    return None
 
 
 def _is_wide(call: QuantizedMatmulCall) -> bool:
@@ -234,7 +238,8 @@ def _few_rows_fault(plan: FewRowsPlan) -> str | None:
     return None
 
 
-def _register_fault(plan: QuantizedPlan) -> str | None:
+def register_fault(plan: QuantizedPlan) -> str | None:
+    """Return why a plan's sums do not fit in registers; `None` if they do."""
     sums = plan.sums_per_thread()
     if sums > MOST_SUMS:
         return f"it needs {sums} of {REGISTERS.consumer} registers per thread for sums; {MOST_SUMS} leave enough."

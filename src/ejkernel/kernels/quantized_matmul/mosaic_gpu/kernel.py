@@ -60,13 +60,19 @@ class QuantizedKernel(ProductKernel):
         def _some_rows() -> None:
             row_scale = self._load_row_scale(row, in_group)  # long before it is needed
             sums = self._promoted(tile, step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
-            # Computed before the branches of the store, as in `ProductKernel`.
-            for piece in self._pieces(sums, row_scale, tile):
-                self._store(functools.partial(list, [piece]), row, warpgroup, count)
+            self._finish(sums, row_scale, tile, warpgroup)
 
         if plan.clears:
             pl.when(jnp.logical_not(in_group) & (count > 0))(lambda: self._clear(tile, row, warpgroup, count))
         return step + plan.steps
+
+    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, warpgroup: Any) -> None:
+        """Store the result of a tile's sums."""
+        row = tile.row + self.plan.part_rows * warpgroup
+        count = jnp.clip(tile.rows - self.plan.part_rows * warpgroup, 0, self.plan.part_rows)
+        # Computed before the branches of the store, as in `ProductKernel`.
+        for piece in self._pieces(sums, row_scale, tile):
+            self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
     def _clear(self, tile: ProductTile, row: Any, warpgroup: Any, count: Any) -> None:
         """Store zeros in rows outside all groups."""
@@ -139,12 +145,17 @@ class QuantizedKernel(ProductKernel):
             values = accumulators[part][:, at : at + width]
             columns = pl.ds(tile.column + i * width, width)
             if self.column_scale is not None:
-                own = columns if plan.groups == 1 else pl.ds(tile.group * plan.factors + columns.start, width)
-                factors = self.column_scale.at[own]
-                factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                values = values * lax.broadcast_in_dim(factors, values.shape, [1])
-                values = values * lax.broadcast_in_dim(row_scale, values.shape, [0])
+                values = self._scaled(values, row_scale, self.column_scale, tile, i * width)
             yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns
+
+    def _scaled(self, values: Any, row_scale: Any, column_scale: Any, tile: ProductTile, start: int) -> Any:
+        """Return sums times the factors of rows and columns; `start` is their first column within the tile."""
+        plan, columns = self.plan, tile.column + start
+        first = columns if plan.groups == 1 else tile.group * plan.factors + columns
+        factors = column_scale.at[pl.ds(first, values.shape[1])]
+        factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        values = values * lax.broadcast_in_dim(factors, values.shape, [1])
+        return values * lax.broadcast_in_dim(row_scale, values.shape, [0])
 
 
 def products_of(shape: tuple[int, int], stages: Sequence[Any], multiply: Callable[[Any, Any], None]) -> Any:

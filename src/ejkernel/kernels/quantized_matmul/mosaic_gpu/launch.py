@@ -16,7 +16,7 @@ from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
+from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
 from .plan import (
@@ -25,6 +25,7 @@ from .plan import (
     ROW_TILE,
     MosaicGpuParams,
     QuantizedPlan,
+    activated_plan,
     few_rows_plan,
     grouped_plan,
     quantized_plan,
@@ -123,6 +124,42 @@ def grouped_product(
         return _multiplied(grouped_plan(call, params), operands, interpret)[: call.rows, : call.columns]
 
     found: jax.Array = one_by_one(compute, *(array for array in arrays if array is not None))
+    return found
+
+
+def grouped_activation(
+    call: QuantizedGroupedActivationCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
+) -> list[jax.Array]:
+    """Return the activation in 8 bits: its numbers, and their scales.
+
+    Args:
+        call: The call.
+        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, and the gate with its scales if there is one.
+        params, interpret: As for `product`.
+    """
+    lhs_block: Any = call.lhs_block
+    rhs_block: Any = call.rhs_block
+
+    def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *gate: Any) -> list[jax.Array]:
+        from .activated import activated  # Mosaic GPU is not available in every environment
+
+        plan, sizes = activated_plan(call, params), sizes_for(call, groups)
+        columns = call.columns
+        with jax.enable_x64(False):  # the kernel counts in int32
+            x = _padded(lhs, (plan.rows, plan.inner))
+            shape = (call.groups, padded(columns, ROW_TILE), plan.inner)
+            pairs = [(rhs, rhs_scale), *gate]
+            matrices, scales = [_padded(w, shape) for w, _ in pairs], [scale for _, scale in pairs]
+            if plan.blocks:
+                factors = [_along(scale) for scale in (lhs_scale, *scales)]
+            else:
+                of_rows = _factors(lhs_scale, (call.rows,), lhs_block, plan.rows + plan.tile_rows)
+                of_columns = [_factors(each, (call.groups, columns), rhs_block, plan.factors) for each in scales]
+                factors = [of_rows, *of_columns]
+            values, scale = activated(plan, [x, *matrices, sizes, *factors], interpret=interpret)
+        return [values[: call.rows, :columns], scale[: call.rows]]
+
+    found: list[jax.Array] = one_by_one(compute, *arrays)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -14,7 +13,12 @@ from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGR
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
-from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall
+from ejkernel.kernels.quantized_matmul.grouped.common import (
+    QuantizedGroupedActivationCall,
+    QuantizedGroupedMatmulCall,
+    QuantizedGroupedWgradCall,
+)
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.utils.messages.names import NamedFields
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
@@ -141,15 +145,50 @@ class QuantizedPlan(ProductPlan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivatedPlan(QuantizedPlan):
+    """The launch of an activation in 8 bits; `out_dtype` is that of its numbers, and a tile is whole blocks wide."""
+
+    @property
+    def parts(self) -> int:
+        """See `QuantizedPlan`; with a gate, the parts are the product and the gate's."""
+        return self.products if self.gated else super().parts
+
+    @property
+    def part_columns(self) -> int:
+        """See `QuantizedPlan`."""
+        return self.tile_columns if self.gated else super().part_columns
+
+    @property
+    def copies(self) -> int:
+        """See `GroupedPlan`."""
+        return WARPGROUPS + self.parts + self.blocks * (1 + self.products)
+
+    @property
+    def column_scales(self) -> tuple[int, ...]:
+        """See `QuantizedPlan`; each product has slots."""
+        return (self.products * self.scale_slots, SQUARES, CHUNK)
+
+    def shared_bytes(self) -> int:
+        """See `GroupedPlan`."""
+        return super().shared_bytes() + 4 * self.tile_rows
+
+    def sums_per_thread(self) -> int:
+        """See `QuantizedPlan`."""
+        columns = self.parts * self.part_columns + (self.part_columns if self.promoted else 0)
+        return self.part_rows * columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWgradPlan(WgradPlan):
-    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks.
+    """The launch of a weight gradient of 8-bit columns with scales of 1x128 blocks, or 128x128 of the right operand.
 
     Attributes:
         rhs_dtype: Name of the dtype of the right operand; `dtype` is that of the left one.
+        thin: As in `QuantizedPlan`.
     """
 
     rhs_dtype: str
-    thin: ClassVar[bool] = True  # see `QuantizedPlan`
+    thin: bool = True
 
     @property
     def step_size(self) -> int:
@@ -168,8 +207,8 @@ class QuantizedWgradPlan(WgradPlan):
 
     @property
     def column_scales(self) -> tuple[int, ...]:
-        """The shape of shared memory for scales of the right operand."""
-        return self.stages, self.tile_columns
+        """The shape of shared memory for scales of the right operand, or of its blocks."""
+        return self.stages, self.tile_columns if self.thin else SQUARES * CHUNK
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
@@ -294,6 +333,14 @@ def grouped_plan(call: QuantizedGroupedMatmulCall, params: MosaicGpuParams) -> Q
     )
 
 
+def activated_plan(call: QuantizedGroupedActivationCall, params: MosaicGpuParams) -> ActivatedPlan:
+    """Return the plan of a launch for an activation."""
+    base = grouped_plan(call, params)
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    more = {"out_dtype": call.values, "activation": call.activation, "gated": call.gated}
+    return ActivatedPlan(**fields | more | {"columns": padded(call.columns, BLOCK)})
+
+
 def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -> QuantizedWgradPlan:
     """Return the plan of a weight gradient."""
     return QuantizedWgradPlan(
@@ -310,6 +357,7 @@ def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -
         panel=params.panel,
         out_slots=params.out_slots,
         snake=params.snake,
+        thin=not call.square,
     )
 
 

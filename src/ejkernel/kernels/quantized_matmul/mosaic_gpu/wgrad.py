@@ -23,7 +23,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradT
 
 from .blocks import BlocksMemory, ScaledSums
 from .kernel import products_of
-from .plan import STEP, QuantizedWgradPlan
+from .plan import CHUNK, SQUARES, STEP, QuantizedWgradPlan
 
 
 def sum_products(plan: QuantizedWgradPlan, *arrays: Any, interpret: Any = None) -> jax.Array:
@@ -32,7 +32,7 @@ def sum_products(plan: QuantizedWgradPlan, *arrays: Any, interpret: Any = None) 
     Args:
         plan: The launch.
         *arrays: `lhs [k, m]` and `rhs [n, m]`; int32 `[groups, 3]`: number, first row and rows of each group; and
-            the scales `[blocks, k]` and `[blocks, n]`, with sizes that four divides.
+            the scales `[blocks, k]` and `[blocks, n]`, or `[blocks, n / 128]`, with sizes that four divides.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel, shape = QuantizedWgradKernel(plan, backend_for(interpret)), (plan.groups, plan.inner, plan.columns)
@@ -43,6 +43,7 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
     """The program of one block of threads."""
 
     plan: QuantizedWgradPlan
+    first_square: Any = None  # of the tile, in a copy of scales
 
     def memory_types(self) -> Any:
         """See `WgradKernel`; copies use the swizzled views, since an operand may have any number of columns."""
@@ -76,15 +77,22 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         own = pl.ds(tile.row, plan.tile_rows), pl.ds(tile.column, plan.tile_columns)
         plgpu.copy_gmem_to_smem(self.rhs.at[own[1], rows], self.rhs_tiles.at[stage], full)
         block, scales = lax.div(tile.start, STEP) + index, (self.lhs_scales, self.rhs_scales)
+        if not plan.thin:  # a copy begins at 16 bytes
+            first = lax.div(tile.column, CHUNK * STEP) * CHUNK
+            own = own[0], pl.ds(first, SQUARES * CHUNK)
         for source, target, columns in zip(scales, (memory.x_scale, memory.w_scale), own, strict=True):
             plgpu.copy_gmem_to_smem(source.at[block, columns], target.at[stage], full)
         return step + 1
 
     def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
         # An empty group has no steps; its result is stored as zeros.
+        self.first_square = lax.rem(lax.div(tile.column, STEP), CHUNK)
         sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
         self._store(sums, tile, warpgroup)
         return step + tile.steps
+
+    def _of_square(self, step: Any, index: Any, square: Any) -> Any:
+        return self.memory.w_scale[self.pipeline.stage(step + index), self.first_square + square]
 
     def _store(self, totals: Sequence[Any], tile: WgradTile, warpgroup: Any) -> None:
         """See `WgradKernel`; where each piece has a slot, all are copied at once."""

@@ -21,6 +21,7 @@ class QuantizeCall(OperationCall):
         values: Name of the dtype of the results.
         transposed: Whether the transpose is quantised, too.
         groups: Number of groups of rows, each of which begins a block of the transpose; `None` without groups.
+        square: Whether the transpose has scales of 128x128 blocks; else of 1x128 blocks.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class QuantizeCall(OperationCall):
     values: str
     transposed: bool = False
     groups: int | None = None
+    square: bool = False
 
     @property
     def features(self) -> frozenset[str]:

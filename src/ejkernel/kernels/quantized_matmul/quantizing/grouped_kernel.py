@@ -19,7 +19,7 @@ from ejkernel.kernels._hopper.backend import backend_for
 from ejkernel.kernels._hopper.launch import plgpu
 
 from .common import BLOCK
-from .kernel import QuantizingKernel, QuantizingMemory, loaded, run_kernel
+from .kernel import QuantizingKernel, QuantizingMemory, run_kernel
 from .plan import HALF, QuantizingPlan
 
 
@@ -27,7 +27,7 @@ def quantized_groups(plan: QuantizingPlan, x: jax.Array, table: jax.Array, *, in
     """Return the numbers `[m, k]` and their scales, and those of the columns in groups.
 
     Scales of rows have 128 more rows. Those of columns are `[blocks, k]`, as the weights' gradient reads them, with
-    columns for whole tiles.
+    columns for whole tiles; or `[blocks, tiles of columns]`, one for each square.
 
     Args:
         plan: The launch.
@@ -40,7 +40,7 @@ def quantized_groups(plan: QuantizingPlan, x: jax.Array, table: jax.Array, *, in
         ((plan.rows, plan.columns), plan.values),
         ((plan.rows + BLOCK, tiles), "float32"),
         ((plan.columns, blocks * BLOCK), plan.values),
-        ((blocks, tiles * BLOCK), "float32"),
+        ((blocks, tiles * (1 if plan.square else BLOCK)), "float32"),
     ]
     return run_kernel(kernel, [x, table], shapes)
 
@@ -57,11 +57,17 @@ class _GroupedKernel(QuantizingKernel):
         # Blocks without rows read the last one.
         return jnp.minimum(self.table[lax.div(row, BLOCK), 0], self.plan.rows - 1)
 
-    def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
-        wide = loaded(self.tiles.at[slot, half].transpose((1, 0)))
+    def _loaded_columns(self, slot: Any, half: int, row: Any) -> Any:
+        wide = super()._loaded_columns(slot, half, row)
         number = plgpu.broadcasted_iota(jnp.int32, wide.shape, 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(number < self.table[lax.div(row, BLOCK), 1], wide, jnp.zeros_like(wide))
+
+    def _place(self, row: Any, column: Any) -> tuple[Any, Any]:
+        return lax.div(row, BLOCK), lax.div(column, BLOCK)
+
+    def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
         block, columns = lax.div(row, BLOCK), pl.ds(column + half * HALF, HALF)
-        scale = self._quantize(jnp.where(number < self.table[block, 1], wide, jnp.zeros_like(wide)), 2 + half)
+        scale = self._quantize(self._loaded_columns(slot, half, row), 2 + half)
         values, scales = self.results[2:]
         scales.at[block, columns][...] = scale
         plgpu.commit_smem()

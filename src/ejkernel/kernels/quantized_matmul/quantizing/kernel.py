@@ -25,15 +25,16 @@ from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 from .common import BLOCK
 from .plan import HALF, QuantizingPlan
 
-_TINY = float(np.finfo(np.float32).tiny)
+SMALLEST = float(np.finfo(np.float32).tiny)  # the scale of zeros
 
 
 class QuantizingMemory(NamedTuple):
-    """Tiles in flight, their barriers, and a buffer for each copy to global memory."""
+    """Tiles in flight, their barriers, a buffer for each copy to global memory, and the columns' largest magnitudes."""
 
     tiles: Any
     full: Any
     out: Any
+    largest: Any
 
 
 def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = None) -> list[jax.Array]:
@@ -45,7 +46,7 @@ def quantized_blocks(plan: QuantizingPlan, x: jax.Array, *, interpret: Any = Non
     m, k = plan.rows, plan.columns
     shapes = [((m, k), plan.values), ((row_tiles * BLOCK, column_tiles), "float32")]
     if plan.transposed:
-        shapes += [((k, m), plan.values), ((column_tiles * BLOCK, row_tiles), "float32")]
+        shapes += [((k, m), plan.values), ((column_tiles * (1 if plan.square else BLOCK), row_tiles), "float32")]
     return run_kernel(kernel, [x], shapes)
 
 
@@ -81,6 +82,7 @@ class QuantizingKernel:
             aliased(tiled(tiles, plan.dtype), swizzled(tiles, plan.dtype)),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
             aliased(tiled(out, plan.values), swizzled(out, plan.values)),
+            plgpu.SMEM((BLOCK,), jnp.float32),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: QuantizingMemory) -> None:
@@ -101,7 +103,9 @@ class QuantizingKernel:
             row, column = self._start(first, i)
             for half in range(2):
                 self._rows(slot, half, row, column)
-            if plan.transposed:
+            if plan.square:
+                self._square(slot, row, column)
+            elif plan.transposed:
                 for half in range(2):
                     self._columns(slot, half, row, column)
             # All threads have read the tile: the last store waited for them.
@@ -133,8 +137,32 @@ class QuantizingKernel:
 
     def _columns(self, slot: Any, half: int, row: Any, column: Any) -> None:
         """Quantise half of a tile's columns, as rows of the transpose."""
-        columns = loaded(self.tiles.at[slot, half].transpose((1, 0)))
-        self._store(columns, 2 + half, self.results[2:], (column + half * HALF, row))
+        self._store(self._loaded_columns(slot, half, row), 2 + half, self.results[2:], (column + half * HALF, row))
+
+    def _loaded_columns(self, slot: Any, half: int, row: Any) -> Any:
+        """Return half of the columns of the tile whose rows begin at `row`, as float32 rows of the transpose."""
+        del row
+        return loaded(self.tiles.at[slot, half].transpose((1, 0)))
+
+    def _square(self, slot: Any, row: Any, column: Any) -> None:
+        """Quantise a tile's columns with one scale, as rows of the transpose."""
+        own, (values, scales) = self.memory.largest, self.results[2:]
+        wide = [self._loaded_columns(slot, half, row) for half in range(2)]
+        for half, each in enumerate(wide):
+            compat.store_as_it_is(own.at[pl.ds(half * HALF, HALF)], jnp.max(jnp.abs(each), axis=1))
+        plgpu.commit_smem()
+        largest = jnp.max(plgpu.load(own, layout=plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)))
+        scale = _scale_for(largest, self.plan.values)
+        scales[self._place(row, column)] = scale
+        for half, each in enumerate(wide):
+            self._convert(each * (1.0 / scale), 2 + half)
+            plgpu.commit_smem()
+            columns = pl.ds(column + half * HALF, HALF)
+            plgpu.copy_smem_to_gmem(self.copied.at[2 + half], values.at[columns, pl.ds(row, BLOCK)])
+
+    def _place(self, row: Any, column: Any) -> tuple[Any, Any]:
+        """Return the index of a tile's scale of columns."""
+        return lax.div(column, BLOCK), lax.div(row, BLOCK)
 
     def _store(self, wide: Any, slot: int, results: Sequence[Any], at: tuple[Any, Any]) -> None:
         """Quantise 64 rows of 128 numbers, and store them with their scales."""
@@ -146,17 +174,29 @@ class QuantizingKernel:
 
     def _quantize(self, wide: Any, slot: int) -> Any:
         """Return the scales of 64 rows of 128 numbers, which lie quantised in a buffer then."""
-        largest, top = jnp.max(jnp.abs(wide), axis=1), LARGEST[self.plan.values]
-        scale = jnp.maximum(largest * (1 / top), _TINY)
-        scale = jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
-        factor = lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])
+        scale = scale_of(wide, self.plan.values)
+        self._convert(wide * lax.broadcast_in_dim(1.0 / scale, wide.shape, [0]), slot)
+        return scale
+
+    def _convert(self, scaled: Any, slot: int) -> None:
+        """Store 64 rows of 128 numbers in a buffer, in 8 bits."""
         # The copy that last read this buffer is the oldest of all.
         plgpu.wait_smem_to_gmem(self.plan.copies - 1, wait_read_only=True)
         # Rounding may lead beyond the largest number: the conversion saturates.
-        self.buffers.at[slot][...] = (wide * factor).astype(self.plan.values)
-        return scale
+        self.buffers.at[slot][...] = scaled.astype(self.plan.values)
 
 
 def loaded(tile: Any) -> Any:
     """Return a tile of shared memory in float32."""
     return plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def scale_of(wide: Any, dtype: str) -> Any:
+    """Return the scales with which float32 rows in registers fit in a float8 dtype."""
+    return _scale_for(jnp.max(jnp.abs(wide), axis=1), dtype)
+
+
+def _scale_for(largest: Any, dtype: str) -> Any:
+    """Return the scales that map magnitudes to the dtype's largest number."""
+    scale = jnp.maximum(largest * (1 / LARGEST[dtype]), SMALLEST)
+    return jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either

@@ -12,7 +12,7 @@ from ejkernel.kernels._varying import one_by_one
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import QuantizeCall
+from .common import BLOCK, QuantizeCall
 from .groups import blocks_of
 from .plan import QuantizeParams, quantizing_plan
 
@@ -80,7 +80,8 @@ def quantized(call: QuantizeCall, arrays: tuple[Any, ...], params: QuantizeParam
                 found[3] = found[3].T
             else:
                 found = quantized_blocks(plan, rows, interpret=interpret)
-        scales = [scale[:size] for scale, size in zip(found[1::2], sizes, strict=False)]
+        kept = call.rows, -(-call.columns // BLOCK) if call.square else call.columns
+        scales = [scale[:size] for scale, size in zip(found[1::2], kept, strict=False)]
         results = [found[0].reshape(x.shape), scales[0].reshape(*lead, -1), *found[2:3], *scales[1:]]
         return tuple(results)
 

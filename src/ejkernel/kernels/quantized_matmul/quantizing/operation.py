@@ -3,7 +3,8 @@
 
 The contract of an implementation. It sees `x [..., m, k]` and returns its numbers in `call.values` and their scales
 `[..., m, ceil(k / 128)]` in float32; if `call.transposed`, `x` is a matrix, and the same of `x.T` follows. If
-`call.groups`, it also sees the sizes of groups, and the same of `groups.in_columns(x, group_sizes)` follows.
+`call.groups`, it also sees the sizes of groups, and the same of `groups.in_columns(x, group_sizes)` follows. If
+`call.square`, the transpose has scales of 128x128 blocks, `[ceil(k / 128), ceil(m / 128)]`.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         *,
         dtype: Any = "float8_e4m3fn",
         transposed: Any = False,
+        square: Any = False,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments."""
-        transposed = canonical_flag("transposed", transposed)
+        transposed, square = canonical_flag("transposed", transposed), canonical_flag("square", square)
         rank = 2 if transposed else 1
         if not is_array(x) or str(x.dtype) not in OPERANDS or len(x.shape) < rank or (transposed and len(x.shape) > 2):
             wanted = "a matrix" if transposed else "an array"
@@ -78,10 +80,13 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         return (x,) if group_sizes is None else (x, group_sizes), {
             "dtype": canonical_dtype("dtype", dtype, tuple(LARGEST)),
             "transposed": transposed,
+            **({"square": True} if square else {}),
             "implementation": self.requested(implementation),
         }
 
-    def describe(self, x: Any, group_sizes: Any = None, *, dtype: str, transposed: bool) -> QuantizeCall:
+    def describe(
+        self, x: Any, group_sizes: Any = None, *, dtype: str, transposed: bool, square: bool = False
+    ) -> QuantizeCall:
         """Return the sizes and dtypes of a call."""
         return QuantizeCall(
             rows=math.prod(x.shape[:-1]),
@@ -90,6 +95,7 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
             values=dtype,
             transposed=transposed,
             groups=None if group_sizes is None else group_sizes.shape[0],
+            square=square,
         )
 
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,7 +106,7 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the results in plain JAX."""
-        return quantized_blocks(*args, dtype=options["dtype"], transposed=options["transposed"])
+        return quantized_blocks(*args, **options)
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
         """Return a rule that splits the rows; with a transposed copy, whose blocks lie along them, no rule."""

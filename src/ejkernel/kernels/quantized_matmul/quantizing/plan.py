@@ -43,7 +43,7 @@ class QuantizingPlan:
         transposed: Whether the transpose is quantised, too.
         most_programs: Blocks of threads that fit on the GPU at once.
         slots: Tiles that a block of threads has in flight.
-        groups: As in `QuantizeCall`.
+        groups, square: As in `QuantizeCall`.
     """
 
     rows: int
@@ -54,6 +54,7 @@ class QuantizingPlan:
     most_programs: int
     slots: int
     groups: int | None = None
+    square: bool = False
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -73,7 +74,7 @@ class QuantizingPlan:
 
     def shared_bytes(self) -> int:
         """Return the shared memory of a block of threads."""
-        return (self.slots * 2 * BLOCK + self.copies * HALF) * BLOCK + OVERHEAD
+        return (self.slots * 2 * BLOCK + self.copies * HALF + 4) * BLOCK + OVERHEAD
 
 
 def quantizing_plan(call: QuantizeCall, params: QuantizeParams) -> QuantizingPlan:
@@ -87,4 +88,5 @@ def quantizing_plan(call: QuantizeCall, params: QuantizeParams) -> QuantizingPla
         most_programs=MULTIPROCESSORS * params.blocks,
         slots=params.tiles,
         groups=call.groups,
+        square=call.square,
     )

@@ -22,15 +22,15 @@ class Xla(Implementation[QuantizeCall]):
 
     def forward(self, call: QuantizeCall, /, *args: Any, params: Any) -> tuple[Any, Any]:
         """Return the results, without residuals."""
-        return quantized_blocks(*args, dtype=call.values, transposed=call.transposed), ()
+        return quantized_blocks(*args, dtype=call.values, transposed=call.transposed, square=call.square), ()
 
 
 def quantized_blocks(
-    x: jax.Array, group_sizes: jax.Array | None = None, *, dtype: str, transposed: bool
+    x: jax.Array, group_sizes: jax.Array | None = None, *, dtype: str, transposed: bool, square: bool = False
 ) -> tuple[jax.Array, ...]:
     """Return numbers and scales of rows, then those of the transpose."""
-    arrays = [x]
+    found = [quantize(x, dtype=dtype, block=BLOCK)]
     if transposed:
-        arrays.append(x.T if group_sizes is None else in_columns(x, group_sizes))
-    found = [quantize(array, dtype=dtype, block=BLOCK) for array in arrays]
+        columns = x.T if group_sizes is None else in_columns(x, group_sizes)
+        found.append(quantize(columns, dtype=dtype, block=BLOCK, axis=(0, 1) if square else -1))
     return tuple(part for each in found for part in (each.values, each.scale))

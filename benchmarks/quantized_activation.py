@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.quantized_activation`: gated activations of 8-bit products, quantised in the same kernel.
+
+`silu(x @ w) * (x @ gate)` in float8, with a scale for 128 columns of a row, from operands with scales of rows and
+columns ("rows") or of blocks ("blocks"). "apart" is what a layer does otherwise: a product with both matrices joined,
+whose bfloat16 result XLA activates and our kernel quantises. "bfloat16" is our gated kernel on bfloat16 operands, and
+the same kernel that quantises. Each process compiles the contenders of one shape, then runs them interleaved, as
+`benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 activation of the dequantised operands in
+some rows; rounding to 8 bits is most of them. "name / rows" is the time of a contender relative to that of the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import report
+from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, sizes_of
+from benchmarks.quantized_matmul import add_times, measured_apart, table
+from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
+
+E4M3 = "float8_e4m3fn"
+Function = Callable[..., Any]
+
+SHAPES = {
+    "8 groups": Shape(8192, 14336, 4096, 8),
+    "dense": Shape(8192, 14336, 4096, 1),
+    "128 groups": Shape(65536, 1536, 4096, 128),
+    "tiny": Shape(200, 72, 300, 5),
+}
+
+
+def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
+    """Return the gated activation by one kernel."""
+    del joined
+    how: dict[str, Any] = {"activation": "silu", "quantize": E4M3, "implementation": "mosaic_gpu"}
+    if len(sizes) == 1:
+        parts = [Quantized(array.values[0], array.scale[0], array.block[1:]) for array in (w, gate)]
+        return quantized_matmul(x, parts[0], gate=parts[1], transpose_w=True, **how)
+    found: Quantized = grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
+    return found
+
+
+def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
+    """Return the same by a product with both matrices, and an activation that is quantised afterwards."""
+    del w, gate
+    if len(sizes) == 1:
+        whole = Quantized(joined.values[0], joined.scale[0], joined.block[1:])
+        out = quantized_matmul(x, whole, transpose_w=True, implementation="mosaic_gpu")
+    else:
+        out = grouped_matmul(x, joined, sizes, transpose_rhs=True, implementation="mosaic_gpu")
+    first, second = jnp.split(out, 2, axis=1)
+    return quantize(jax.nn.silu(first) * second, block=128)
+
+
+def from_bfloat16(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
+    """Return the same by the gated kernel on bfloat16 operands, quantised afterwards."""
+    del joined
+    how: dict[str, Any] = {"activation": "silu", "transpose_rhs": True, "implementation": "mosaic_gpu"}
+    return quantize(grouped_matmul(x, w, sizes, gate=gate, **how), block=128)
+
+
+CONTENDERS: dict[str, Function] = {
+    "rows": fused,
+    "blocks": fused,
+    "rows, apart": apart,
+    "blocks, apart": apart,
+    "bfloat16": from_bfloat16,
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
+    """Return rows, both matrices of each group, and these joined: in bfloat16, or quantised."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
+    sizes = (shape.m, shape.k), *[(shape.groups, shape.n, shape.k)] * 2
+    x, *matrices = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True))
+    if kind == "bfloat16":
+        return x, *matrices, None
+    joined = jnp.concatenate(matrices, axis=1)
+    own: dict[str, Any] = {"block": 128, "axis": (1, 2)} if kind == "blocks" else {}
+    rows: dict[str, Any] = {"block": 128} if kind == "blocks" else {}
+    return quantize(x, **rows), *(quantize(array, **own) for array in (*matrices, joined))
+
+
+def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of each contender, or the reason for having none; print what is known so far."""
+    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in names))
+    given = {kind: operands(shape, kind) for kind in kinds}
+    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[name.split(",")[0]], sizes).compile()  # noqa: E731
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {name: pool.submit(compile_one, name) for name in names}
+        for name, job in jobs.items():
+            try:
+                program, arrays = job.result(), given[name.split(",")[0]]
+                found[name] = {"errors": [error(program, shape, arrays)]}
+            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
+                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+            else:
+                runs[name] = functools.partial(program, *arrays, sizes)
+            print(json.dumps(found), flush=True)
+    add_times(shape._replace(n=2 * shape.n), found, runs)
+    return found
+
+
+def error(program: Function, shape: Shape, arrays: Any) -> float:
+    """Return a contender's error in some rows."""
+    x, w, gate, _ = arrays
+    sizes = sizes_of(shape)
+    rows = jnp.linspace(0, shape.m - 4, ROWS).astype(jnp.int32)
+    groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
+    # `expected` takes bfloat16 matrices as [groups, k, n].
+    matrices = [each if isinstance(each, Quantized) else each.swapaxes(1, 2) for each in (w, gate)]
+    products = [expected(x, each, rows, groups) for each in matrices]
+    out = program(*arrays, sizes)
+    some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize()
+    return float(f"{relative_error(some[:, :COLUMNS], jax.nn.silu(products[0]) * products[1]):.2e}")
+
+
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return the times of the other ways relative to those of the kernels."""
+    pairs = (("rows, apart", "rows"), ("blocks, apart", "blocks"), ("bfloat16", "rows"), ("bfloat16", "blocks"))
+    found = {}
+    for kind in ("us", "kernel_us"):
+        for other, own in pairs:
+            pair = rows.get(other, {}).get(kind), rows.get(own, {}).get(kind)
+            if pair[0] and pair[1]:
+                found[f"{other} / {own}, {kind}"] = round(pair[0] / pair[1], 3)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_activation", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_activation_<device>.json and .md")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=45.0, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        found[shape] = measured_apart(shape, args.contenders, args.seconds, "quantized_activation", ratios)
+        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
+        if args.out is not None:  # written after each process, in case a later one fails
+            report.write(args.out, f"quantized_activation_{report.platform_name()}", found, table(found, str))
+    print(table(found, str))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation behind activations of quantised products, in 8 bits: `grouped_matmul(quantize=)` and its dense form.
+
+The contract of an implementation. It sees `lhs [m, k]`, `rhs [groups, n, k]` or `[groups, k, n]`, the groups, both
+operands' scales, and if there is a gate, a pair of its matrices and their scales. It returns the float32 activation in
+`call.values`, and the float32 scales of its 1x128 blocks. Rows outside all groups are zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._options import type_text
+from ejkernel.kernels.grouped_matmul.common import ACTIVATIONS
+from ejkernel.kernels.grouped_matmul.operation import GroupedOperation, axes_of_groups
+from ejkernel.kernels.quantized_matmul.operation import example_operand
+from ejkernel.kernels.quantized_matmul.quantized import (
+    LARGEST,
+    Quantized,
+    canonical_dtype,
+    check_quantized,
+    scale_shape,
+)
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
+from ejkernel.kernels.quantized_matmul.sharding import ScaleAxes
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
+from ejkernel.ops.core.types import Cost
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
+from ejkernel.ops.utils.messages.names import did_you_mean
+
+from .common import QuantizedGroupedActivationCall, in_8_bits
+from .operation import quantized_grouped_matmul
+
+_Invocation = Invocation["QuantizedGroupedActivationConfig", Any]
+_PACKAGE = "ejkernel.kernels.quantized_matmul"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedGroupedActivationConfig(OperationConfig):
+    """Configuration of one matmul of `Quantized` operands with `quantize=`; only `fwd` counts: there is no gradient."""
+
+    implementation: str = "xla"
+
+
+class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConfig]):
+    """The operation behind `grouped_matmul(quantize=)`; see there for the arguments."""
+
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(
+                f"{_PACKAGE}.mosaic_gpu.activation:MosaicGpuActivation", platforms=("gpu",)
+            ),
+            "xla": f"{_PACKAGE}.grouped.xla:XlaGroupedActivation",
+        }
+    )
+    why_no_gradient = "its result is quantised. Use quantized_dense or quantized_grouped_dense to train."
+
+    def __init__(self) -> None:
+        super().__init__(name="quantized_grouped_activation")
+
+    def prepare(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        lhs_scale: Any = None,
+        rhs_scale: Any = None,
+        gate: Any = None,
+        *,
+        quantize: Any = "float8_e4m3fn",
+        activation: Any = None,
+        lhs_block: Any = None,
+        rhs_block: Any = None,
+        transpose_rhs: Any = False,
+        accumulation: Any = "exact",
+        first_group: Any = None,
+        implementation: Any = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments, and drop options with default values, which the key omits.
+
+        `gate` is a pair: the gate's numbers, and their scales.
+        """
+        for name, scale in (("lhs", lhs_scale), ("rhs", rhs_scale)):
+            if scale is None:
+                raise ArgumentError(f"lhs and rhs must be Quantized with quantize=; {name} is not.")
+        if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
+            raise ArgumentError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, or None; got {activation!r}"
+                f"{did_you_mean(activation, ACTIVATIONS)}"
+            )
+        product = {"lhs_block": lhs_block, "rhs_block": rhs_block, "transpose_rhs": transpose_rhs}
+        args, options = quantized_grouped_matmul.prepare(
+            *(lhs, rhs, group_sizes, lhs_scale, rhs_scale),
+            **product,
+            accumulation=accumulation,
+            first_group=first_group,
+        )
+        if gate is not None:
+            values, scale = gate
+            check_gate(Quantized(values, scale, options["rhs_block"]), rhs, rhs_scale)
+            args = (*args, (values, scale))
+        options |= {
+            "quantize": canonical_dtype("quantize", quantize, tuple(LARGEST)),
+            "implementation": self.requested(implementation),
+        }
+        return args, options | ({} if activation is None else {"activation": activation})
+
+    def describe(
+        self, *args: Any, quantize: str, activation: str | None = None, **options: Any
+    ) -> QuantizedGroupedActivationCall:
+        """Return the sizes, dtypes and blocks of a call."""
+        product = quantized_grouped_matmul.describe(*args[:5], preferred_element_type="float32", **options)
+        fields = {field.name: getattr(product, field.name) for field in dataclasses.fields(product)}
+        more = {"activation": activation, "gated": len(args) > 5, "values": quantize}
+        return QuantizedGroupedActivationCall(**fields | more)
+
+    def reference(self, *args: Any, **options: Any) -> Any:
+        """Return the quantised activation of float32 products of the dequantised operands."""
+        lhs, rhs, groups, lhs_scale, rhs_scale, *gate = args
+        shared = {name: options[name] for name in ("lhs_block", "rhs_block", "transpose_rhs") if name in options}
+        matrices = [(rhs, rhs_scale), *gate]
+        products = [
+            quantized_grouped_matmul.reference(
+                lhs, values, groups, lhs_scale, scale, preferred_element_type="float32", **shared
+            )
+            for values, scale in matrices
+        ]
+        return in_8_bits(products, groups, rhs.shape[0], options.get("activation"), options["quantize"])
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule:
+        """Return a rule that splits rows, and columns by whole blocks; an activation needs the complete sum."""
+        lhs, rhs, _, lhs_scale, rhs_scale, *gate = inv.args
+        axes = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
+        scales = ScaleAxes()
+        of_lhs = scales.of("lhs", lhs, lhs_scale, inv.kwargs["lhs_block"], ["rows", "inner"])
+        of_rhs = scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split())
+        call = self.call_of(inv)
+        out = jax.ShapeDtypeStruct((call.rows, call.columns), jnp.float32)
+        out_scale = jax.ShapeDtypeStruct(scale_shape(out.shape, (1, BLOCK)), jnp.float32)
+        of_out = scales.of("out", out, out_scale, (1, BLOCK), ["rows", "columns"])
+        texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if gate else [])]
+        split = scales.split(["rows", "columns"])
+        return ShardingRule(
+            f"{', '.join(texts)} -> rows columns, {of_out}", split=split, follows=scales.follows, cheapest=True
+        )
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """See `GroupedOperation`; a result's number is a byte, and 128 share a scale."""
+        base = super().cost(inv)
+        if base is None:
+            return None
+        call = self.call_of(inv)
+        size = call.examples * self.result_size(call)
+        return Cost(flops=base.flops, bytes=inv.input_bytes + size + size // 32)
+
+    def example_draws(
+        self, inv: _Invocation, rng: np.random.Generator
+    ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return random operands, quantised as the call's are, with each kind of sizes."""
+        draws = super().example_draws(inv, rng)
+        first, options = next(iter(draws.values()))
+        lhs, lhs_scale = example_operand(rng, first[0], first[3], options["lhs_block"])
+        rhs, rhs_scale = example_operand(rng, first[1], first[4], options["rhs_block"])
+        gate = [example_operand(rng, values, scale, options["rhs_block"]) for values, scale in first[5:]]
+        return {kind: ((lhs, rhs, args[2], lhs_scale, rhs_scale, *gate), options) for kind, (args, _) in draws.items()}
+
+    def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with eight groups and a gate."""
+        (lhs, rhs, sizes, lhs_scale, rhs_scale), options = quantized_grouped_matmul.typical_call()
+        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), options | {"activation": "silu"}
+
+
+quantized_grouped_activation = QuantizedGroupedActivation()
+
+
+def check_gate(gate: Quantized, rhs: Any, rhs_scale: Any) -> None:
+    """Raise unless the gate has the shapes, dtypes and blocks of `rhs`."""
+    check_quantized("gate", gate)
+    pairs = ((gate.values, rhs), (gate.scale, rhs_scale))
+    if any((tuple(own.shape), own.dtype) != (tuple(other.shape), other.dtype) for own, other in pairs):
+        raise ArgumentError(
+            f"gate must be Quantized like rhs, {type_text(rhs)} with scales {type_text(rhs_scale)}; got "
+            f"{type_text(gate.values)} with {type_text(gate.scale)}."
+        )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels whose result is an activation, or a gated activation, in 8 bits with a scale for 128 columns of a row.
+
+A tile's columns are whole blocks of the result. With a gate, the product and the gate's product take turns with one
+accumulator. The epilogue finds a row's largest magnitude in four neighbouring threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import compat
+from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.launch import launch, plgpu
+from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._hopper.products import accumulate, multiply_stages
+from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile, epilogue
+from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
+from ejkernel.kernels.quantized_matmul.quantizing.kernel import SMALLEST, scale_of
+
+from .blocks import BlocksKernel
+from .kernel import QuantizedKernel
+from .plan import CHUNK, SQUARES, STEP, ActivatedPlan
+
+
+class ActivatedMemory(NamedTuple):
+    """`GroupedMemory` or `BlocksMemory`, with the scales of the result.
+
+    Attributes:
+        lhs, rhs, out, pipeline, x_scale, w_scale: As there; `w_scale` has slots for each product.
+        out_scale: The scales of a consumer's rows, for rows that are stored one by one.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    pipeline: Pipeline
+    x_scale: Any = None
+    w_scale: Any = None
+    out_scale: Any = None
+
+
+def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = None) -> list[jax.Array]:
+    """Run the kernel; return the numbers `[rows, columns]`, and their scales with an entry for each block of columns.
+
+    Args:
+        plan: The launch.
+        arrays: Padded operands: rows, matrices and the gate's, sizes, scales of rows, and of either product's columns.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
+    """
+    kernel = (ActivatedBlocksKernel if plan.blocks else ActivatedKernel)(plan, backend_for(interpret))
+    shapes = ((plan.rows, plan.columns), plan.out_dtype), ((plan.rows, -(-plan.columns // BLOCK)), "float32")
+    return launch(
+        kernel.run,
+        tuple(arrays),
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes],
+        name="quantized_activation",
+        programs=plan.programs,
+        memory=kernel.memory_types(),
+        consumers=WARPGROUPS,
+        lane_semantics=True,
+        interpret=interpret,
+    )
+
+
+class ActivatedKernel(QuantizedKernel):
+    """The program of one block of threads, for scales of rows and columns."""
+
+    plan: ActivatedPlan
+    memory: Any  # `ActivatedMemory`
+
+    def memory_types(self) -> Any:
+        """See `ProductKernel`."""
+        out_scale = plgpu.SMEM((WARPGROUPS, self.plan.part_rows), jnp.float32)
+        return ActivatedMemory(*super().memory_types(), out_scale=out_scale)
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
+        """See `ProductKernel`."""
+        count = self.plan.products
+        self.column_scales, (self.out_scales,) = arrays[-count:], results[1:]
+        ProductKernel.run(self, arrays[:-count], results[:1], memory)
+
+    def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
+        plan, full = self.plan, self.pipeline.full.at[stage]
+        for part in range(plan.parts):
+            start = 0 if plan.gated else part * plan.part_columns
+            source = self.matrices[part if plan.gated else 0]
+            columns = pl.ds(tile.column + start, plan.part_columns)
+            plgpu.copy_gmem_to_smem(source.at[tile.group, columns, along], self.memory.rhs.at[stage, part], full)
+
+    def _summed(self, step: Any, warpgroup: Any) -> list[Any]:
+        """Return the products, summed in the tensor core."""
+        plan = self.plan
+        if not plan.gated:
+            return super()._summed(step, warpgroup)
+
+        def mainloop(*accumulators: Any) -> None:
+            def multiply(stage: Any) -> None:
+                for part, accumulator in enumerate(accumulators):
+                    self._multiply(accumulator, stage, warpgroup, part)
+
+            multiply_stages(self.pipeline, step, plan.steps, multiply, products=plan.parts)
+
+        sums = jnp.int32 if plan.is_integer else jnp.float32
+        found = accumulate((plan.part_rows, plan.part_columns), plan.parts, mainloop, dtype=sums)
+        return [each.astype(jnp.float32) for each in found]
+
+    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, warpgroup: Any) -> None:
+        plan = self.plan
+        for block in range(plan.pieces):
+            products = [self._product(sums, row_scale, tile, number, block) for number in range(plan.products)]
+            wide = epilogue(products, None, plan.activation)
+            scale = scale_of(wide, plan.out_dtype)
+            values = (wide * lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])).astype(plan.out_dtype)
+            self._store_block(values, scale, tile, warpgroup, block)
+
+    def _product(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, number: int, block: int) -> Any:
+        """Return a block's columns of one of the products."""
+        if self.plan.gated:
+            values = sums[number]
+        else:
+            part, at = divmod(block * BLOCK, sums[0].shape[1])
+            values = sums[part][:, at : at + BLOCK]
+        if row_scale is None:
+            return values
+        return self._scaled(values, row_scale, self.column_scales[number], tile, block * BLOCK)
+
+    def _store_block(self, values: Any, scale: Any, tile: ProductTile, warpgroup: Any, block: int) -> None:
+        plan = self.plan
+        row = tile.row + plan.part_rows * warpgroup
+        count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
+        columns = pl.ds(tile.column + block * BLOCK, BLOCK)
+        piece = (block % plan.out_slots, values, self.out, columns)
+        self._store(functools.partial(list, [piece]), row, warpgroup, count)
+        number = lax.div(columns.start, BLOCK)
+        inside = columns.start < plan.columns
+
+        @pl.when(inside & (count == plan.part_rows))
+        def _whole() -> None:
+            compat.store_as_it_is(self.out_scales.at[pl.ds(row, plan.part_rows), number], scale)
+
+        @pl.when(inside & (count < plan.part_rows))
+        def _partly() -> None:
+            own = self.memory.out_scale.at[warpgroup]
+            compat.store_as_it_is(own, scale)
+            plgpu.commit_smem()
+
+            @pl.loop(0, count)
+            def _row(i: Any) -> None:
+                self.out_scales[row + i, number] = own[i]
+
+            plgpu.commit_smem()  # orders these reads before the next scales
+
+    def _clear(self, tile: ProductTile, row: Any, warpgroup: Any, count: Any) -> None:
+        """Store zeros, with the smallest scale, in rows outside all groups."""
+        plan = self.plan
+        for block in range(plan.pieces):
+            zeros = jnp.zeros((plan.part_rows, BLOCK), jnp.float32)
+            values = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA).astype(plan.out_dtype)
+            scale = jnp.full((plan.part_rows,), SMALLEST, jnp.float32)
+            scale = plgpu.layout_cast(scale, plgpu.Layout.WGMMA.reduce(1))
+            self._store_block(values, scale, tile, warpgroup, block)
+
+
+class ActivatedBlocksKernel(ActivatedKernel, BlocksKernel):
+    """The same for scales of 1x128 blocks of rows and 128x128 blocks of matrices."""
+
+    plan: ActivatedPlan
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
+        """See `ProductKernel`."""
+        behind = 1 + self.plan.products
+        self.x_scales, self.w_scales = arrays[-behind], arrays[1 - behind]
+        super().run([*arrays[:-behind], *arrays[1 - behind :]], results, memory)
+
+    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
+        plan, stage = self.plan, self.pipeline.stage(step)
+        following = super()._copy_step(tile, index, step)
+        for number in range(1, plan.products):
+            along = pl.ds(lax.div(index, CHUNK) * CHUNK, CHUNK)
+            squares = self.column_scales[number].at[tile.group, pl.ds(lax.div(tile.column, STEP), SQUARES), along]
+            slot = self.memory.w_scale.at[self._slot(step - index, index) + number * plan.scale_slots]
+            self.backend.copy_if(lax.rem(index, CHUNK) == 0, squares, slot, self.pipeline.full.at[stage])
+        return following
+
+    def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
+        del tile
+        plan, shape = self.plan, (self.plan.part_rows, self.plan.part_columns)
+
+        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
+            stage = self.pipeline.stage(step + i)
+            self.pipeline.consumer_wait(stage)
+            of_rows, scaled = self._of_rows(step, i, warpgroup), []
+            for part, total in enumerate(sums):
+                found = self._products(part, [stage], warpgroup)
+                factor = of_rows * self._of_part(step, i, part)
+                scaled.append(total + found * lax.broadcast_in_dim(factor, shape, [0]))
+            self.backend.order_reads()  # of scales, before the arrival
+            self.pipeline.consumer_release(stage)
+            return scaled
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return list(lax.fori_loop(0, plan.steps, one, [zeros] * plan.parts))
+
+    def _of_part(self, step: Any, index: Any, part: int) -> Any:
+        """Return the scale of one part's 128 columns: a block of either matrix, or of the only one."""
+        slot, square = self._slot(step, index), part
+        if self.plan.gated:
+            slot, square = slot + part * self.plan.scale_slots, 0
+        return self.memory.w_scale[slot, square, lax.rem(index, CHUNK)]

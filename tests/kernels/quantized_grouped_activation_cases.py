@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of quantised products, in 8 bits, under test."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from tests.kernels import quantized_grouped_matmul_cases as products
+from tests.kernels.conformance import Backend, Subject
+from tests.kernels.quantized_grouped_matmul_cases import SHORT, SQUARES
+from tests.kernels.quantized_matmul_cases import BLOCKS, E4M3, E5M2, ROWS
+
+from ejkernel.kernels.quantized_matmul.grouped.xla import XlaGroupedParams
+from ejkernel.modules import QuantizedGroupedActivation
+
+
+def call_of(lhs, rhs, *sizes, gated=True, **options):
+    """Return an activation of 24 rows and 40 columns; see `quantized_grouped_matmul_cases`."""
+    own = {name: options.pop(name) for name in ("inner", "accumulation", "first_group") if name in options}
+
+    def call(dtype):
+        args, given = products.call_of(lhs, rhs, *sizes, **own)(dtype)
+        del given["preferred_element_type"]
+        # The same matrices in another order of groups.
+        gate = [tuple(jnp.flip(args[index], 0) for index in (1, 4))] if gated else []
+        return (*args, *gate), given | {"activation": "silu", **options}
+
+    return call
+
+
+def in_use(dtype):
+    (lhs, rhs, sizes, lhs_scale, rhs_scale), options = products.in_use(dtype)
+    return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), {**options, "activation": "silu"}
+
+
+SUBJECT = Subject(
+    operation=QuantizedGroupedActivation(),
+    calls={
+        "rows and columns": call_of((E4M3, ROWS), (E4M3, ROWS)),
+        "fast, e5m2, no gate": call_of(
+            (E4M3, ROWS), (E5M2, ROWS), accumulation="fast", gated=False, activation="relu2", quantize=E5M2
+        ),
+        "int8, no activation": call_of(("int8", ROWS), ("int8", ROWS), SHORT, activation=None, quantize="int8"),
+        "blocks": call_of((E4M3, BLOCKS), (E4M3, SQUARES), SHORT, inner=300),
+        "some of the groups": call_of((E4M3, ROWS), (E4M3, ROWS), first_group=1, activation="gelu"),
+    },
+    briefly=("rows and columns",),
+    backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16",)),
+        "xla": Backend(dtypes=("float32",), params=(XlaGroupedParams(block_rows=7), XlaGroupedParams())),
+    },
+    # A number halfway between two others may be rounded to either: float8 has few digits.
+    tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), 0.15),
+    spaces={"16 groups": in_use},
+)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of 8-bit products in 8 bits: the kernel for Hopper, simulated on a CPU, and the functions' arguments."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import compat
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
+from ejkernel.kernels.quantized_matmul.grouped.activation import quantized_grouped_activation
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.activation import MosaicGpuActivation
+from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
+from ejkernel.kernels.quantized_matmul.quantized import Quantized
+from ejkernel.modules import grouped_matmul, quantize, quantized_matmul
+from ejkernel.ops import ArgumentError, UnsupportedError
+
+E4M3 = "float8_e4m3fn"
+SQUARES = {"block": 128, "axis": (-2, -1)}
+
+
+def operands(m, n, k, groups, *, blocks=False, dtype=E4M3, gated=True):
+    """Return quantised rows, matrices, and the gate's if there is one."""
+    rng = np.random.default_rng(0)
+    shapes = (m, k), *[(groups, n, k)] * (1 + gated)
+    x, *matrices = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    rows = quantize(x, dtype=dtype, **({"block": 128} if blocks else {}))
+    return rows, *(quantize(w, dtype=dtype, **(SQUARES if blocks else {})) for w in matrices)
+
+
+def described(x, w, *gate, sizes, **options):
+    """Return the canonical arguments, the options and the call."""
+    args, options = quantized_grouped_activation.prepare(
+        *(x.values, w.values, jnp.asarray(sizes, jnp.int32), x.scale, w.scale),
+        *((each.values, each.scale) for each in gate),
+        lhs_block=x.block,
+        rhs_block=w.block,
+        transpose_rhs=True,
+        **options,
+    )
+    del options["implementation"]
+    return args, options, quantized_grouped_activation.describe(*args, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "sizes", "made", "options", "races"),
+    [
+        ((140, 200, 256), (0, 3, 130, 1), {}, {"activation": "silu"}, False),
+        ((140, 136, 384), (0, 3, 130, 1), {"blocks": True}, {"activation": "gelu"}, False),
+        ((140, 200, 128), (70, 60), {"gated": False}, {"activation": "relu2", "quantize": "float8_e5m2"}, False),
+        ((24, 72, 128), (3, 9), {"dtype": "int8"}, {}, False),
+        # Whole tiles: rows that two tiles share are written twice, with the same bits.
+        ((192, 72, 256), (128, 50), {"blocks": True}, {"activation": "silu"}, True),
+    ],
+    ids=["gated", "blocks", "no gate", "int8, no activation", "races"],
+)
+def test_simulated_activations_match_the_reference(monkeypatch, shape, sizes, made, options, races):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+    args, options, call = described(*operands(*shape, len(sizes), **made), sizes=sizes, **options)
+    params, interpret = MosaicGpuActivation().heuristic(call), mosaic_gpu.InterpretGPUParams(detect_races=races)
+    found = jax.jit(lambda *args: launch.grouped_activation(call, args, params, interpret=interpret))(*args)
+    assert not (races and compat.simulated_races())
+    expected = quantized_grouped_activation.reference(*args, **options)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    # A number halfway between two others may be rounded to either.
+    different = found[0].astype(jnp.float32) != expected[0].astype(jnp.float32)
+    assert found[0].dtype == call.values
+    assert jnp.mean(different) < 1e-3
+    assert not np.any(found[0][sum(sizes) :].astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        ({}, {"quantize": "int8"}, "quantize is int8"),
+        ({"blocks": True, "thin": True}, {}, r"blocks \(1, 128\)"),
+    ],
+)
+def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monkeypatch, made, options, message):
+    from ejkernel.kernels import _hopper
+
+    monkeypatch.setattr(_hopper, "unavailable", lambda *_: None)
+    thin = made.pop("thin", False)
+    x, w, gate = operands(16, 128, 256, 1, **made)
+    if thin:
+        w, gate = (quantize(each.dequantize(), block=128) for each in (w, gate))
+    call = described(x, w, gate, sizes=(16,), **options)[2]
+    assert message.replace("\\", "") in (MosaicGpuActivation().unsupported(call) or "")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"block_n": 256}, "block_n one of"),
+        ({"block_n": 128, "out_slots": 2}, "out_slots must be 1"),
+        ({"block_n": 128, "out_slots": 1, "stages": 12}, "shared memory"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(params, message):
+    call = described(*operands(16, 128, 256, 1), sizes=(16,))[2]
+    assert message in MosaicGpuActivation().params_fault(call, MosaicGpuParams(**params))
+
+
+@pytest.mark.slow
+def test_the_dense_activation_is_that_of_one_group():
+    x, w, gate = operands(6, 40, 256, 1, blocks=True)
+    sizes = jnp.asarray([6], jnp.int32)
+    expected = grouped_matmul(x, w, sizes, activation="silu", gate=gate, transpose_rhs=True, quantize=E4M3)
+    rows = Quantized(x.values.reshape(2, 3, -1), x.scale.reshape(2, 3, -1), (1, 1, 128))
+    matrices = [Quantized(each.values[0], each.scale[0], each.block[1:]) for each in (w, gate)]
+    how = {"activation": "silu", "transpose_w": True, "quantize": E4M3}
+    found = quantized_matmul(rows, matrices[0], gate=matrices[1], **how)
+    assert found.values.shape == (2, 3, 40)
+    assert found.block == (1, 1, 128)
+    np.testing.assert_array_equal(found.dequantize().reshape(6, 40), expected.dequantize())
+    by_arrays = quantized_matmul(rows.values.reshape(6, -1), matrices[0], x_scale=x.scale, gate=matrices[1], **how)
+    np.testing.assert_array_equal(by_arrays.dequantize(), expected.dequantize())
+    wide = [x.dequantize() @ each.dequantize()[0].T for each in (w, gate)]
+    wanted = jax.nn.silu(wide[0]) * wide[1]
+    assert jnp.linalg.norm(expected.dequantize() - wanted) < 0.03 * jnp.linalg.norm(wanted)
+
+
+X, W, GATE = operands(4, 8, 128, 1)
+MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, activation="silu"), "activation needs quantize="),
+        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=MATRIX), "gate needs quantize="),
+        (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
+        (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, gate=jnp.ones((8, 128))), "gate must be Quantized"),
+        (lambda: grouped(X, W, activation="sillu"), "did you mean 'silu'"),
+        (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
+        (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
+        (lambda: grouped(X.dequantize(), W), "must be Quantized"),
+        (lambda: grouped(X, W, gate=jax.tree.map(lambda a: a[:, :4], GATE)), "gate must be Quantized like rhs"),
+        (lambda: grouped(X, W, gate=Quantized(GATE.values, GATE.scale, (1, 8, None))), "gate must be Quantized in"),
+        (lambda: grouped(X, W, quantize=None, gate=GATE), "pass quantize="),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def grouped(x, w, **options):
+    return grouped_matmul(x, w, jnp.asarray([4]), transpose_rhs=True, **{"quantize": E4M3, **options})
+
+
+def test_a_gradient_is_refused():
+    def loss(scale):
+        return grouped(Quantized(X.values, scale, X.block), W).scale.sum()
+
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        jax.grad(loss)(X.scale)
