@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped product's kernel, with an optional epilogue (activation, gate, row factors).
 
-Tiles of rows start at the first row of their group. If at most half a tile of rows remains, they are a short tile,
-which one consumer computes in half the time. The last tile of a group is shifted up so that it ends with the group:
+Tiles of rows start at the first row of their group. If the plan has short tiles, and at most half a tile of rows
+remains, they are one, which one consumer computes in about two thirds of the time. The last tile of a group is shifted up so that it ends with the group:
 some rows are computed twice, with the same bits. Only groups smaller than a tile are stored in pieces, whose heights
 are powers of two. The tile scheduler runs in every thread: it walks over the group sizes as it takes tiles, so nothing
 has to run before the kernel.
@@ -152,7 +152,8 @@ class ProductKernel:
 
     def _row_tiles(self, rows: Any) -> Any:
         """Return how many whole tiles a group's rows are; a short one is added if not all rows are in them."""
-        return lax.div(rows + (self.plan.part_rows - 1), self.plan.tile_rows)
+        last = self.plan.part_rows if self.plan.has_short_tiles else self.plan.tile_rows
+        return lax.div(rows + (last - 1), self.plan.tile_rows)
 
     def _end(self, at: _GroupCursor) -> Any:
         """Return the number after the group's last whole tile."""
