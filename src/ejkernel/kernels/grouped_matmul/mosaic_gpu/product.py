@@ -41,7 +41,7 @@ class _GroupCursor(NamedTuple):
     Attributes:
         group: The group's number.
         tile: The number of its first tile, among the whole tiles of all groups.
-        short: The number of its first short tile, among the short ones.
+        short: The number of its first short tile, among the short ones; `None` without these.
         row: Its first row.
         rows: How many rows it has.
     """
@@ -122,15 +122,16 @@ class ProductKernel:
 
         def one(carry: Any) -> Any:
             cursor, tile, short, step = carry
-            is_whole = tile < self._end(cursor)
-            step = body(self._tile(is_whole, tile, short, cursor), step)
+            found = self._tile(tile, cursor) if short is None else self._tile_or_short(tile, short, cursor)
+            step = body(found, step)
+            is_whole = short is None or tile < self._end(cursor)
             tile = tile + jnp.where(is_whole, plan.programs, 0)
-            short = short + jnp.where(is_whole, 0, plan.programs)
+            short = None if short is None else short + jnp.where(is_whole, 0, plan.programs)
             return self._advance(tile, short, cursor), tile, short, step
 
-        start = _GroupCursor(zero, zero, zero, self.first_row, self._rows_of(zero, self.first_row))
-        # Where the last round of whole tiles leaves blocks without one, short tiles begin.
-        short = plan.programs - 1 - first
+        # Short tiles begin with the blocks that the last round of whole tiles leaves without one.
+        short, first_short = (plan.programs - 1 - first, zero) if plan.has_short_tiles else (None, None)
+        start = _GroupCursor(zero, zero, first_short, self.first_row, self._rows_of(zero, self.first_row))
         carry = (self._advance(first, short, start), first, short, zero)
         return lax.while_loop(lambda carry: carry[0].group <= plan.last, one, carry)[3]
 
@@ -160,16 +161,17 @@ class ProductKernel:
         return at.tile + self._row_tiles(at.rows) * self.plan.column_tiles
 
     def _short_end(self, at: _GroupCursor) -> Any:
-        """Return the number after the group's last short tile."""
+        """Return the number after the group's last short tile; `None` without short tiles."""
         has_short = at.rows > self._row_tiles(at.rows) * self.plan.tile_rows
-        return at.short + jnp.where(has_short, self.plan.column_tiles, 0)
+        return None if at.short is None else at.short + jnp.where(has_short, self.plan.column_tiles, 0)
 
     def _advance(self, tile: Any, short: Any, cursor: _GroupCursor) -> _GroupCursor:
         """Return the cursor at the group of the next whole or short tile, or past the last group."""
         plan = self.plan
 
         def behind(at: _GroupCursor) -> Any:
-            return (tile >= self._end(at)) & (short >= self._short_end(at)) & (at.group <= plan.last)
+            is_behind = (tile >= self._end(at)) & (at.group <= plan.last)
+            return is_behind if short is None else is_behind & (short >= self._short_end(at))
 
         def following(at: _GroupCursor) -> _GroupCursor:
             group, row = at.group + 1, at.row + at.rows
@@ -180,16 +182,23 @@ class ProductKernel:
         found: _GroupCursor = lax.while_loop(behind, following, cursor)
         return found
 
-    def _tile(self, is_whole: Any, tile: Any, short: Any, cursor: _GroupCursor) -> ProductTile:
+    def _tile(self, number: Any, cursor: _GroupCursor) -> ProductTile:
+        """Return a whole tile."""
         plan = self.plan
-        row_tile, column_tile = tile_position(tile - cursor.tile, self._row_tiles(cursor.rows), plan)
-        column_tile = jnp.where(is_whole, column_tile, short - cursor.short)
-        height = jnp.where(is_whole, plan.tile_rows, plan.part_rows)
+        row_tile, column_tile = tile_position(number - cursor.tile, self._row_tiles(cursor.rows), plan)
         # The last tile ends with its group: rows that two tiles share get the same bits from both.
-        offset = jnp.maximum(cursor.rows - height, 0)
-        offset = jnp.where(is_whole, jnp.minimum(row_tile * plan.tile_rows, offset), offset)
-        rows = jnp.minimum(cursor.rows - offset, height)
+        offset = jnp.minimum(row_tile * plan.tile_rows, jnp.maximum(cursor.rows - plan.tile_rows, 0))
+        rows = jnp.minimum(cursor.rows - offset, plan.tile_rows)
         return ProductTile(cursor.group, cursor.row + offset, rows, column_tile * plan.tile_columns)
+
+    def _tile_or_short(self, number: Any, short: Any, cursor: _GroupCursor) -> ProductTile:
+        """Return a whole tile, or a short one of a group without more whole tiles."""
+        plan, whole = self.plan, self._tile(number, cursor)
+        offset = jnp.maximum(cursor.rows - plan.part_rows, 0)
+        column = (short - cursor.short) * plan.tile_columns
+        last = ProductTile(cursor.group, cursor.row + offset, cursor.rows - offset, column)
+        is_whole = number < self._end(cursor)
+        return ProductTile(*(jnp.where(is_whole, x, y) for x, y in zip(whole, last, strict=True)))
 
     # Producer.
 
