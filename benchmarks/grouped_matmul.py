@@ -5,7 +5,8 @@
 of all three; n is the length of its rows.
 
 Each contender runs each call in a separate process with a time limit; only one at a time uses the device. Operands are
-normally distributed. Group sizes are equal, or follow Zipf's law. Some rows of each result are compared with NumPy's.
+normally distributed. Group sizes are equal, follow Zipf's law, or follow Dirichlet's distribution, as if all ways to
+divide the rows were equally likely. Some rows of each result are compared with NumPy's.
 The report has medians of the device's own times.
 """
 
@@ -34,6 +35,7 @@ from ejkernel.modules import grouped_matmul, grouped_matmul_wgrad
 
 OURS = "ejkernel"
 ROUNDS = 15
+KINDS = ("even", "zipf", "dirichlet")  # of group sizes
 Function = Callable[..., jax.Array]
 
 
@@ -66,11 +68,11 @@ def operands(shape: Shape, direction: str) -> tuple[tuple[int, ...], ...]:
 
 
 def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
-    """Return equal group sizes, or sizes after Zipf's law in random order."""
+    """Return equal group sizes, or random ones: after Zipf's law, or Dirichlet's distribution with parameters 1."""
     if kind == "even":
         return np.full(shape.groups, shape.m // shape.groups, np.int32)
-    rng = np.random.default_rng(7)
-    weights = rng.permutation(1 / np.arange(1, shape.groups + 1))
+    rng, count = np.random.default_rng(7), shape.groups
+    weights = rng.permutation(1 / np.arange(1, count + 1)) if kind == "zipf" else rng.dirichlet(np.ones(count))
     return rng.multinomial(shape.m, weights / weights.sum()).astype(np.int32)
 
 
@@ -198,7 +200,7 @@ def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[s
         if "gated" in direction:
             arrays[0] /= shape.k**0.5
         found = {}
-        for kind in ("even", "zipf") if contender != "dense" else ("even",):
+        for kind in KINDS if contender != "dense" else ("even",):
             own = jnp.asarray(group_sizes(shape, kind))
             out = jax.tree.leaves(program(*arrays, own))[0]
             error = None if contender == "dense" else error_of((*arrays, np.asarray(own), out), direction)
@@ -251,7 +253,7 @@ def table(found: dict[str, Any]) -> str:
             continue
         shape = SHAPES[call.split(" | ")[0]]
         flops = 2 * shape.m * shape.k * shape.n * PRODUCTS[call.split(" | ")[1]]
-        for kind in ("even", "zipf"):
+        for kind in KINDS:
             times = {name: row[kind]["us"] for name, row in contenders.items() if kind in row}
             dense_us, own = contenders.get("dense", {}).get("even", {}).get("us"), times.get(OURS)
             rivals = [times[name] for name in RIVALS if name in times]

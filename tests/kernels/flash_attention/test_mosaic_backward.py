@@ -17,6 +17,7 @@ from tests.kernels.attention_cases import Case
 from tests.kernels.lowered import assert_in_place_calls_are_apart
 
 from ejkernel import compat
+from ejkernel.kernels._hopper.backend import Hopper
 from ejkernel.kernels.flash_attention.common import (
     EMPTY_ROW_LSE,
     AttentionCall,
@@ -33,6 +34,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     unsupported_reason,
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.plan import backward_problem
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     packed,
@@ -394,6 +396,20 @@ def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, pa
     call = dataclasses.replace(FINE, query=(batch, 8192, 8, 128), key=key, value=key)
     assert heuristic(call).head_parts == parts
     assert {params.head_parts for params in space(call) if params.keys == 128} == tried
+
+
+@pytest.mark.usefixtures("mosaic")
+@pytest.mark.parametrize(("batch", "rules"), [(16, CAUSAL), (16, Rules(scale=0.2)), (128, CAUSAL)])
+def test_few_causal_blocks_begin_with_the_longest(batch, rules):
+    from ejkernel.kernels.flash_attention.mosaic_gpu.backward_consumers import KeysKernel
+
+    key = (batch, 1024, 2, 128)
+    call = dataclasses.replace(FINE, query=(batch, 1024, 16, 128), key=key, value=key, rules=rules)
+    kernel = KeysKernel(backward_problem(call), FUSED, Hopper())
+    blocks, examples, parts = (np.asarray(x) for x in kernel.schedule(jnp.arange(kernel.programs)))
+    assert len({*zip(blocks, examples, parts, strict=True)}) == kernel.programs
+    first = blocks if batch == 16 and rules.right == 0 else examples
+    assert (np.diff(first) >= 0).all()
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(32, (1, 64)), (64, (2, 64))])

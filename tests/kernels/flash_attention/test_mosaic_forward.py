@@ -146,6 +146,15 @@ def test_output_and_lse_match_reference(mosaic, case, params):
     assert_close(*simulated(mosaic, case, params))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_whose_logits_are_all_at_the_soft_cap_are_right(mosaic, sign):
+    """Their weights are the largest and the smallest ones: no maximum is subtracted."""
+    case = Small(rules=Rules(scale=1.0, soft_cap=50.0))
+    operands = case.operands("bfloat16")
+    operands = operands._replace(query=jnp.full_like(operands.query, 30 * sign), key=jnp.full_like(operands.key, 30))
+    assert_close(*simulated(mosaic, case, ONE, operands=operands))
+
+
 @pytest.mark.usefixtures("soon_compiled")
 def test_the_last_tile_of_an_example_reads_nothing_of_the_next(mosaic):
     """Copies past the last row fetch zeros, not the NaN of the next example and head."""

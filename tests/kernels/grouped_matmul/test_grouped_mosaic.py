@@ -66,9 +66,13 @@ def simulated(mosaic, operation, arrays, params, *, races=False, **options):
     return lambda sizes, *own: found(jnp.asarray(sizes, jnp.int32), *(own or arrays))
 
 
+@pytest.mark.parametrize("shortest", [0, 1000], ids=["short tiles", "whole tiles"])
 @pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
 @pytest.mark.usefixtures("few_multiprocessors")
-def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mosaic, transpose_rhs):
+def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(
+    mosaic, transpose_rhs, shortest, monkeypatch
+):
+    monkeypatch.setattr(plan, "ROWS_WITH_SHORT_TILES", shortest)
     lhs = by_numpy.normal(by_numpy.ROWS, K)
     rhs = by_numpy.normal(4, *((N, K) if transpose_rhs else (K, N)), seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL), transpose_rhs=transpose_rhs)

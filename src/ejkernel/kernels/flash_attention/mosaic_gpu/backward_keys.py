@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
@@ -23,6 +24,8 @@ from .matrices import Matrices
 from .params import BackwardParams
 from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .visibility import BlockRange
+
+_FEW_BLOCKS = 8 * MULTIPROCESSORS
 
 
 class KeyBlockMemory(NamedTuple):
@@ -136,6 +139,7 @@ class KeyBlockKernel:
         self.columns = dquery_columns(problem, params)
         self.parts = problem.groups * params.head_parts
         self.heads_per_part = problem.heads // self.parts
+        self.programs = problem.batch * self.parts * self.key_blocks
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
         self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
@@ -149,7 +153,7 @@ class KeyBlockKernel:
             (inputs, sums),
             self.out_types(inputs),
             name=f"attention_backward_{self.params.division}",
-            programs=self.problem.batch * self.parts * self.key_blocks,
+            programs=self.programs,
             memory=self._memory_types(),
             consumers=self.params.warpgroups,
             interpret=self.backend.interpret,
@@ -213,7 +217,7 @@ class KeyBlockKernel:
 
     def _block(self, given: tuple[BackwardInputs, GradientSums], outputs: Any, memory: KeyBlockMemory) -> None:
         (arrays, sums), warpgroup, consumers = given, lax.axis_index(WARPGROUP), self.params.warpgroups
-        number, example, part = self._schedule(lax.axis_index(PROGRAM))
+        number, example, part = self.schedule(lax.axis_index(PROGRAM))
         blocks = block_range(arrays.ranges, example, number)
         limit = key_limit(self.problem, arrays, example, self.params.keys)
         block = KeyBlock(arrays, sums, outputs, memory, example, part, number * self.params.keys, blocks, limit)
@@ -225,15 +229,16 @@ class KeyBlockKernel:
             consumer=lambda _: self.consume(block),
         )
 
-    def _schedule(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def schedule(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the block of keys, the example and the part of block of threads `index`.
 
-        Under a causal mask most queries see the first keys. With several parts per group, when blocks are few, the
-        first keys of all examples come first, and short blocks fill the gaps; otherwise the blocks of one example are
-        adjacent, because they share queries.
+        Under a causal mask most queries see the first keys. If blocks are few, the first keys of all examples come
+        first, and short blocks fill the gaps; otherwise the blocks of one example are adjacent, because they share
+        queries.
         """
         rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        if self.params.head_parts > 1:
+        few = self.problem.rules.right is not None and self.programs <= _FEW_BLOCKS
+        if few or self.params.head_parts > 1:
             return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
         return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
 

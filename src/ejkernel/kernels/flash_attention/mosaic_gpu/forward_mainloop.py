@@ -22,6 +22,7 @@ from .plan import ROWS
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+_SMALL_CAP = 50.0  # weights are between exp(-75) and exp(25)
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
@@ -120,7 +121,8 @@ class ForwardConsumer:
         scores = self.backend.with_accumulators(product, self.square)
         self.barriers.key.consumer_release(stage)
         nothing = plgpu.layout_cast(jnp.full((ROWS, self.plan.value_dim), 0, jnp.float32), _LAYOUT)
-        row_max = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _BY_ROW)
+        first = _LOWEST if self._fixed_max is None else self._fixed_max
+        row_max = plgpu.layout_cast(jnp.full((ROWS,), first, jnp.float32), _BY_ROW)
         row_sum = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
         row_max, row_sum, weights, _ = self._softmax(logits, self.tile.blocks.first, row_max, row_sum, True)
@@ -151,7 +153,7 @@ class ForwardConsumer:
 
         acc, row_max, row_sum, weights, decay = backend.with_accumulators(products, self.square, self._acc_shape)
         barriers.value.consumer_release(before)
-        return _SoftmaxState(acc * along_rows(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
+        return _SoftmaxState(_decayed(acc, decay), row_max, row_sum, weights, state.step + 1)
 
     def _sequential(self, state: _SoftmaxState, block: Any, masked: bool) -> _SoftmaxState:
         """Visit a block: both products first, then the softmax."""
@@ -174,7 +176,7 @@ class ForwardConsumer:
         logits = self._logits(scores, block, stage, masked)
         row_max, row_sum, weights, decay = self._softmax(logits, block, state.row_max, state.row_sum, masked)
         weights = weights.astype(self.plan.dtype)
-        return _SoftmaxState(acc * along_rows(decay, acc.shape), row_max, row_sum, weights, state.step + 1)
+        return _SoftmaxState(_decayed(acc, decay), row_max, row_sum, weights, state.step + 1)
 
     def _last_product(self, state: _SoftmaxState) -> Any:
         """Return the sum of weighted values, with the last block's."""
@@ -280,6 +282,17 @@ class ForwardConsumer:
             return LOG2_E
         return self.scale * LOG2_E if rules.soft_cap is None else LOG2_E * rules.soft_cap
 
+    @property
+    def _fixed_max(self) -> float | None:
+        """What takes the place of the rows' largest logits, as a logarithm to the base 2; `None`: they are found.
+
+        A soft cap limits the logits, so that no weight leaves the range of float32 and bfloat16.
+        """
+        cap = self.plan.rules.soft_cap
+        if cap is None or cap > _SMALL_CAP or self.plan.dtype != "bfloat16" or self.plan.adds or self.plan.caps_late:
+            return None
+        return cap / 2 * LOG2_E
+
     def _logits(self, scores: Any, block: Any, stage: Any, masked: bool) -> Any:
         """Return the logits up to the factor `_exponent`; -inf where hidden."""
         rules = self.plan.rules
@@ -295,9 +308,11 @@ class ForwardConsumer:
         return scores
 
     def _softmax(self, logits: Any, block: Any, row_max: Any, row_sum: Any, masked: bool) -> tuple[Any, Any, Any, Any]:
-        """Return the new maximum and sum, the weights, and the factor for earlier sums."""
-        exponent = self._exponent
-        if self.plan.adds:  # differences first: a bias may be the lowest float
+        """Return the new maximum and sum, the weights, and the factor for earlier sums; `None` for a factor of 1."""
+        exponent, new_max, decay = self._exponent, row_max, None
+        if self._fixed_max is not None:
+            weights = self._exp2(logits * exponent - self._fixed_max, masked)
+        elif self.plan.adds:  # differences first: a bias may be the lowest float
             new_max = jnp.maximum(row_max, logits.max(axis=1))
             weights = jnp.exp2((logits - along_rows(new_max, logits.shape)) * exponent)
             decay = jnp.exp2((row_max - new_max) * exponent)
@@ -306,7 +321,7 @@ class ForwardConsumer:
             weights = self._exp2(logits * exponent - along_rows(new_max, logits.shape), masked)
             decay = jnp.exp2(row_max - new_max)
         # The sum is over all weights: a dropout applies to the result of the softmax.
-        row_sum = row_sum * decay + weights.sum(axis=1)
+        row_sum = _decayed(row_sum, decay) + weights.sum(axis=1)
         if self.inputs.dropout is not None:
             weights = jnp.where(self._dropout_keeps(block), weights, 0.0)
         return new_max, row_sum, weights, decay
@@ -372,6 +387,13 @@ class ForwardConsumer:
         elif self.plan.hides_tail:
             conditions.append(key < self.plan.keys - start)
         return conditions
+
+
+def _decayed(sums: Any, decay: Any) -> Any:
+    """Return sums of rows, or of elements of rows, times the rows' factors."""
+    if decay is None:
+        return sums
+    return sums * (decay if sums.ndim == 1 else along_rows(decay, sums.shape))
 
 
 def along_rows(by_row: Any, shape: tuple[int, ...]) -> Any:

@@ -14,6 +14,8 @@ from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.ops.utils.messages.names import NamedFields
 
+# Rows per group, on average. With fewer, matrices are most of what is read, and short tiles read them once more.
+ROWS_WITH_SHORT_TILES = 192
 _LONG_BLOCKS = (128, 256)
 _ALLOWED: Any = {
     "block_n": (64, 128, 192, 256),
@@ -165,6 +167,7 @@ class ProductPlan(GroupedPlan):
         keep: Whether the products are results too.
         all_groups: The number of group sizes, if some groups have their matrices elsewhere; the first group's number
             follows the sizes.
+        has_short_tiles: Whether the last rows of a group may be a tile of half the height.
     """
 
     transpose_rhs: bool
@@ -173,6 +176,7 @@ class ProductPlan(GroupedPlan):
     scaled: bool = False
     keep: bool = False
     all_groups: int | None = None
+    has_short_tiles: bool = False
 
     @property
     def products(self) -> int:
@@ -238,6 +242,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         scaled=call.scaled,
         keep=keep,
         all_groups=call.padded_groups,
+        has_short_tiles=call.usual_rows >= ROWS_WITH_SHORT_TILES,
     )
 
 

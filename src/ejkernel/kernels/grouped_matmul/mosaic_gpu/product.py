@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped product's kernel, with an optional epilogue (activation, gate, row factors).
 
-Tiles of rows start at the first row of their group. The last tile of a group is shifted up so that it ends with the
-group: some rows are computed twice, with the same bits. Only groups smaller than a tile are stored in pieces, whose
-heights are powers of two. The tile scheduler runs in every thread: it walks over the group sizes as it takes tiles, so
-nothing has to run before the kernel.
+Tiles of rows start at the first row of their group. If the plan has short tiles, and at most half a tile of rows
+remains, they are one, which one consumer computes in about two thirds of the time. The last tile of a group is shifted
+up so that it ends with the group: some rows are computed twice, with the same bits. Only groups smaller than a tile are
+stored in pieces, whose heights are powers of two. The tile scheduler runs in every thread: it walks over the group
+sizes as it takes tiles, so nothing has to run before the kernel.
 
 Producer and consumers visit the same tiles and steps in the same order, for any group sizes, so they cannot deadlock.
 """
@@ -36,13 +37,20 @@ class _GroupCursor(NamedTuple):
     """The tile scheduler's position in the list of groups.
 
     Group number `groups` is the rows after the last group; the number after it is the rows before the first.
+
+    Attributes:
+        group: The group's number.
+        tile: The number of its first tile, among the whole tiles of all groups.
+        short: The number of its first short tile, among the short ones; `None` without these.
+        row: Its first row.
+        rows: How many rows it has.
     """
 
     group: Any
-    first_tile: Any
-    first_row: Any
+    tile: Any
+    short: Any
+    row: Any
     rows: Any
-    row_tiles: Any
 
 
 class ProductTile(NamedTuple):
@@ -105,19 +113,27 @@ class ProductKernel:
     # Tile scheduler.
 
     def _each_tile(self, body: Callable[[ProductTile, Any], Any]) -> Any:
-        """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads."""
-        plan, zero = self.plan, jnp.int32(0)
-        rows = self._rows_of(zero, self.first_row)
-        first = lax.axis_index(PROGRAM)
+        """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads.
+
+        Whole and short tiles are dealt apart: every block gets as many of each, so that blocks that share a matrix
+        stay in step. Out of step they read it again from memory.
+        """
+        plan, zero, first = self.plan, jnp.int32(0), lax.axis_index(PROGRAM)
 
         def one(carry: Any) -> Any:
-            number, cursor, step = carry
-            step = body(self._tile(number, cursor), step)
-            number = number + plan.programs
-            return number, self._advance(number, cursor), step
+            cursor, tile, short, step = carry
+            found = self._tile(tile, cursor) if short is None else self._tile_or_short(tile, short, cursor)
+            step = body(found, step)
+            is_whole = short is None or tile < self._end(cursor)
+            tile = tile + jnp.where(is_whole, plan.programs, 0)
+            short = None if short is None else short + jnp.where(is_whole, 0, plan.programs)
+            return self._advance(tile, short, cursor), tile, short, step
 
-        cursor = self._advance(first, _GroupCursor(zero, zero, self.first_row, rows, self._tiles_of(rows)))
-        return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, cursor, zero))[2]
+        # Short tiles begin with the blocks that the last round of whole tiles leaves without one.
+        short, first_short = (plan.programs - 1 - first, zero) if plan.has_short_tiles else (None, None)
+        start = _GroupCursor(zero, zero, first_short, self.first_row, self._rows_of(zero, self.first_row))
+        carry = (self._advance(first, short, start), first, short, zero)
+        return lax.while_loop(lambda carry: carry[0].group <= plan.last, one, carry)[3]
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has within the array."""
@@ -135,36 +151,54 @@ class ProductKernel:
         first = self.sizes[plan.all_groups]
         return first, lax.fori_loop(0, first, lambda i, row: jnp.minimum(row + self.sizes[i], plan.rows), zero)
 
-    def _tiles_of(self, rows: Any) -> Any:
-        return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
+    def _row_tiles(self, rows: Any) -> Any:
+        """Return how many whole tiles a group's rows are; a short one is added if not all rows are in them."""
+        last = self.plan.part_rows if self.plan.has_short_tiles else self.plan.tile_rows
+        return lax.div(rows + (last - 1), self.plan.tile_rows)
 
-    def _advance(self, number: Any, cursor: _GroupCursor) -> _GroupCursor:
-        """Return the cursor at the group of tile `number`, or past the last group."""
-        plan, column_tiles = self.plan, self.plan.column_tiles
+    def _end(self, at: _GroupCursor) -> Any:
+        """Return the number after the group's last whole tile."""
+        return at.tile + self._row_tiles(at.rows) * self.plan.column_tiles
+
+    def _short_end(self, at: _GroupCursor) -> Any:
+        """Return the number after the group's last short tile; `None` without short tiles."""
+        has_short = at.rows > self._row_tiles(at.rows) * self.plan.tile_rows
+        return None if at.short is None else at.short + jnp.where(has_short, self.plan.column_tiles, 0)
+
+    def _advance(self, tile: Any, short: Any, cursor: _GroupCursor) -> _GroupCursor:
+        """Return the cursor at the group of the next whole or short tile, or past the last group."""
+        plan = self.plan
 
         def behind(at: _GroupCursor) -> Any:
-            return (number >= at.first_tile + at.row_tiles * column_tiles) & (at.group <= plan.last)
+            is_behind = (tile >= self._end(at)) & (at.group <= plan.last)
+            return is_behind if short is None else is_behind & (short >= self._short_end(at))
 
         def following(at: _GroupCursor) -> _GroupCursor:
-            group, first_row = at.group + 1, at.first_row + at.rows
+            group, row = at.group + 1, at.row + at.rows
             if plan.is_part:
-                first_row = jnp.where(group > plan.groups, 0, first_row)
-            rows = self._rows_of(group, first_row)
-            first_tile = at.first_tile + at.row_tiles * column_tiles
-            return _GroupCursor(group, first_tile, first_row, rows, self._tiles_of(rows))
+                row = jnp.where(group > plan.groups, 0, row)
+            return _GroupCursor(group, self._end(at), self._short_end(at), row, self._rows_of(group, row))
 
         found: _GroupCursor = lax.while_loop(behind, following, cursor)
         return found
 
     def _tile(self, number: Any, cursor: _GroupCursor) -> ProductTile:
-        row_tile, column_tile = tile_position(number - cursor.first_tile, cursor.row_tiles, self.plan)
-        offset = row_tile * self.plan.tile_rows
-        # The last tile ends with its group: rows that two tiles share get the same bits from both. Shorter last tiles
-        # were slower on one H200 (256 uneven groups: 430 instead of 551 TFLOP/s): blocks of threads that share a matrix
-        # fall out of step, and then read it again from memory.
-        offset = jnp.minimum(offset, jnp.maximum(cursor.rows - self.plan.tile_rows, 0))
-        rows = jnp.minimum(cursor.rows - offset, self.plan.tile_rows)
-        return ProductTile(cursor.group, cursor.first_row + offset, rows, column_tile * self.plan.tile_columns)
+        """Return a whole tile."""
+        plan = self.plan
+        row_tile, column_tile = tile_position(number - cursor.tile, self._row_tiles(cursor.rows), plan)
+        # The last tile ends with its group: rows that two tiles share get the same bits from both.
+        offset = jnp.minimum(row_tile * plan.tile_rows, jnp.maximum(cursor.rows - plan.tile_rows, 0))
+        rows = jnp.minimum(cursor.rows - offset, plan.tile_rows)
+        return ProductTile(cursor.group, cursor.row + offset, rows, column_tile * plan.tile_columns)
+
+    def _tile_or_short(self, number: Any, short: Any, cursor: _GroupCursor) -> ProductTile:
+        """Return a whole tile, or a short one of a group without more whole tiles."""
+        plan, whole = self.plan, self._tile(number, cursor)
+        offset = jnp.maximum(cursor.rows - plan.part_rows, 0)
+        column = (short - cursor.short) * plan.tile_columns
+        last = ProductTile(cursor.group, cursor.row + offset, cursor.rows - offset, column)
+        is_whole = number < self._end(cursor)
+        return ProductTile(*(jnp.where(is_whole, x, y) for x, y in zip(whole, last, strict=True)))
 
     # Producer.
 
@@ -183,7 +217,7 @@ class ProductKernel:
         full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
             rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
-            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
+            self.backend.copy_if(tile.rows > plan.part_rows * w, rows, self.lhs_rows.at[stage, w], full)
         self._copy_matrices(tile, along, stage)
         return step + 1
 
