@@ -5,7 +5,7 @@ A scalar loss needs three products. The exponentials of the logits leave the fir
 row that is known before it: the largest of some of the row's logits. Since `r` is at most the log-sum-exp, and bfloat16
 has the range of float32, one factor per row remains, `softmax * exp(r - lse)`. It is applied to the rows of `dx`, and
 to the rows of `x` in the weight's gradient, so no pass over the exponentials is needed. The label's -1 is scattered. If
-the log-sum-exp of a row is too far above `r`, everything is computed again with `r = lse`.
+the log-sum-exp of a row is too far above `r`, the exponentials are computed again, relative to the largest logits.
 
 Other gradients compute the logits again, from the log-sum-exp.
 """
@@ -30,7 +30,7 @@ from ejkernel.kernels.linear_cross_entropy.common import (
     merged_max,
 )
 
-from .launch import Exponentials, PaddedHead, Rows
+from .launch import Exponentials, PaddedHead, Rows, may_overwrite
 
 SAMPLED = 256  # columns whose largest logit `r` is
 LARGEST_SUM = 2.0**90  # of exponentials relative to `r`; factors and their products with `x` must not underflow
@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
 
 
 class _Relative(NamedTuple):
-    """The exponentials of rows, what they are relative to, and whether all sums are small enough."""
+    """The exponentials of rows, the numbers that they are relative to, and whether all sums are small enough."""
 
     relative_to: jax.Array
     found: Exponentials
@@ -108,9 +108,13 @@ class HeadGradients:
             second = run(lse)._replace(fits=jnp.array(True))
             return unify_varying((second, first))[0]
 
-        first = unify_varying((run(self._largest_of_some(rows)), rows.x))[0]
-        found: _Relative = lax.while_loop(lambda carry: ~carry.fits, again, first)
-        return found
+        first = run(self._largest_of_some(rows))
+        if not axes and may_overwrite(rows.x, head.weight, first):
+            relative_to, found = head.exponentials_again(rows, ~first.fits, first.relative_to, first.found)
+            return _Relative(relative_to, found, jnp.array(True))
+        first = unify_varying((first, rows.x))[0]
+        checked: _Relative = lax.while_loop(lambda carry: ~carry.fits, again, first)
+        return checked
 
     def _largest_of_some(self, rows: Rows) -> jax.Array:
         """Return the largest logit among columns spread over the vocabulary; it is at most the log-sum-exp."""

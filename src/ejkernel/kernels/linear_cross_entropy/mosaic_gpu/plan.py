@@ -18,6 +18,7 @@ WIDEST_TILE = 256  # columns
 PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
+MAXIMA = "maxima"  # the largest logits alone
 EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given number per row, and their sum
 GRADIENT = "gradient"  # the gradient of the logits, from the log-sum-exp
 
@@ -27,11 +28,12 @@ class HeadPlan:
     """The launch of one kernel.
 
     Attributes:
-        mode: `STATISTICS`, `EXPONENTIALS` or `GRADIENT`.
+        mode: `STATISTICS`, `MAXIMA`, `EXPONENTIALS` or `GRADIENT`.
         rows, inner, columns: Sizes of the padded operands; `columns` are those of this launch.
         last: Columns of the logits before padding, of the whole weight.
         transpose_weight, soft_cap, scale, bias: As in the call.
         statistics: Optional results, members of `STATISTICS` of the operation.
+        conditional: Whether the launch does nothing unless an operand says so.
         has_constant, has_expected: Whether the gradient has these coefficients.
         block_n, stages, panel, out_slots: As in the parameters.
     """
@@ -46,6 +48,7 @@ class HeadPlan:
     scale: float
     bias: bool
     statistics: tuple[str, ...] = ()
+    conditional: bool = False
     has_constant: bool = False
     has_expected: bool = False
     block_n: int
@@ -95,6 +98,8 @@ class HeadPlan:
         """Names of the results with one number per row and column of tiles."""
         if self.mode == STATISTICS:
             return ("max", "total", "label", *(name for name in ("sum", "expected") if name in self.statistics))
+        if self.mode == MAXIMA:
+            return ("max",)
         if self.mode == EXPONENTIALS:
             return ("total", "label", *(["max"] if "max" in self.statistics else []))
         return ()
@@ -102,7 +107,7 @@ class HeadPlan:
     @property
     def has_matrix(self) -> bool:
         """Whether a matrix as large as the logits is a result."""
-        return self.mode != STATISTICS
+        return self.mode in (EXPONENTIALS, GRADIENT)
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
@@ -162,6 +167,7 @@ def head_plan(
     has_constant: bool = False,
     has_expected: bool = False,
     statistics: tuple[str, ...] | None = None,
+    conditional: bool = False,
 ) -> HeadPlan:
     """Return the plan of a launch on `rows` padded rows, and on all columns unless their number is given."""
     return HeadPlan(
@@ -175,6 +181,7 @@ def head_plan(
         scale=call.logits_scale,
         bias=call.bias,
         statistics=call.statistics if statistics is None else statistics,
+        conditional=conditional,
         has_constant=has_constant,
         has_expected=has_expected,
         block_n=params.block_n,
