@@ -127,8 +127,10 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soft_cap_with_three_products_has_no_races(simulated):
+@pytest.mark.parametrize("largest_sum", [gradients.LARGEST_SUM, 1.0], ids=["", "computed again"])
+def test_a_soft_cap_with_three_products_has_no_races(simulated, monkeypatch, largest_sum):
     simulated(detect_races=True)
+    monkeypatch.setattr(gradients, "LARGEST_SUM", largest_sum)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
     run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
@@ -185,6 +187,19 @@ def test_statistics_and_their_gradients_match_the_reference():
         return *out, dx, dweight, dbias
 
     assert_all_near((*expected, *pull(cotangents)), run(*args), 5)
+
+
+@pytest.mark.slow
+def test_the_host_does_not_wait_for_the_range_of_exponentials():
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    call = dataclasses.replace(CALL, tokens=256, inner=128, columns=1024)
+    shapes = ((256, 128), "bfloat16"), ((128, 1024), "bfloat16"), ((256,), "int32"), ((256,), "float32")
+    run = jax.jit(lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0])
+    traced = run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert not any(branch in program for branch in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
+    assert all(f"linear_cross_entropy_{mode}" in program for mode in (plan.MAXIMA, plan.EXPONENTIALS))
 
 
 @pytest.mark.slow
