@@ -107,7 +107,8 @@ def assert_all_near(expected, actual, statistics):
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
-    monkeypatch.setattr(gradients, "SAMPLED", 4)  # columns 0, 82, 164, ...
+    monkeypatch.setattr(gradients, "SAMPLED", 4)
+    monkeypatch.setattr(gradients, "RUN", 1)  # columns 0, 82, 164, 246
     args = arrays(transpose_weight=True, bias=True)
     run, reference = loss_and_gradients(
         args,
@@ -225,6 +226,15 @@ def test_chunks_of_rows_lower_inside_shard_map(vocab_axis):
     jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.parametrize("columns", [5, 511, 512, 999])
+def test_sampled_columns_are_different_and_spread_over_the_vocabulary(columns):
+    found = gradients._sample(jnp.arange(2 * 1024).reshape(2, -1), columns, 1)
+    assert found.shape == (2, columns if columns < 2 * gradients.SAMPLED else gradients.SAMPLED)
+    first = np.unique(np.asarray(found[0]))
+    assert len(first) == found.shape[1]
+    assert 0.9 * columns - gradients.RUN <= first[-1] + 1 <= columns
+
+
 # --- programs around the kernel, which plain JAX replaces ---
 
 LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smoothing": 0.1, "z_loss": 0.01}
@@ -240,6 +250,7 @@ def replaced(monkeypatch):
     monkeypatch.setattr(kernel, "run_head", plain_kernel.run_head)
     monkeypatch.setattr(sums, "add_product", plain_kernel.add_product)
     monkeypatch.setattr(gradients, "SAMPLED", 4)
+    monkeypatch.setattr(gradients, "RUN", 1)
     x, *others = arrays(bias=True)
     return x.at[::8].multiply(40), *others
 

@@ -33,6 +33,7 @@ from ejkernel.kernels.linear_cross_entropy.common import (
 from .launch import Exponentials, PaddedHead, Rows, may_overwrite
 
 SAMPLED = 256  # columns whose largest logit `r` is
+RUN = 16  # that many of them are neighbours, which share a sector of memory
 LARGEST_SUM = 2.0**90  # of exponentials relative to `r`; factors and their products with `x` must not underflow
 _LEAST_SOFTMAX = 2.0**-10  # of the softmax's coefficient relative to the token's factor: below bfloat16's precision
 
@@ -46,11 +47,11 @@ class Gradients(NamedTuple):
 
 
 class _Relative(NamedTuple):
-    """The exponentials of rows, the numbers that they are relative to, and whether all sums are small enough."""
+    """The exponentials of rows, the numbers that they are relative to, and 1 if a sum is too large, or 0."""
 
     relative_to: jax.Array
     found: Exponentials
-    fits: jax.Array
+    exceeded: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,30 +102,28 @@ class HeadGradients:
             found = head.exponentials(rows, relative_to)
             # The same number on all devices that share the vocabulary, so that all of them run again, or none does.
             total = lax.psum(found.total, axes) if axes else found.total
-            return _Relative(relative_to, found, (total < LARGEST_SUM).all())
+            return _Relative(relative_to, found, (~(total < LARGEST_SUM)).astype(jnp.int32).max())
 
         def again(first: _Relative) -> _Relative:
             lse = finite_top(merged_lse(head.statistics(rows, ()).lse, axes))
-            second = run(lse)._replace(fits=jnp.array(True))
+            second = run(lse)._replace(exceeded=jnp.int32(0))
             return unify_varying((second, first))[0]
 
         first = run(self._largest_of_some(rows))
         if not axes and may_overwrite(rows.x, head.weight, first):
-            relative_to, found = head.exponentials_again(rows, ~first.fits, first.relative_to, first.found)
-            return _Relative(relative_to, found, jnp.array(True))
+            relative_to, found = head.exponentials_again(rows, first.exceeded, first.relative_to, first.found)
+            return _Relative(relative_to, found, jnp.int32(0))
         first = unify_varying((first, rows.x))[0]
-        checked: _Relative = lax.while_loop(lambda carry: ~carry.fits, again, first)
+        checked: _Relative = lax.while_loop(lambda carry: carry.exceeded != 0, again, first)
         return checked
 
     def _largest_of_some(self, rows: Rows) -> jax.Array:
         """Return the largest logit among columns spread over the vocabulary; it is at most the log-sum-exp."""
         head, call = self.head, self.head.call
-        stride = max(1, call.columns // SAMPLED)
         axis = 0 if call.transpose_weight else 1
-        weight = lax.slice_in_dim(head.weight, 0, call.columns, stride, axis)
-        s = _product(rows.x, weight, (1, 1 - axis), jnp.float32)
+        s = _product(rows.x, _sample(head.weight, call.columns, axis), (1, 1 - axis), jnp.float32)
         if head.bias is not None:
-            s = s + head.bias[: call.columns : stride]
+            s = s + _sample(head.bias, call.columns, 0)
         top = s.max(axis=1) * call.logits_scale
         if call.logits_soft_cap is not None:
             top = jnp.where(top == -jnp.inf, top, call.logits_soft_cap * jnp.tanh(top / call.logits_soft_cap))
@@ -264,6 +263,16 @@ def summed_over_rows(
 
     sums, (dx, more) = over_rows(step, None, arrays, chunk, lse)
     return Gradients(dx, sums.weight.astype(weight.dtype), sums.bias), more
+
+
+def _sample(x: jax.Array, columns: int, axis: int) -> jax.Array:
+    """Return some of the first columns: short runs, spread over all of them."""
+    runs = SAMPLED // RUN
+    if columns < 2 * SAMPLED:
+        return lax.slice_in_dim(x, 0, columns, axis=axis)
+    spread = lax.slice_in_dim(x, 0, columns - columns % runs, axis=axis)
+    spread = spread.reshape(*x.shape[:axis], runs, -1, *x.shape[axis + 1 :])
+    return lax.slice_in_dim(spread, 0, RUN, axis=axis + 1).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def _with_labels(matrix: jax.Array, labels: jax.Array, values: jax.Array) -> jax.Array:

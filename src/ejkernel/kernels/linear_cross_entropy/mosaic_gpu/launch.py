@@ -144,15 +144,15 @@ class PaddedHead:
     def exponentials_again(
         self, rows: Rows, again: jax.Array, relative_to: jax.Array, found: Exponentials
     ) -> tuple[jax.Array, Exponentials]:
-        """Return the exponentials relative to the rows' largest logits if `again`, or `found`; and those logits.
+        """Return the largest logit per row and the exponentials relative to it; if `again` is 0, what is given.
 
-        The kernels overwrite `found`, or do nothing. They read `again` on the device, so the host does not wait for it.
+        The kernels overwrite `found` or do nothing. They read `again` on the device, so the host does not wait for it.
         """
         plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0], conditional=True)
         first, *others = found.results
-        given = again.astype(jnp.int32).reshape(1), self._label_table(plan, rows.labels)
+        given = again.reshape(1), self._label_table(plan, rows.labels)
         [tops] = self._run(dataclasses.replace(plan, mode=MAXIMA), rows, *given, into=(first,))
-        relative_to = jnp.where(again, finite_top(tops.max(axis=0)), relative_to)
+        relative_to = jnp.where(again != 0, finite_top(tops.max(axis=0)), relative_to)
         results = self._run(plan, rows, *given, relative_to * _LOG2E, into=(tops, *others))
         return relative_to, self._exponentials(plan, rows, results)
 
