@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.plan import EXPONENTIALS, GRADIENT
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.plan import EXPONENTIALS, GRADIENT, PRODUCT
 
 
 def run_head(plan, arrays, into=(), *, interpret=None):
@@ -19,6 +19,9 @@ def run_head(plan, arrays, into=(), *, interpret=None):
         found = run_head(plain, (*arrays[:at], *arrays[at + 1 :]))
         return [jnp.where(arrays[at][0] != 0, y, before) for y, before in zip(found, into, strict=True)]
     x, weight, *others = arrays
+    if plan.mode == PRODUCT:
+        product = jnp.dot(x, weight.T if plan.transpose_weight else weight, preferred_element_type=jnp.float32)
+        return [(product * others[0][:, None]).astype(x.dtype)]
     bias = others.pop(0) if plan.bias else None
     labels, *others = others
     start = others.pop(0)[0] if plan.mode == GRADIENT else jnp.int32(0)

@@ -143,6 +143,17 @@ def test_a_soft_cap_with_three_products_has_no_races(simulated, monkeypatch, lar
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
+def test_a_kernel_multiplies_by_the_weight_if_its_tiles_keep_all_multiprocessors_busy():
+    rng = np.random.default_rng(1)
+    x, weight = (jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16) for shape in ((ROWS, 256), (256, COLUMNS)))
+    args = x, weight, *arrays()[2:]
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), gradients=("x",))
+    assert f"linear_cross_entropy_{plan.PRODUCT}" in str(jax.make_jaxpr(run)(*args))
+    assert_all_near(reference(*args), run(*args), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
 def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing():
     x, weight, *per_row = arrays(columns=5 * plan.PIECE)
     x, *per_row = (y[:60] for y in (x, *per_row))
@@ -369,6 +380,19 @@ def test_a_sum_in_float32_has_shorter_chunks():
     call = dataclasses.replace(CALL, tokens=16384, accumulation_dtype="float32")
     found = support.heuristic(call)
     assert (found.chunk, found.accumulation_dtype) == (4096, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "expected"), [(8192, 4096, True), (4096, 7168, True), (4096, 2304, False), (4096, 128, False)]
+)
+def test_xla_multiplies_where_tiles_would_leave_multiprocessors_idle(tokens, inner, expected):
+    sizes = {"rows": tokens, "inner": 128256, "columns": inner}
+    assert plan.keeps_busy(plan.product_plan(MosaicGpuParams(), **sizes, transpose_weight=True)) == expected
+
+
+@pytest.mark.parametrize(("inner", "panel"), [(2048, 16), (4096, 16), (7168, 12), (16384, 8)])
+def test_rows_of_a_panel_stay_in_the_cache(inner, panel):
+    assert support.heuristic(dataclasses.replace(CALL, inner=inner)).panel == panel
 
 
 def test_three_products_have_a_buffer_for_each_piece():

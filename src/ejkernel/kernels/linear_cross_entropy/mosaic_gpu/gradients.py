@@ -140,7 +140,9 @@ class HeadGradients:
     ) -> Gradients:
         """Return the gradients if that of the logits is `factor * matrix + constant`, with a number per row each."""
         head, transposed = self.head, self.head.call.transpose_weight
-        dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
+        dx = head.gradient_of_rows(matrix, factor) if constant is None else None
+        if dx is None:
+            dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
         left = (rows.x * factor[:, None]).astype(rows.x.dtype)
         dweight = self._weight_gradient(left, matrix, dtype, total)
         dbias = None if head.bias is None else (matrix.astype(jnp.float32) * factor[:, None]).sum(axis=0)

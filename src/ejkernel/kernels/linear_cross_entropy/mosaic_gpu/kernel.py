@@ -23,7 +23,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
 
-from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PIECE, STATISTICS, TILE_ROWS, HeadPlan
+from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PIECE, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
 
 LOG2E = 1.4426950408889634
 DTYPE = jnp.bfloat16
@@ -66,7 +66,7 @@ def run_head(
             a conditional launch int32 `[1]`: zero if it shall do nothing. Then for all but a gradient an int32 table of
             64 rows by tile columns that says where labels are, and for exponentials the numbers per row, in base 2. For
             a gradient the first column, int32 `[1]`; per row, in float32, the log-sum-exp in base 2 and the
-            coefficients.
+            coefficients. For a product rows, matrix and factors alone.
         into: Arrays that the results overwrite; a conditional launch needs them.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
@@ -132,6 +132,11 @@ class HeadKernel:
     def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         plan = self.plan
         self.x, self.weight, *others = arrays
+        self.parts = dict(zip(plan.per_tile, results, strict=False))
+        self.out: Any = results[-1] if plan.has_matrix else None
+        if plan.mode == PRODUCT:
+            self.coefficients = others
+            return
         self.bias = others.pop(0) if plan.bias else None
         self.labels = others.pop(0)
         self.condition: Any = others.pop(0) if plan.conditional else None
@@ -140,8 +145,6 @@ class HeadKernel:
         else:
             self.has_labels = others.pop(0)
             self.relative_to = others.pop(0) if plan.mode == EXPONENTIALS else None
-        self.parts = dict(zip(plan.per_tile, results, strict=False))
-        self.out: Any = results[-1] if plan.has_matrix else None
 
     def _position(self, index: Any) -> tuple[Any, Any]:
         """Return row and column, in tiles, of this block's tile `index`."""
@@ -209,10 +212,13 @@ class HeadKernel:
             MAXIMA: self._maxima,
             EXPONENTIALS: self._exponentials,
             GRADIENT: self._gradient,
+            PRODUCT: self._product,
         }
         epilogues[plan.mode](product, tile, *known)
 
     def _known(self, tile: _Tile) -> list[Any]:
+        if self.plan.mode == PRODUCT:
+            return [self._of_rows(ref, tile) for ref in self.coefficients]
         if self.plan.mode == GRADIENT:
             return [self._of_rows(ref, tile) for ref in (self.labels, *self.coefficients)]
         found = [self.has_labels[lax.div(tile.row, ROWS), tile.column_tile]]
@@ -359,6 +365,10 @@ class HeadKernel:
             if self._may_be_removed:
                 d = jnp.where(piece == -jnp.inf, 0.0, d)
             self._store_piece(d, tile, i)
+
+    def _product(self, product: Any, tile: _Tile, factor: Any) -> None:
+        for i in range(self.plan.pieces):
+            self._store_piece(product[:, i * PIECE : (i + 1) * PIECE] * _wide(factor), tile, i)
 
     def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
         plan = self.plan

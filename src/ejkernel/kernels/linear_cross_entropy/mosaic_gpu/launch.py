@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's three uses on padded arrays, under any transformation."""
+"""The kernel's uses on padded arrays, under any transformation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from .plan import (
     WIDEST_TILE,
     HeadPlan,
     head_plan,
+    keeps_busy,
     padded_columns,
+    product_plan,
 )
 
 _LOG2E = 1.4426950408889634
@@ -205,11 +207,24 @@ class PaddedHead:
             )
         return found
 
+    def gradient_of_rows(self, matrix: jax.Array, factor: jax.Array) -> jax.Array | None:
+        """Return the product of a gradient of logits and the weight, times a factor per row, in bfloat16.
+
+        The result is `None` if XLA should compute it.
+        """
+        rows, inner = matrix.shape
+        axis = 1 if self.call.transpose_weight else 0
+        sizes = {"rows": rows, "inner": inner, "columns": self.weight.shape[axis]}
+        plan = product_plan(self.params, **sizes, transpose_weight=not self.call.transpose_weight)
+        return self._launch(plan, matrix, self.weight, factor)[0] if keeps_busy(plan) else None
+
     def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array, into: tuple[jax.Array, ...] = ()) -> list[jax.Array]:
+        bias = [] if self.bias is None else [self.bias]
+        return self._launch(plan, rows.x, self.weight, *bias, rows.labels, *others, into=into)
+
+    def _launch(self, plan: HeadPlan, *arrays: jax.Array, into: tuple[jax.Array, ...] = ()) -> list[jax.Array]:
         from .kernel import run_head  # Mosaic GPU is not available in every environment
 
-        bias = [] if self.bias is None else [self.bias]
-        arrays = (rows.x, self.weight, *bias, rows.labels, *others)
         with jax.enable_x64(False):  # the kernel counts in int32
             found: list[jax.Array] = one_by_one(
                 lambda arrays, into: run_head(plan, arrays, into, interpret=self.interpret), arrays, into
