@@ -172,7 +172,6 @@ TILES: dict[str, dict[str, Any]] = {
     "panel 32": {"panel": 32},
     "stages 3, out_slots 4": {"stages": 3, "out_slots": 4},
     "stages 4, out_slots 2": {"stages": 4, "out_slots": 2},
-    "fma_columns 0": {"fma_columns": 0},
 }
 CHUNKS: dict[str, dict[str, Any]] = {
     "all rows": {"chunk": None, "accumulation_dtype": None},

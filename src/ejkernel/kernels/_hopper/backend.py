@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 
-from .exponentials import bounded_exp2_by_fma, exp2_by_fma
+from .exponentials import exp2_by_fma
 from .launch import plgpu
 
 Accumulators = Sequence[Any]
@@ -53,11 +53,6 @@ class Hopper:
     def exp2_by_fma(self, x: jax.Array) -> jax.Array:
         """Return powers of two; see `exponentials.exp2_by_fma`."""
         powers: jax.Array = exp2_by_fma(x)
-        return powers
-
-    def bounded_exp2_by_fma(self, x: jax.Array) -> jax.Array:
-        """Return powers of two; see `exponentials.bounded_exp2_by_fma`."""
-        powers: jax.Array = bounded_exp2_by_fma(x)
         return powers
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
@@ -141,10 +136,6 @@ class Interpreter:
 
     def exp2_by_fma(self, x: jax.Array) -> jax.Array:
         """See `Hopper.exp2_by_fma`; compiled for a CPU, XLA would simplify its sums as if they were exact."""
-        return jnp.exp2(x)
-
-    def bounded_exp2_by_fma(self, x: jax.Array) -> jax.Array:
-        """See `exp2_by_fma`."""
         return jnp.exp2(x)
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:

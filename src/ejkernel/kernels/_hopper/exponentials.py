@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +12,7 @@ from jax import lax
 
 _TO_INTEGER = 1.5 * 2.0**23
 _LEAST = -125.0  # the exponent of the smallest power that is a normal number
-# On [-0.5, 0.5], the highest coefficient first.
-_CUBIC = (0.05517167, 0.24261113, 0.69326099, 0.99992807)
-_QUARTIC = (0.00957010, 0.05591786, 0.24024745, 0.69312182, 0.99999926)
+_POWER_OF_TWO = (0.05517167, 0.24261113, 0.69326099, 0.99992807)  # on [-0.5, 0.5], cubic coefficient first
 
 
 def exp2_by_fma(x: Any) -> Any:
@@ -23,17 +20,9 @@ def exp2_by_fma(x: Any) -> Any:
 
     The largest relative error is 1e-4; a power below 2^-125 becomes about as small.
     """
-    return _exp2(jnp.maximum(x, _LEAST), _CUBIC)
-
-
-def bounded_exp2_by_fma(x: Any) -> Any:
-    """Return 2 to the power of numbers from -125 to 126 in the same way; the largest relative error is 3e-6."""
-    return _exp2(x, _QUARTIC)
-
-
-def _exp2(x: Any, polynomial: Sequence[float]) -> Any:
+    x = jnp.maximum(x, _LEAST)
     shifted = x + _TO_INTEGER  # rounds to an integer, in the low bits
     rest = x - (shifted - _TO_INTEGER)
-    power = functools.reduce(lambda sum, coefficient: sum * rest + coefficient, polynomial[1:], polynomial[0])
+    power = functools.reduce(lambda sum, coefficient: sum * rest + coefficient, _POWER_OF_TWO[1:], _POWER_OF_TWO[0])
     exponent = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), np.int32(23))
     return lax.bitcast_convert_type(lax.bitcast_convert_type(power, jnp.int32) + exponent, jnp.float32)

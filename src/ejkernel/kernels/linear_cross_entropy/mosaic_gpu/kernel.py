@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
@@ -75,7 +74,7 @@ def run_head(
     out_type = [part] * len(plan.per_tile)
     if plan.has_matrix:
         out_type.append(jax.ShapeDtypeStruct((plan.rows, plan.columns), DTYPE))
-    kernel = HeadKernel(plan, backend_for(interpret))
+    kernel = HeadKernel(plan)
 
     def run(arrays: Sequence[Any], targets: Sequence[Any] = ()) -> list[jax.Array]:
         return launch(
@@ -103,8 +102,8 @@ def run_head(
 class HeadKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: HeadPlan, backend: Backend) -> None:
-        self.plan, self.backend = plan, backend
+    def __init__(self, plan: HeadPlan) -> None:
+        self.plan = plan
 
     def memory_types(self) -> HeadMemory:
         """Return the types of shared memory and barriers."""
@@ -328,13 +327,13 @@ class HeadKernel:
     def _exponentials(self, product: Any, tile: _Tile, has_label: Any, relative_to: Any) -> None:
         self._store_label(product, tile, has_label)
         plan, unit = self.plan, self._unit
-        # Here sums of a whole piece would spill registers: sum each piece over its columns.
-        is_crowded = plan.bias or "max" in self.parts or plan.fma_columns > 16
+        # With a bias or maxima, sums of a whole piece would spill registers: sum each piece over its columns.
+        is_crowded = plan.bias or "max" in self.parts
         total: Any = None
         highest: Any = None
         for i in range(plan.pieces):
             piece, squashed = self._logits(product, tile, i)
-            e = self._powers(piece * (unit * LOG2E) - _wide(self._without_last(relative_to, jnp.inf, tile, i)))
+            e = jnp.exp2(piece * (unit * LOG2E) - _wide(self._without_last(relative_to, jnp.inf, tile, i)))
             if "max" in self.parts:
                 top = self._without_last(piece.max(axis=1), -jnp.inf, tile, i)
                 highest = top if highest is None else jnp.maximum(highest, top)
@@ -344,13 +343,6 @@ class HeadKernel:
         self._store_part("total", tile, total if is_crowded else total.sum(axis=1))
         if "max" in self.parts:
             self._store_part("max", tile, highest * unit)
-
-    def _powers(self, x: Any) -> Any:
-        """Return powers of two; those of the last `fma_columns` come from a polynomial."""
-        if not self.plan.fma_columns:
-            return jnp.exp2(x)
-        first = PIECE - self.plan.fma_columns
-        return jnp.concatenate([jnp.exp2(x[:, :first]), self.backend.bounded_exp2_by_fma(x[:, first:])], axis=1)
 
     def _gradient(self, product: Any, tile: _Tile, labels: Any, lse: Any, softmax: Any, label: Any, *more: Any) -> None:
         plan, unit = self.plan, self._unit

@@ -27,8 +27,6 @@ class MosaicGpuParams:
         stages: Pipeline stages, each with 64 of `d`.
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
         out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
-        fma_columns: How many columns of a piece have their exponentials of three products from a polynomial. The unit
-            for exponentials also computes the `tanh` of a soft cap, which bounds the polynomial's argument.
     """
 
     form: str = "rows"
@@ -38,7 +36,6 @@ class MosaicGpuParams:
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
-    fma_columns: int = 0
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -49,7 +46,6 @@ class MosaicGpuParams:
             stages=range(2, 9),
             panel=range(1, 257),
             out_slots=(1, 2, 4),
-            fma_columns=(0, 16, 32),
         )
         multiple = 128 if self.form == "rows" else 256
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1 or self.chunk % multiple):

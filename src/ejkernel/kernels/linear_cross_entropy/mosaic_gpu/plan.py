@@ -37,7 +37,7 @@ class HeadPlan:
         statistics: Optional results, members of `STATISTICS` of the operation.
         conditional: Whether the launch does nothing unless an operand says so.
         has_constant, has_expected: Whether the gradient has these coefficients.
-        block_n, stages, panel, out_slots, fma_columns: As in the parameters.
+        block_n, stages, panel, out_slots: As in the parameters.
     """
 
     mode: str
@@ -57,7 +57,6 @@ class HeadPlan:
     stages: int
     panel: int
     out_slots: int
-    fma_columns: int = 0
 
     @property
     def row_tiles(self) -> int:
@@ -191,7 +190,6 @@ def head_plan(
         stages=params.stages,
         panel=params.panel,
         out_slots=params.out_slots,
-        fma_columns=params.fma_columns,
     )
 
 

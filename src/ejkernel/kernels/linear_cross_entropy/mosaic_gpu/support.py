@@ -14,15 +14,13 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import MosaicGpuParams
-from .plan import STATISTICS, TILE_ROWS, WIDEST_TILE, head_plan, padded_columns
+from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
 _LOGITS_BYTES = 5 << 29  # of all rows, or of half of them, at once; shorter chunks have half as much
-_FMA_COLUMNS = 32
 _PANELS = (16, 12, 8)
 _PANEL_BYTES = 22 << 20  # of rows that stay in the L2 cache while the weight passes
-_LARGEST_DIFFERENCE = 80.0  # of logits whose exponentials, in base 2, suit the polynomial
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -58,17 +56,9 @@ def params_fault(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> str |
         return f"it needs {needed} bytes of shared memory; a block of threads has at most {hopper.SHARED_MEMORY}."
     if plan.pieces % params.out_slots:
         return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {params.out_slots}."
-    if params.fma_columns and not _is_bounded(call):
-        return "fma_columns needs logits_soft_cap of at most 40, no bias, and columns that are a multiple of 256."
     if params.form == "rows" and call.gradients:
         return _three_products_fault(call)
     return None
-
-
-def _is_bounded(call: LinearCrossEntropyCall) -> bool:
-    """Return whether exponents relative to a logit, in base 2, suit the polynomial, and no column is removed."""
-    bounded = call.logits_soft_cap is not None and 2 * call.logits_soft_cap <= _LARGEST_DIFFERENCE
-    return bounded and not call.bias and call.columns % WIDEST_TILE == 0
 
 
 def _three_products_fault(call: LinearCrossEntropyCall) -> str | None:
@@ -120,8 +110,7 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     if call.gradients and choice.form == "rows":
         panel = next((n for n in _PANELS if 2 * n * TILE_ROWS * call.inner <= _PANEL_BYTES), _PANELS[-1])
         # A buffer for each piece of a tile, so that no store waits for an earlier one.
-        fma_columns = _FMA_COLUMNS if _is_bounded(call) else 0
-        return dataclasses.replace(choice, stages=3, out_slots=4, panel=panel, fma_columns=fma_columns)
+        return dataclasses.replace(choice, stages=3, out_slots=4, panel=panel)
     return choice
 
 
@@ -197,7 +186,6 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         "stages": (3, 4, 6),
         "panel": (8, 12, 16, 32),
         "out_slots": (1, 2, 4),
-        **({"fma_columns": (0, 16, 32)} if call.gradients and _is_bounded(call) else {}),
     }
     return ConfigSpace(axes, constraints=(fits, fits_in_memory), build=build, read=read)
 
