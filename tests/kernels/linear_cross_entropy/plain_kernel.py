@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.plan import EXPONENTIALS, GRADIENT
+from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.plan import EXPONENTIALS, GRADIENT, PRODUCT
 
 
-def run_head(plan, arrays, *, interpret=None):
+def run_head(plan, arrays, into=(), *, interpret=None):
     """Return the results of `kernel.run_head`."""
+    if plan.conditional:
+        at = 3 + plan.bias
+        plain = dataclasses.replace(plan, conditional=False)
+        found = run_head(plain, (*arrays[:at], *arrays[at + 1 :]))
+        return [jnp.where(arrays[at][0] != 0, y, before) for y, before in zip(found, into, strict=True)]
     x, weight, *others = arrays
+    if plan.mode == PRODUCT:
+        product = jnp.dot(x, weight.T if plan.transpose_weight else weight, preferred_element_type=jnp.float32)
+        return [(product * others[0][:, None]).astype(x.dtype)]
     bias = others.pop(0) if plan.bias else None
     labels, *others = others
     start = others.pop(0)[0] if plan.mode == GRADIENT else jnp.int32(0)

@@ -107,7 +107,8 @@ def assert_all_near(expected, actual, statistics):
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
-    monkeypatch.setattr(gradients, "SAMPLED", 4)  # columns 0, 82, 164, ...
+    monkeypatch.setattr(gradients, "SAMPLED", 4)
+    monkeypatch.setattr(gradients, "RUN", 1)  # columns 0, 82, 164, 246
     args = arrays(transpose_weight=True, bias=True)
     run, reference = loss_and_gradients(
         args,
@@ -127,8 +128,10 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soft_cap_with_three_products_has_no_races(simulated):
+@pytest.mark.parametrize("largest_sum", [gradients.LARGEST_SUM, 1.0], ids=["", "computed again"])
+def test_a_soft_cap_with_three_products_has_no_races(simulated, monkeypatch, largest_sum):
     simulated(detect_races=True)
+    monkeypatch.setattr(gradients, "LARGEST_SUM", largest_sum)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
     run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
@@ -136,6 +139,17 @@ def test_a_soft_cap_with_three_products_has_no_races(simulated):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+def test_a_kernel_multiplies_by_the_weight_if_its_tiles_keep_all_multiprocessors_busy():
+    rng = np.random.default_rng(1)
+    x, weight = (jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16) for shape in ((ROWS, 256), (256, COLUMNS)))
+    args = x, weight, *arrays()[2:]
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), gradients=("x",))
+    assert f"linear_cross_entropy_{plan.PRODUCT}" in str(jax.make_jaxpr(run)(*args))
+    assert_all_near(reference(*args), run(*args), 2)
 
 
 @pytest.mark.slow
@@ -188,6 +202,19 @@ def test_statistics_and_their_gradients_match_the_reference():
 
 
 @pytest.mark.slow
+def test_the_host_does_not_wait_for_the_range_of_exponentials():
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    call = dataclasses.replace(CALL, tokens=256, inner=128, columns=1024)
+    shapes = ((256, 128), "bfloat16"), ((128, 1024), "bfloat16"), ((256,), "int32"), ((256,), "float32")
+    run = jax.jit(lambda *args: MosaicGpuGradients().forward(call, *args, params=MosaicGpuParams())[0])
+    traced = run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert not any(branch in program for branch in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
+    assert all(f"linear_cross_entropy_{mode}" in program for mode in (plan.MAXIMA, plan.EXPONENTIALS))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_axis", [None, "devices"])
 def test_chunks_of_rows_lower_inside_shard_map(vocab_axis):
     if reason := compat.mosaic_gpu_reason():
@@ -210,6 +237,15 @@ def test_chunks_of_rows_lower_inside_shard_map(vocab_axis):
     jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.parametrize("columns", [5, 511, 512, 999])
+def test_sampled_columns_are_different_and_spread_over_the_vocabulary(columns):
+    found = gradients._sample(jnp.arange(2 * 1024).reshape(2, -1), columns, 1)
+    assert found.shape == (2, columns if columns < 2 * gradients.SAMPLED else gradients.SAMPLED)
+    first = np.unique(np.asarray(found[0]))
+    assert len(first) == found.shape[1]
+    assert 0.9 * columns - gradients.RUN <= first[-1] + 1 <= columns
+
+
 # --- programs around the kernel, which plain JAX replaces ---
 
 LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smoothing": 0.1, "z_loss": 0.01}
@@ -225,6 +261,7 @@ def replaced(monkeypatch):
     monkeypatch.setattr(kernel, "run_head", plain_kernel.run_head)
     monkeypatch.setattr(sums, "add_product", plain_kernel.add_product)
     monkeypatch.setattr(gradients, "SAMPLED", 4)
+    monkeypatch.setattr(gradients, "RUN", 1)
     x, *others = arrays(bias=True)
     return x.at[::8].multiply(40), *others
 
@@ -343,6 +380,19 @@ def test_a_sum_in_float32_has_shorter_chunks():
     call = dataclasses.replace(CALL, tokens=16384, accumulation_dtype="float32")
     found = support.heuristic(call)
     assert (found.chunk, found.accumulation_dtype) == (4096, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "expected"), [(8192, 4096, True), (4096, 7168, True), (4096, 2304, False), (4096, 128, False)]
+)
+def test_xla_multiplies_where_tiles_would_leave_multiprocessors_idle(tokens, inner, expected):
+    sizes = {"rows": tokens, "inner": 128256, "columns": inner}
+    assert plan.keeps_busy(plan.product_plan(MosaicGpuParams(), **sizes, transpose_weight=True)) == expected
+
+
+@pytest.mark.parametrize(("inner", "panel"), [(2048, 16), (4096, 16), (7168, 12), (16384, 8)])
+def test_rows_of_a_panel_stay_in_the_cache(inner, panel):
+    assert support.heuristic(dataclasses.replace(CALL, inner=inner)).panel == panel
 
 
 def test_three_products_have_a_buffer_for_each_piece():

@@ -5,7 +5,7 @@ A scalar loss needs three products. The exponentials of the logits leave the fir
 row that is known before it: the largest of some of the row's logits. Since `r` is at most the log-sum-exp, and bfloat16
 has the range of float32, one factor per row remains, `softmax * exp(r - lse)`. It is applied to the rows of `dx`, and
 to the rows of `x` in the weight's gradient, so no pass over the exponentials is needed. The label's -1 is scattered. If
-the log-sum-exp of a row is too far above `r`, everything is computed again with `r = lse`.
+the log-sum-exp of a row is too far above `r`, the exponentials are computed again, relative to the largest logits.
 
 Other gradients compute the logits again, from the log-sum-exp.
 """
@@ -30,9 +30,10 @@ from ejkernel.kernels.linear_cross_entropy.common import (
     merged_max,
 )
 
-from .launch import Exponentials, PaddedHead, Rows
+from .launch import Exponentials, PaddedHead, Rows, may_overwrite
 
 SAMPLED = 256  # columns whose largest logit `r` is
+RUN = 16  # that many of them are neighbours, which share a sector of memory
 LARGEST_SUM = 2.0**90  # of exponentials relative to `r`; factors and their products with `x` must not underflow
 _LEAST_SOFTMAX = 2.0**-10  # of the softmax's coefficient relative to the token's factor: below bfloat16's precision
 
@@ -46,11 +47,11 @@ class Gradients(NamedTuple):
 
 
 class _Relative(NamedTuple):
-    """The exponentials of rows, what they are relative to, and whether all sums are small enough."""
+    """The exponentials of rows, the numbers that they are relative to, and 1 if a sum is too large, or 0."""
 
     relative_to: jax.Array
     found: Exponentials
-    fits: jax.Array
+    exceeded: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +102,28 @@ class HeadGradients:
             found = head.exponentials(rows, relative_to)
             # The same number on all devices that share the vocabulary, so that all of them run again, or none does.
             total = lax.psum(found.total, axes) if axes else found.total
-            return _Relative(relative_to, found, (total < LARGEST_SUM).all())
+            return _Relative(relative_to, found, (~(total < LARGEST_SUM)).astype(jnp.int32).max())
 
         def again(first: _Relative) -> _Relative:
             lse = finite_top(merged_lse(head.statistics(rows, ()).lse, axes))
-            second = run(lse)._replace(fits=jnp.array(True))
+            second = run(lse)._replace(exceeded=jnp.int32(0))
             return unify_varying((second, first))[0]
 
-        first = unify_varying((run(self._largest_of_some(rows)), rows.x))[0]
-        found: _Relative = lax.while_loop(lambda carry: ~carry.fits, again, first)
-        return found
+        first = run(self._largest_of_some(rows))
+        if not axes and may_overwrite(rows.x, head.weight, first):
+            relative_to, found = head.exponentials_again(rows, first.exceeded, first.relative_to, first.found)
+            return _Relative(relative_to, found, jnp.int32(0))
+        first = unify_varying((first, rows.x))[0]
+        checked: _Relative = lax.while_loop(lambda carry: carry.exceeded != 0, again, first)
+        return checked
 
     def _largest_of_some(self, rows: Rows) -> jax.Array:
         """Return the largest logit among columns spread over the vocabulary; it is at most the log-sum-exp."""
         head, call = self.head, self.head.call
-        stride = max(1, call.columns // SAMPLED)
         axis = 0 if call.transpose_weight else 1
-        weight = lax.slice_in_dim(head.weight, 0, call.columns, stride, axis)
-        s = _product(rows.x, weight, (1, 1 - axis), jnp.float32)
+        s = _product(rows.x, _sample(head.weight, call.columns, axis), (1, 1 - axis), jnp.float32)
         if head.bias is not None:
-            s = s + head.bias[: call.columns : stride]
+            s = s + _sample(head.bias, call.columns, 0)
         top = s.max(axis=1) * call.logits_scale
         if call.logits_soft_cap is not None:
             top = jnp.where(top == -jnp.inf, top, call.logits_soft_cap * jnp.tanh(top / call.logits_soft_cap))
@@ -137,7 +140,9 @@ class HeadGradients:
     ) -> Gradients:
         """Return the gradients if that of the logits is `factor * matrix + constant`, with a number per row each."""
         head, transposed = self.head, self.head.call.transpose_weight
-        dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
+        dx = head.gradient_of_rows(matrix, factor) if constant is None else None
+        if dx is None:
+            dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
         left = (rows.x * factor[:, None]).astype(rows.x.dtype)
         dweight = self._weight_gradient(left, matrix, dtype, total)
         dbias = None if head.bias is None else (matrix.astype(jnp.float32) * factor[:, None]).sum(axis=0)
@@ -260,6 +265,16 @@ def summed_over_rows(
 
     sums, (dx, more) = over_rows(step, None, arrays, chunk, lse)
     return Gradients(dx, sums.weight.astype(weight.dtype), sums.bias), more
+
+
+def _sample(x: jax.Array, columns: int, axis: int) -> jax.Array:
+    """Return some of the first columns: short runs, spread over all of them."""
+    runs = SAMPLED // RUN
+    if columns < 2 * SAMPLED:
+        return lax.slice_in_dim(x, 0, columns, axis=axis)
+    spread = lax.slice_in_dim(x, 0, columns - columns % runs, axis=axis)
+    spread = spread.reshape(*x.shape[:axis], runs, -1, *x.shape[axis + 1 :])
+    return lax.slice_in_dim(spread, 0, RUN, axis=axis + 1).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def _with_labels(matrix: jax.Array, labels: jax.Array, values: jax.Array) -> jax.Array:

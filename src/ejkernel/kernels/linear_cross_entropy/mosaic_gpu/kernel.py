@@ -9,6 +9,7 @@ Producer and consumers visit the same tiles and steps in the same order, so they
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
 
-from .plan import EXPONENTIALS, GRADIENT, PIECE, STATISTICS, TILE_ROWS, HeadPlan
+from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PIECE, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
 
 LOG2E = 1.4426950408889634
 DTYPE = jnp.bfloat16
@@ -54,34 +55,48 @@ class _Tile(NamedTuple):
     warpgroup: Any
 
 
-def run_head(plan: HeadPlan, arrays: Sequence[jax.Array], *, interpret: Any = None) -> list[jax.Array]:
+def run_head(
+    plan: HeadPlan, arrays: Sequence[jax.Array], into: Sequence[jax.Array] = (), *, interpret: Any = None
+) -> list[jax.Array]:
     """Run the kernel; return one array `[column tiles, rows]` for each of `plan.per_tile`, then the matrix, if any.
 
     Args:
         plan: The launch.
-        arrays: Padded rows and weight; the bias in float32, padded with -inf to whole tiles, if any; int32 labels. Then
-            for statistics and exponentials an int32 table of 64 rows by tile columns that says where labels are, and
-            for exponentials the numbers per row, in base 2. For a gradient the first column, int32 `[1]`; per row, in
-            float32, the log-sum-exp in base 2 and the coefficients.
+        arrays: Padded rows and weight; the bias in float32, padded with -inf to whole tiles, if any; int32 labels. For
+            a conditional launch int32 `[1]`: zero if it shall do nothing. Then for all but a gradient an int32 table of
+            64 rows by tile columns that says where labels are, and for exponentials the numbers per row, in base 2. For
+            a gradient the first column, int32 `[1]`; per row, in float32, the log-sum-exp in base 2 and the
+            coefficients. For a product rows, matrix and factors alone.
+        into: Arrays that the results overwrite; a conditional launch needs them.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
-
     part = jax.ShapeDtypeStruct((plan.column_tiles, plan.rows), jnp.float32)
     out_type = [part] * len(plan.per_tile)
     if plan.has_matrix:
         out_type.append(jax.ShapeDtypeStruct((plan.rows, plan.columns), DTYPE))
     kernel = HeadKernel(plan)
-    return launch(
-        kernel.run,
-        list(arrays),
-        out_type,
-        name=f"linear_cross_entropy_{plan.mode}",
-        programs=plan.programs,
-        memory=kernel.memory_types(),
-        consumers=WARPGROUPS,
-        lane_semantics=True,
-        interpret=interpret,
-    )
+
+    def run(arrays: Sequence[Any], targets: Sequence[Any] = ()) -> list[jax.Array]:
+        return launch(
+            lambda refs, results, memory: kernel.run(refs[0], refs[1] or results, memory),
+            (list(arrays), list(targets)),
+            [] if targets else out_type,
+            name=f"linear_cross_entropy_{plan.mode}",
+            programs=plan.programs,
+            memory=kernel.memory_types(),
+            consumers=WARPGROUPS,
+            lane_semantics=True,
+            interpret=interpret,
+        )
+
+    if not into:
+        return run(arrays)
+    operands = unsliced(list(arrays))
+
+    def overwrite(targets: Any) -> None:
+        run(operands, targets)
+
+    return list(unsliced(pl.run_state(overwrite)(tuple(into))))
 
 
 class HeadKernel:
@@ -108,6 +123,8 @@ class HeadKernel:
         program = lax.axis_index(PROGRAM)
         tiles = plan.row_tiles * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
+        if plan.conditional:
+            self.tiles = jnp.where(self.condition[0] != 0, self.tiles, 0)
         self.first_column = self.start[0] if plan.mode == GRADIENT else jnp.int32(0)
         warpgroup = lax.axis_index(WARPGROUP)
         dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
@@ -115,15 +132,19 @@ class HeadKernel:
     def _name(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         plan = self.plan
         self.x, self.weight, *others = arrays
+        self.parts = dict(zip(plan.per_tile, results, strict=False))
+        self.out: Any = results[-1] if plan.has_matrix else None
+        if plan.mode == PRODUCT:
+            self.coefficients = others
+            return
         self.bias = others.pop(0) if plan.bias else None
         self.labels = others.pop(0)
+        self.condition: Any = others.pop(0) if plan.conditional else None
         if plan.mode == GRADIENT:
             self.start, *self.coefficients = others
         else:
             self.has_labels = others.pop(0)
             self.relative_to = others.pop(0) if plan.mode == EXPONENTIALS else None
-        self.parts = dict(zip(plan.per_tile, results, strict=False))
-        self.out: Any = results[-1] if plan.has_matrix else None
 
     def _position(self, index: Any) -> tuple[Any, Any]:
         """Return row and column, in tiles, of this block's tile `index`."""
@@ -188,12 +209,16 @@ class HeadKernel:
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
         epilogues: dict[str, Any] = {
             STATISTICS: self._statistics,
+            MAXIMA: self._maxima,
             EXPONENTIALS: self._exponentials,
             GRADIENT: self._gradient,
+            PRODUCT: self._product,
         }
         epilogues[plan.mode](product, tile, *known)
 
     def _known(self, tile: _Tile) -> list[Any]:
+        if self.plan.mode == PRODUCT:
+            return [self._of_rows(ref, tile) for ref in self.coefficients]
         if self.plan.mode == GRADIENT:
             return [self._of_rows(ref, tile) for ref in (self.labels, *self.coefficients)]
         found = [self.has_labels[lax.div(tile.row, ROWS), tile.column_tile]]
@@ -271,14 +296,19 @@ class HeadKernel:
 
     # Epilogues.
 
+    def _maxima(self, product: Any, tile: _Tile, has_label: Any) -> None:
+        del has_label
+        self._store_part("max", tile, self._top([self._logits(product, tile, i)[0] for i in range(self.plan.pieces)]))
+
+    def _top(self, pieces: Sequence[Any]) -> Any:
+        """Return the largest logits of pieces."""
+        return functools.reduce(jnp.maximum, pieces).max(axis=1) * self._unit
+
     def _statistics(self, product: Any, tile: _Tile, has_label: Any) -> None:
         self._store_label(product, tile, has_label)
         unit, plan = self._unit, self.plan
         pieces = [self._logits(product, tile, i)[0] for i in range(plan.pieces)]
-        highest = pieces[0]
-        for piece in pieces[1:]:
-            highest = jnp.maximum(highest, piece)
-        top = highest.max(axis=1) * unit
+        top = self._top(pieces)
         finite_top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_be_removed else top
         sums: dict[str, Any] = {}
         for piece in pieces:
@@ -335,6 +365,10 @@ class HeadKernel:
             if self._may_be_removed:
                 d = jnp.where(piece == -jnp.inf, 0.0, d)
             self._store_piece(d, tile, i)
+
+    def _product(self, product: Any, tile: _Tile, factor: Any) -> None:
+        for i in range(self.plan.pieces):
+            self._store_piece(product[:, i * PIECE : (i + 1) * PIECE] * _wide(factor), tile, i)
 
     def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
         plan = self.plan

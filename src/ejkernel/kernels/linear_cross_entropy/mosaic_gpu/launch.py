@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's three uses on padded arrays, under any transformation."""
+"""The kernel's uses on padded arrays, under any transformation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ from ejkernel.kernels.linear_cross_entropy.common import (
 )
 
 from .params import MosaicGpuParams
-from .plan import EXPONENTIALS, GRADIENT, STATISTICS, TILE_ROWS, WIDEST_TILE, HeadPlan, head_plan, padded_columns
+from .plan import (
+    EXPONENTIALS,
+    GRADIENT,
+    MAXIMA,
+    STATISTICS,
+    TILE_ROWS,
+    WIDEST_TILE,
+    HeadPlan,
+    head_plan,
+    keeps_busy,
+    padded_columns,
+    product_plan,
+)
 
 _LOG2E = 1.4426950408889634
 
@@ -35,12 +47,14 @@ class Exponentials(NamedTuple):
         label: The label's logit; 0 if the label is not a column.
         max: The largest logit; `None` if the call does not want it.
         matrix: The exponentials times the slope of the cap, in bfloat16; 0 in padded columns.
+        results: All results of the kernel.
     """
 
     total: jax.Array
     label: jax.Array
     max: jax.Array | None
     matrix: jax.Array
+    results: list[jax.Array]
 
 
 class Rows(NamedTuple):
@@ -127,10 +141,28 @@ class PaddedHead:
         """Return the exponentials of the logits of padded rows relative to a logit per row."""
         plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0])
         table = self._label_table(plan, rows.labels)
-        *parts, matrix = self._run(plan, rows, table, relative_to * _LOG2E)
-        found = dict(zip(plan.per_tile, parts, strict=True))
+        return self._exponentials(plan, rows, self._run(plan, rows, table, relative_to * _LOG2E))
+
+    def exponentials_again(
+        self, rows: Rows, again: jax.Array, relative_to: jax.Array, found: Exponentials
+    ) -> tuple[jax.Array, Exponentials]:
+        """Return the largest logit per row and the exponentials relative to it; if `again` is 0, what is given.
+
+        The kernels overwrite `found` or do nothing. They read `again` on the device, so the host does not wait for it.
+        """
+        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0], conditional=True)
+        first, *others = found.results
+        given = again.reshape(1), self._label_table(plan, rows.labels)
+        [tops] = self._run(dataclasses.replace(plan, mode=MAXIMA), rows, *given, into=(first,))
+        relative_to = jnp.where(again != 0, finite_top(tops.max(axis=0)), relative_to)
+        results = self._run(plan, rows, *given, relative_to * _LOG2E, into=(tops, *others))
+        return relative_to, self._exponentials(plan, rows, results)
+
+    def _exponentials(self, plan: HeadPlan, rows: Rows, results: list[jax.Array]) -> Exponentials:
+        found = dict(zip(plan.per_tile, results, strict=False))
         top = found["max"].max(axis=0) if "max" in found else None
-        return Exponentials(found["total"].sum(axis=0), self._at_labels(plan, found["label"], rows.labels), top, matrix)
+        label = self._at_labels(plan, found["label"], rows.labels)
+        return Exponentials(found["total"].sum(axis=0), label, top, results[-1], results)
 
     def gradient_of_logits(
         self, rows: Rows, lse: jax.Array, given: Coefficients, start: Any = 0, count: int | None = None
@@ -164,11 +196,8 @@ class PaddedHead:
         return self._run(plan, rows, first, *numbers)[0]
 
     def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return `total + left.T @ right` in the memory of `total`; all have padded sizes.
-
-        Pallas refuses references of arrays that vary over mesh axes, so inside `shard_map` XLA adds.
-        """
-        if any(compat.varying_axes(x) for x in (total, left, right)):
+        """Return `total + left.T @ right` in the memory of `total`, or by XLA; all have padded sizes."""
+        if not may_overwrite(total, left, right):
             return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
         from . import sums
 
@@ -178,14 +207,27 @@ class PaddedHead:
             )
         return found
 
-    def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array) -> list[jax.Array]:
+    def gradient_of_rows(self, matrix: jax.Array, factor: jax.Array) -> jax.Array | None:
+        """Return the product of a gradient of logits and the weight, times a factor per row, in bfloat16.
+
+        The result is `None` if XLA should compute it.
+        """
+        rows, inner = matrix.shape
+        axis = 1 if self.call.transpose_weight else 0
+        sizes = {"rows": rows, "inner": inner, "columns": self.weight.shape[axis]}
+        plan = product_plan(self.params, **sizes, transpose_weight=not self.call.transpose_weight)
+        return self._launch(plan, matrix, self.weight, factor)[0] if keeps_busy(plan) else None
+
+    def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array, into: tuple[jax.Array, ...] = ()) -> list[jax.Array]:
+        bias = [] if self.bias is None else [self.bias]
+        return self._launch(plan, rows.x, self.weight, *bias, rows.labels, *others, into=into)
+
+    def _launch(self, plan: HeadPlan, *arrays: jax.Array, into: tuple[jax.Array, ...] = ()) -> list[jax.Array]:
         from .kernel import run_head  # Mosaic GPU is not available in every environment
 
-        bias = [] if self.bias is None else [self.bias]
-        arrays = (rows.x, self.weight, *bias, rows.labels, *others)
         with jax.enable_x64(False):  # the kernel counts in int32
             found: list[jax.Array] = one_by_one(
-                lambda *arrays: run_head(plan, arrays, interpret=self.interpret), *arrays
+                lambda arrays, into: run_head(plan, arrays, into, interpret=self.interpret), arrays, into
             )
         return found
 
@@ -201,6 +243,14 @@ class PaddedHead:
         owns = self.owns(labels)
         tiles = jnp.where(owns, labels // plan.block_n, 0)
         return jnp.where(owns, parts[tiles, jnp.arange(labels.shape[0])], 0)
+
+
+def may_overwrite(*arrays: Any) -> bool:
+    """Return whether kernels on these arrays may overwrite some of them.
+
+    Pallas refuses references of arrays that vary over mesh axes.
+    """
+    return not any(compat.varying_axes(x) for x in jax.tree.leaves(arrays))
 
 
 def pad(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:

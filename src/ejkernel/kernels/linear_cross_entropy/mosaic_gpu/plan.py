@@ -18,8 +18,11 @@ WIDEST_TILE = 256  # columns
 PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
+MAXIMA = "maxima"  # the largest logits alone
 EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given number per row, and their sum
 GRADIENT = "gradient"  # the gradient of the logits, from the log-sum-exp
+PRODUCT = "product"  # a product of any rows and any matrix, times a factor per row
+_LEAST_USE = 0.95  # of the multiprocessors in a product, or XLA with its other tiles is faster
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +30,12 @@ class HeadPlan:
     """The launch of one kernel.
 
     Attributes:
-        mode: `STATISTICS`, `EXPONENTIALS` or `GRADIENT`.
+        mode: `STATISTICS`, `MAXIMA`, `EXPONENTIALS`, `GRADIENT` or `PRODUCT`.
         rows, inner, columns: Sizes of the padded operands; `columns` are those of this launch.
         last: Columns of the logits before padding, of the whole weight.
         transpose_weight, soft_cap, scale, bias: As in the call.
         statistics: Optional results, members of `STATISTICS` of the operation.
+        conditional: Whether the launch does nothing unless an operand says so.
         has_constant, has_expected: Whether the gradient has these coefficients.
         block_n, stages, panel, out_slots: As in the parameters.
     """
@@ -46,6 +50,7 @@ class HeadPlan:
     scale: float
     bias: bool
     statistics: tuple[str, ...] = ()
+    conditional: bool = False
     has_constant: bool = False
     has_expected: bool = False
     block_n: int
@@ -82,7 +87,7 @@ class HeadPlan:
     def may_exceed(self) -> bool:
         """Whether a tile may contain columns beyond the last."""
         # The bias is padded with -inf, which removes them as well.
-        whole = self.last % (PIECE if self.mode == GRADIENT else self.block_n)
+        whole = self.last % (PIECE if self.mode in (GRADIENT, PRODUCT) else self.block_n)
         return bool(whole) and not self.bias
 
     @property
@@ -95,6 +100,8 @@ class HeadPlan:
         """Names of the results with one number per row and column of tiles."""
         if self.mode == STATISTICS:
             return ("max", "total", "label", *(name for name in ("sum", "expected") if name in self.statistics))
+        if self.mode == MAXIMA:
+            return ("max",)
         if self.mode == EXPONENTIALS:
             return ("total", "label", *(["max"] if "max" in self.statistics else []))
         return ()
@@ -102,7 +109,7 @@ class HeadPlan:
     @property
     def has_matrix(self) -> bool:
         """Whether a matrix as large as the logits is a result."""
-        return self.mode != STATISTICS
+        return self.mode in (EXPONENTIALS, GRADIENT, PRODUCT)
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
@@ -162,6 +169,7 @@ def head_plan(
     has_constant: bool = False,
     has_expected: bool = False,
     statistics: tuple[str, ...] | None = None,
+    conditional: bool = False,
 ) -> HeadPlan:
     """Return the plan of a launch on `rows` padded rows, and on all columns unless their number is given."""
     return HeadPlan(
@@ -175,6 +183,7 @@ def head_plan(
         scale=call.logits_scale,
         bias=call.bias,
         statistics=call.statistics if statistics is None else statistics,
+        conditional=conditional,
         has_constant=has_constant,
         has_expected=has_expected,
         block_n=params.block_n,
@@ -182,6 +191,32 @@ def head_plan(
         panel=params.panel,
         out_slots=params.out_slots,
     )
+
+
+def product_plan(params: MosaicGpuParams, *, rows: int, inner: int, columns: int, transpose_weight: bool) -> HeadPlan:
+    """Return the plan of a product; all sizes are padded."""
+    return HeadPlan(
+        mode=PRODUCT,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        last=columns,
+        transpose_weight=transpose_weight,
+        soft_cap=None,
+        scale=1.0,
+        bias=False,
+        block_n=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+    )
+
+
+def keeps_busy(plan: HeadPlan) -> bool:
+    """Return whether the tiles of a product keep almost all multiprocessors busy until the end."""
+    rounds = -(-plan.row_tiles * plan.column_tiles // plan.programs)
+    whole = rounds * plan.programs * TILE_ROWS * plan.block_n
+    return plan.columns >= plan.block_n and plan.rows * plan.columns >= _LEAST_USE * whole
 
 
 def padded_columns(columns: int) -> int:

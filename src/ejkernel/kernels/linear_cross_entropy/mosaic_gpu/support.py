@@ -19,6 +19,8 @@ from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
 _LOGITS_BYTES = 5 << 29  # of all rows, or of half of them, at once; shorter chunks have half as much
+_PANELS = (16, 12, 8)
+_PANEL_BYTES = 22 << 20  # of rows that stay in the L2 cache while the weight passes
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -106,8 +108,9 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
         choice = min(able, key=lambda choice: estimated_bytes(call, choice))
         warn_of_limit(call, estimated_bytes(call, choice))
     if call.gradients and choice.form == "rows":
+        panel = next((n for n in _PANELS if 2 * n * TILE_ROWS * call.inner <= _PANEL_BYTES), _PANELS[-1])
         # A buffer for each piece of a tile, so that no store waits for an earlier one.
-        return dataclasses.replace(choice, stages=3, out_slots=4)
+        return dataclasses.replace(choice, stages=3, out_slots=4, panel=panel)
     return choice
 
 
@@ -181,7 +184,7 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         "chunks": tuple(chunks),
         "block_n": (128, 256),
         "stages": (3, 4, 6),
-        "panel": (8, 16, 32),
+        "panel": (8, 12, 16, 32),
         "out_slots": (1, 2, 4),
     }
     return ConfigSpace(axes, constraints=(fits, fits_in_memory), build=build, read=read)
