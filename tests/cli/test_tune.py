@@ -362,6 +362,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         ("program:absent", "module 'program' has no 'absent'; it has step, forward, raises, nothing, forgetful."),
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),
+        ("program:product", "program:product is a kernel; name a function without arguments that returns a program"),
         ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
         ("program", "e.g. program:step"),
         ("program.py", "program.py is a Python file; add the function, e.g. program.py:step."),

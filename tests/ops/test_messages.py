@@ -254,6 +254,16 @@ ARGUMENTS = [
     (lambda: AutotunePolicy(budget=3), CallError, "AutotunePolicy has no argument `budget`; did you mean `budget_s=`"),
     (lambda: StalePolicy(jx="use"), CallError, "StalePolicy has no argument `jx`; did you mean `jax=`"),
     (lambda: FlashAttentionConfig(implementaton="xla"), CallError, "FlashAttentionConfig .*mean `implementation=`"),
+    (
+        lambda: FlashAttentionConfig("xla"),
+        CallError,
+        "takes 0 arguments by position, got 1; .*by name: implementation=",
+    ),
+    (
+        lambda: FlashAttentionConfig(fwd={"q_blocksize": 64}),
+        ConfigError,
+        r"fwd must be an instance of FwdParams .*; pass e.g. FwdParams\(q_blocksize=\.\.\., kv_blocksize=",
+    ),
     (lambda: NoParams(tile=3), CallError, "NoParams has no argument `tile`; it takes none by name"),
     (lambda: ops.policy_override(budget=3).__enter__(), ConfigError, "AutotunePolicy has no .*did you mean 'budget_s'"),
     (lambda: AutotunePolicy(budget_s=True), ConfigError, "budget_s must be .* got True"),

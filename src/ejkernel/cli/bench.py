@@ -37,6 +37,7 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.random_arrays import random_array
 
 _CALLS: Final = 6  # shown with their numbers
+_ROUNDING: Final = 0.01  # of the norm: more than rounding alone explains
 _FAR: Final = 0.05  # of the norm; gradients in bfloat16 may differ by a few percent
 UNTUNED: Final = "untuned"
 TUNED: Final = "tuned"
@@ -388,7 +389,12 @@ def _agreement(name: str, best: str, apart: float | None) -> str:
         return f"The results of {name} and {best} were not compared: they have different shapes, or no floating-point."
     if not apart <= _FAR:
         return f"The results of {name} and {best} DIFFER by {apart:.2g} of their norm: do both compute the same?"
-    return f"The results of {name} and {best} agree to {apart:.1e} of their norm."
+    text = f"The results of {name} and {best} agree to {apart:.1e} of their norm."
+    if apart > _ROUNDING:
+        text += (
+            " An optimizer like Adam turns rounding errors of tiny gradients into full updates; compare the gradients."
+        )
+    return text
 
 
 def _made(build: Build) -> str:

@@ -85,7 +85,7 @@ class TuneOutcome:
             if search.why:
                 yield f"{_name(search.inv)}: {search.progress.not_finished}: {search.why}"
         whole = [search for search in self.searches if search.progress.state == SearchState.COMPLETE]
-        alone = [_name(search.inv) for search in whole if len(search.outcomes) == 1]
+        alone = dict.fromkeys(_name(search.inv) for search in whole if len(search.outcomes) == 1)
         if alone:
             yield f"Nothing to compare with the heuristic, because the space has nothing else: {'; '.join(alone)}"
         unchecked = [_name(search.inv) for search in self.searches if search.lacks_reference]

@@ -27,6 +27,7 @@ import ejkernel
 from ejkernel import settings
 from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 
 _SHOWN: Final = 6  # maximum number of names, and of traceback frames, in a message
@@ -173,6 +174,11 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
         found = getattr(found, part)
     if not callable(found):
         raise ArgumentError(f"{program.target} must be a function, got {found!r}.")
+    if isinstance(found, Kernel):
+        raise ArgumentError(
+            f"{program.target} is a kernel; name a function without arguments that returns a program and its "
+            f"arguments, e.g. `def step(): return jax.jit({program.function}), (x, w)`."
+        )
     needed = _needed(found)
     if needed:
         raise ArgumentError(f"{program.target} must take no arguments, but it needs {', '.join(needed)}.")

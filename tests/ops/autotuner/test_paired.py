@@ -97,13 +97,18 @@ def test_after_the_last_round_two_equals_are_a_tie():
     assert (before.settled, before.doubt) == (False, "it may take up to 7% less time")
     verdict = compare(NOISY, [1.0] * 120, confidence=0.999, is_last=True)
     assert (verdict.wins, verdict.settled, verdict.is_tie) == (False, True, True)
-    assert verdict.in_words == "1.00x ± 4.9 %"
+    assert verdict.in_words == "1.00x (0.95 to 1.05)"
 
 
 @pytest.mark.parametrize(("factor", "settled"), [(0.9, False), (0.94, False), (0.97, False), (1.3, True)])
 def test_after_the_last_round_a_difference_is_no_tie(factor, settled):
     verdict = compare([factor * share for share in NOISY], [1.0] * 120, confidence=0.999999, is_last=True)
     assert (verdict.wins, verdict.settled, verdict.is_tie) == (False, settled, False)
+
+
+def test_a_slower_challenger_is_no_tie_even_if_its_interval_contains_equality():
+    verdict = compare([0.99] * 4 + [1.25] * 11, [1.0] * 15)
+    assert (verdict.settled, verdict.is_tie, verdict.in_words) == (True, False, "0.80x (0.80 to 1.01)")
 
 
 # --- witnesses ---

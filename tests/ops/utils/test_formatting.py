@@ -20,10 +20,24 @@ def array(*shape, dtype=jnp.bfloat16):
 
 def test_a_call_s_equal_arrays_are_counted_and_its_options_named():
     args = (array(2, 8), array(2, 8), array(8, dtype=jnp.int32), [array(3, dtype=jnp.float32)])
-    inv = Invocation(op_id="any", args=args, kwargs={"causal": True, "window": None, "scale": 0.5})
-    assert arguments(inv.description) == "bf16[2,8] x2, i32[8], f32[3], causal=True, scale=0.5"
+    inv = Invocation(op_id="any", args=args, kwargs={"causal": True, "window": None, "scale": 0.5, "size": (64, 0)})
+    text = "bf16[2,8] x2, i32[8], f32[3], causal=True, scale=0.5, size=(64, 0)"
+    assert arguments(inv.description) == text
     usual = Invocation(op_id="any", args=args[:1], kwargs={"softmax_scale": 0.125, "temperature": 0.7})
     assert arguments(usual.description) == "bf16[2,8], temperature=0.7"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([True, True, False], "bf16[4] x2, i32[8]"),
+        ([False, True, False], "bf16[4] x2, i32[8], gradients of 1 of 2 arrays"),
+        ("damaged", "bf16[4] x2, i32[8]"),
+    ],
+)
+def test_a_backward_call_of_some_arrays_differs_from_one_of_all(flags, text):
+    arrays = [{"array": ["bfloat16", [4]]}, {"array": ["bfloat16", [4]]}, {"array": ["int32", [8]]}]
+    assert arguments({"args": arrays, "steps": [["vjp", flags]]}) == text
 
 
 def test_batch_sizes_are_shown_outermost_first():

@@ -131,11 +131,12 @@ def example_text(kind: type) -> str:
 
 
 def _without_none(value: object) -> str:
-    """Return the `repr` of a dataclass without fields that are `None` by default."""
+    """Return the `repr` of a dataclass without fields that are `None`, or the names of its fields if all are."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    shown = [f.name for f in dataclasses.fields(value) if f.default is not None or getattr(value, f.name) is not None]
-    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in shown)})"
+    fields = [field.name for field in dataclasses.fields(value)]
+    shown = [f"{name}={given!r}" for name in fields if (given := getattr(value, name)) is not None]
+    return f"{type(value).__name__}({', '.join(shown or [f'{name}=...' for name in fields])})"
 
 
 def _is_needed(field: dataclasses.Field[object]) -> bool:

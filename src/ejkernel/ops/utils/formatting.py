@@ -190,11 +190,22 @@ def arguments(call: object) -> str:
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
-    return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
+    parts += [f"vmap{batches[::-1]}"] if batches else []
+    parts += [text for step in steps if (text := _gradients(step, sum("f" in array[:2] for array in arrays)))]
+    return _cut(", ".join(parts))
+
+
+def _gradients(step: object, floats: int) -> str:
+    """Return how many of the floating-point arrays get a gradient in a step, if not all of them."""
+    flags = step[1] if isinstance(step, list) and len(step) > 1 and step[0] == "vjp" else None
+    count = flags.count(True) if isinstance(flags, list) else floats
+    return f"gradients of {count} of {floats} arrays" if count < floats else ""
 
 
 def _number(value: object) -> object:
-    """Return a float in a description as text, and other values unchanged."""
+    """Return a float or a list of numbers in a description as text, and other values unchanged."""
+    if isinstance(value, list) and value and all(isinstance(_number(item), int | str) for item in value):
+        return f"({', '.join(str(_number(item)) for item in value)})"
     text = value.get("float") if isinstance(value, dict) and set(value) == {"float"} else None
     try:
         return f"{float.fromhex(text):g}" if isinstance(text, str) else value

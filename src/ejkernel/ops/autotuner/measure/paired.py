@@ -18,6 +18,7 @@ _MARGIN_OF_WORK = 0.1  # MARGIN for processor time, which varies more: preempted
 _SURE = 0.999  # confidence for unsteady times and repeated looks at the samples (multiple comparisons)
 _NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not to win
 _UNSTEADY = 1.25  # ratio of the quartiles of the shares above which nine rounds of ten prove little
+_NARROW = 0.02  # half the width of an interval that is shown as a deviation
 _MOST = 8  # maximum length of a paired sampling, as a multiple of its first rounds
 
 
@@ -57,17 +58,19 @@ class PairedComparison:
     @property
     def is_tie(self) -> bool:
         """Whether the incumbent stays because no difference was found, rather than as the faster one."""
-        return (
-            self.settled and not self.wins and self.interval is not None and self.interval[0] <= 1 <= self.interval[1]
-        )
+        if not self.settled or self.wins or self.interval is None:
+            return False
+        return self.interval[0] <= 1 <= self.interval[1] and self.speedup >= 1 - _NEGLIGIBLE
 
     @property
     def in_words(self) -> str:
-        """The speed-up with half the width of its interval, e.g. `1.00x ± 0.3 %`."""
+        """The speed-up with its interval: `1.00x ± 0.3 %` or, if it is wide, `1.11x (1.02 to 1.34)`."""
         if self.interval is None:
             return f"{self.speedup:.2f}x"
         low, high = self.interval
-        return f"{self.speedup:.2f}x ± {50 * (high - low) / self.speedup:.1f} %"
+        half = (high - low) / 2 / self.speedup
+        around = f" ± {100 * half:.1f} %" if half < _NARROW else f" ({low:.2f} to {high:.2f})"
+        return f"{self.speedup:.2f}x{around}"
 
     @property
     def least(self) -> float:

@@ -271,4 +271,4 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
         return f"{what}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
     what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
     rounds = f"{comparison.in_words}, ahead in {comparison.ahead} of {comparison.pairs} rounds"
-    return f"{compact(challenge.challenger)} {what}{where}{so_far} ({rounds})"
+    return f"{compact(challenge.challenger)} {what}{where}{so_far}: {rounds}"

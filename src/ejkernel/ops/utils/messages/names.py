@@ -126,7 +126,7 @@ class NamedFields:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create an instance after a check of the names of its fields."""
-        if not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
+        if args or not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
             raise_if_misfit(cls.__name__, cls, args, kwargs)
         return super().__new__(cls)
 
