@@ -203,8 +203,8 @@ class Prepared(NamedTuple):
     dense: dict[str, tuple[Any, Any]]  # the program, and that of its arguments
 
 
-def prepared(name: str, page_size: int) -> Prepared:
-    """Compile all contenders of a case; no array is on the device."""
+def prepared(name: str, page_size: int, only: Sequence[str] = ()) -> Prepared:
+    """Compile all contenders of a case, or ours and these; no array is on the device."""
     case = CASES[name]
     batch = jax.jit(lambda: batch_of(case, page_size)).lower()
     args: Any = batch.out_info
@@ -213,13 +213,15 @@ def prepared(name: str, page_size: int) -> Prepared:
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
     runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
     runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in DENSE}
+    runs = {contender: run for contender, run in runs.items() if not only or contender in {OURS, *only}}
     programs: dict[str, Any] = {}
     for contender, function in runs.items():
         try:
             programs[contender] = jax.jit(function).lower(args, plan).compile()
         except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
             programs[contender] = _reason(error)
-    dense = {contender: _dense(case, contender, args) for contender in case.contenders if contender in DENSE}
+    others = [contender for contender in case.contenders if contender in DENSE and (not only or contender in only)]
+    dense = {contender: _dense(case, contender, args) for contender in others}
     read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays)).lower(*args).compile()
     own_plan = jax.jit(make_plan).lower(*args).compile()
     return Prepared(case, page_size, batch.compile(), own_plan, programs, read, dense)
@@ -278,11 +280,13 @@ def _with_rate(case: Case, row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def measured_apart(case: str, pages: Sequence[int], seconds: float, lock: str = "") -> dict[str, Any]:
+def measured_apart(
+    case: str, pages: Sequence[int], seconds: float, lock: str = "", only: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the results of a separate process; those before a crash or the time limit, with the reason."""
     # products in float32 would be autotuned for longer than they run
     flags = "--xla_gpu_autotune_level=0" if case in CHECKS else ""
-    arguments = ("--one", case, "--lock", lock, "--pages", *map(str, pages))
+    arguments = ("--one", case, "--lock", lock, "--contenders", *only, "--pages", *map(str, pages))
     lines, reason = run_apart("benchmarks.paged_attention", *arguments, seconds=seconds, xla_flags=flags)
     rows = dict(json.loads(line) for line in lines if line.startswith("["))
     return rows | {"failure": {"reason": reason}} if reason else rows
@@ -297,7 +301,7 @@ def locked(path: str, *, alone: bool) -> Iterator[None]:
         yield
 
 
-def one(case: str, pages: Sequence[int], lock: str) -> None:
+def one(case: str, pages: Sequence[int], lock: str, only: Sequence[str]) -> None:
     """Print the results of a case with these page sizes, or its own, a line each."""
     if case in CHECKS:
         with locked(lock, alone=True):
@@ -305,7 +309,7 @@ def one(case: str, pages: Sequence[int], lock: str) -> None:
                 print(json.dumps([name, row]), flush=True)
         return
     with locked(lock, alone=False):
-        own = [prepared(case, page_size) for page_size in pages or CASES[case].pages]
+        own = [prepared(case, page_size, only) for page_size in pages or CASES[case].pages]
     with locked(lock, alone=True):
         for given in own:
             for name, row in measured(given):
@@ -322,7 +326,9 @@ def all_measured(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
                 yield from ((case, {"skipped": {"reason": "no time left"}}) for case in group)
                 continue
             lock, seconds = file.name if args.at_once > 1 else "", min(args.seconds * len(group), left)
-            found = {threads.submit(measured_apart, case, args.pages, seconds, lock): case for case in group}
+            found = {
+                threads.submit(measured_apart, case, args.pages, seconds, lock, args.contenders): case for case in group
+            }
             for done in concurrent.futures.as_completed(found):
                 yield found[done], done.result()
 
@@ -347,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = [*CHECKS, *(name for name in CASES if name != "tiny")]
     parser.add_argument("--cases", nargs="*", default=default, choices=[*CHECKS, *CASES], metavar="CASE")
     parser.add_argument("--pages", nargs="*", type=int, default=[], metavar="N", help="only pages of N tokens")
+    parser.add_argument("--contenders", nargs="*", default=[], metavar="NAME", help="only these and mosaic_gpu")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="limit of one process, or its share (default: %(default)s)"
     )
@@ -356,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        one(args.one, args.pages, args.lock)
+        one(args.one, args.pages, args.lock, args.contenders)
         return 0
     found: dict[str, Any] = {}
     for case, rows in all_measured(args):

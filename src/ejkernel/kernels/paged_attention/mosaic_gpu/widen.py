@@ -21,7 +21,8 @@ from ejkernel.kernels.paged_attention.common import Operands, PagedCall
 
 from .memory import cache_row
 
-_PROGRAMS = 128  # of one sequence
+_PROGRAMS = 16_384  # of all sequences; most have nothing to copy
+_PER_SEQUENCE = 16, 128  # at least and at most
 _REGISTERS = 128  # numbers that a thread has at once
 
 
@@ -50,6 +51,12 @@ class WidenPlan(NamedTuple):
         while run > 1 and run * self.width > 128 * _REGISTERS:
             run //= 2
         return run
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads of one sequence."""
+        least, most = _PER_SEQUENCE
+        return max(least, min(_PROGRAMS // self.call.table[0], most))
 
     @property
     def pages(self) -> int:
@@ -83,7 +90,7 @@ def widened(call: PagedCall, operands: Operands, most: int, interpret: Any = Non
             jax.ShapeDtypeStruct(call.q, call.dtype),
         ],
         name="paged_attention_widen",
-        programs=sequences * _PROGRAMS,
+        programs=sequences * plan.programs,
         interpret=interpret,
     )
     table = operands.page_table
@@ -93,8 +100,8 @@ def widened(call: PagedCall, operands: Operands, most: int, interpret: Any = Non
 
 
 def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
-    call, program, run = plan.call, lax.axis_index(PROGRAM), plan.tokens
-    sequence, part = quotient(program, _PROGRAMS), remainder(program, _PROGRAMS)
+    call, program, run, programs = plan.call, lax.axis_index(PROGRAM), plan.tokens, plan.programs
+    sequence, part = quotient(program, programs), remainder(program, programs)
     length = given.lengths[sequence]
     count = given.offsets[sequence + 1] - given.offsets[sequence]
     first = jnp.int32(0) if call.window is None else jnp.maximum(length - count - call.window, 0)
@@ -105,9 +112,9 @@ def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
         begin = quotient(first, call.pages[1]) * (call.pages[1] // run) + part  # prefill reads whole pages
         end = quotient(length + (run - 1), run)
 
-        @pl.loop(0, quotient(jnp.maximum(end - begin, 0) + (_PROGRAMS - 1), _PROGRAMS))
+        @pl.loop(0, quotient(jnp.maximum(end - begin, 0) + (programs - 1), programs))
         def _tokens(i: Any) -> None:
-            key = (begin + i * _PROGRAMS) * run
+            key = (begin + i * programs) * run
             row = cache_row(call.pages[0], call.pages[1], run, given.table, sequence, key)
             target = sequence * (call.table[1] * call.pages[1]) + key if plan.by_sequence else row
             values = plgpu.load(given.cache.at[pl.ds(row, run)], layout=layout, optimized=False)
