@@ -3,9 +3,9 @@
 
 "both" is `quantize_both`, with the rows and the columns in 8 bits, "squares" with a scale for 128x128 numbers of the
 columns, and "blocks" and "rows" are `quantize` with 1x128 blocks and with a scale for each row. "norm" is `rms_norm`
-with its result in 8 bits, from one pass or from two: the result in bfloat16, then its blocks. "copy" negates the matrix,
-so it reads and writes bfloat16. Rates count the matrix and the results once. `kernel_us` is the sum of the kernels of
-one call, the median of several.
+with its result in 8 bits, from one pass or from two: the result in bfloat16, then its blocks. "copy" negates the
+matrix, so it reads and writes bfloat16. Rates count the matrix and the results once. `kernel_us` is the sum of the
+kernels of one call, the median of several.
 """
 
 from __future__ import annotations
