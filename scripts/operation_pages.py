@@ -142,7 +142,8 @@ def _quantized(
     matrix = (2048, 1024) if transpose_w else (1024, 2048)
     own = {} if not x else {"x_scale": _array("float32", *scales[0])}
     own |= {"w_scale": _array("float32", *(scales[1] if transpose_w else scales[1][::-1]))}
-    out = {"transpose_w": transpose_w, "preferred_element_type": dtype, **options}
+    result = {} if "quantize" in options else {"preferred_element_type": dtype}
+    out = {"transpose_w": transpose_w, **result, **options}
     return (_array(x or dtype, rows, 1024), _array(w, *matrix)), own | out
 
 
@@ -307,6 +308,12 @@ CALLS: dict[str, Page] = {
                 "64 rows in bfloat16": {"x": "", "rows": 64},
                 "`w` as `[k, n]`": {"transpose_w": False},
                 '`accumulation="fast"`': {"accumulation": "fast"},
+                "an activation in 8 bits": {"activation": "silu", "quantize": "float8_e4m3fn"},
+                "the same, 1x128 by 128x128 blocks": {
+                    "activation": "silu",
+                    "quantize": "float8_e4m3fn",
+                    "scales": ((4096, 8), (16, 8)),
+                },
             },
         ),
         has_gradient=False,

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 
+from ejkernel.kernels.quantized_matmul.grouped.activation import quantized_grouped_activation
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul
@@ -46,12 +47,19 @@ def grouped(dtypes, **options):
     return (lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), options
 
 
-def gradient(dtypes):
+def gradient(dtypes, *, square=False):
     """Return the arguments of a weights' gradient of groups."""
     rows = 128 * block_count(M, GROUPS)
     arrays = [jax.ShapeDtypeStruct((size, rows), dtype) for size, dtype in zip((K, N), dtypes, strict=True)]
-    scales = [jax.ShapeDtypeStruct((size, rows // 128), "float32") for size in (K, N)]
-    return (*arrays, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), {}
+    scales = [jax.ShapeDtypeStruct((size, rows // 128), "float32") for size in (K, N // 128 if square else N)]
+    return (*arrays, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), {"square": square}
+
+
+def activation(dtypes, *, gated=True, **options):
+    """Return the arguments of an activation of groups in 8 bits."""
+    (lhs, rhs, sizes, lhs_scale, rhs_scale), options = grouped(dtypes, **options)
+    gate = [(rhs, rhs_scale)] if gated else []
+    return (lhs, rhs, sizes, lhs_scale, rhs_scale, *gate), options | {"activation": "silu"}
 
 
 def calls():
@@ -70,12 +78,18 @@ def calls():
     groups = jax.ShapeDtypeStruct((GROUPS,), "int32")
     yield "quantising groups", quantize_blocks, (x, groups), {"transposed": True}
     yield "norm", quantized_rms_norm, (jax.ShapeDtypeStruct((M, 7168), "bfloat16"), None, None), {}
+    yield "quantising squares", quantize_blocks, (x, groups), {"transposed": True, "square": True}
     yield "gradient of groups", quantized_grouped_wgrad, *gradient(both)
+    yield "gradient of groups, squares", quantized_grouped_wgrad, *gradient(both, square=True)
     yield "groups promoted", quantized_grouped_matmul, *grouped(both)
     yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)
     blocks = {"lhs_block": (1, 128), "rhs_block": (1, 128, 128)}
     yield "groups with blocks", quantized_grouped_matmul, *grouped(both, **blocks)
+    yield "activation", quantized_grouped_activation, *activation(both, gated=False)
+    yield "activation, fast", quantized_grouped_activation, *activation(both, accumulation="fast")
+    yield "activation with a gate", quantized_grouped_activation, *activation(both)
+    yield "activation of blocks", quantized_grouped_activation, *activation(both, **blocks)
 
 
 def sampled(space, number):

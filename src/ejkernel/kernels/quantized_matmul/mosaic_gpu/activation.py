@@ -53,8 +53,8 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         plan = self.plan(call, params)
         if plan.shared_bytes() > hopper.SHARED_MEMORY:
             return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
-        if params.out_slots != plan.pieces:
-            return f"out_slots must be {plan.pieces}, the blocks in which a tile is stored, got {params.out_slots}."
+        if plan.pieces % params.out_slots:
+            return f"out_slots must divide {plan.pieces}, the blocks in which a tile is stored, got {params.out_slots}."
         if plan.promoted > params.stages:
             return f"stages must be at least {plan.promoted}, got {params.stages}."
         return register_fault(plan)
@@ -64,8 +64,7 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         waste = {size: -(-call.columns // size) * size for size in self._widths(call)}
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         deepest = [
-            MosaicGpuParams(block_n=block_n, stages=stages, out_slots=block_n // BLOCK)
-            for stages in range(_MOST_STAGES, 1, -1)
+            MosaicGpuParams(block_n=block_n, stages=stages, out_slots=1) for stages in range(_MOST_STAGES, 1, -1)
         ]
         return next(params for params in deepest if self.params_fault(call, params) is None)
 
@@ -73,7 +72,7 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         """See `QuantizedProduct`."""
 
         def build(chosen: dict[str, Any]) -> MosaicGpuParams:
-            return MosaicGpuParams(**chosen, out_slots=chosen["block_n"] // BLOCK)
+            return MosaicGpuParams(**chosen, out_slots=1)
 
         def fits(block_n: int, stages: int) -> bool:
             return self.params_fault(call, build({"block_n": block_n, "stages": stages})) is None

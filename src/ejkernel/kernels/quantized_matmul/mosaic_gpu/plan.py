@@ -28,6 +28,7 @@ ROW_TILE = 8  # rows of a tile of shared memory
 CHUNK = 4  # scales along `k` that a copy brings: 16 bytes
 SQUARES = 8  # scales of blocks of columns that a copy brings, of which tiles need three: 128 bytes with `CHUNK`
 MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
+_OUT_SCALES = 1024  # bytes of the scales of a tile's rows, and the alignment of what follows
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
@@ -170,7 +171,7 @@ class ActivatedPlan(QuantizedPlan):
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        return super().shared_bytes() + 4 * self.tile_rows
+        return super().shared_bytes() + _OUT_SCALES
 
     def sums_per_thread(self) -> int:
         """See `QuantizedPlan`."""
