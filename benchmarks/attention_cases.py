@@ -216,6 +216,10 @@ GRID_CASES = {
     "window 128 D128 4k": _case(4096, (8, 8), 128, 2, window=128),
     "window 128 D128 shared keys": _case(4096, (16, 8), 128, 2, window=128),
     "window 256 D128 shared keys": _case(4096, (16, 4), 128, 2, window=256),
+    "window 256 D256 1k": _case(1024, (4, 4), 256, 16, window=256),
+    "causal D128 1k shared keys": _case(1024, (16, 2), 128, 16),
+    "causal D128 1500": _case(1500, (32, 8), 128, 6),
+    "causal D96 768": _case(768, (8, 2), 96, 24),
 }
 
 

@@ -41,7 +41,7 @@ _WIDEST = 256  # head dimension of our kernels and cuDNN
 def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
     names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
-    names += widely_drawn_names(27182, 60)
+    names += [*widely_drawn_names(27182, 60), *widely_drawn_names(161803, 44)]
     names += [name for name in widely_drawn_names(31415, 420) if case_named(name).dtype == "float16"]
     return [name for name in names if is_open(case_named(name))]
 

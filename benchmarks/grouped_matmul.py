@@ -54,6 +54,7 @@ SHAPES = {
     "64 groups": Shape(m=16384, k=2048, n=2048, groups=64),
     "256 groups": Shape(m=131072, k=7168, n=2048, groups=256),
     "128 groups": Shape(m=131072, k=4096, n=1536, groups=128),
+    "32 groups": Shape(m=16384, k=2880, n=2880, groups=32),
     "256 groups, decoding": Shape(m=256, k=7168, n=2048, groups=256),
 }
 PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "gated": 2, "gated, trained": 6}  # by direction, how many it takes
@@ -71,8 +72,8 @@ def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
     """Return equal group sizes, or random ones: after Zipf's law, or Dirichlet's distribution with parameters 1."""
     if kind == "even":
         return np.full(shape.groups, shape.m // shape.groups, np.int32)
-    rng, count = np.random.default_rng(7), shape.groups
-    weights = rng.permutation(1 / np.arange(1, count + 1)) if kind == "zipf" else rng.dirichlet(np.ones(count))
+    rng, ones = np.random.default_rng(7 if kind == "zipf" else 0), np.ones(shape.groups)
+    weights = rng.permutation(1 / ones.cumsum()) if kind == "zipf" else rng.dirichlet(ones)
     return rng.multinomial(shape.m, weights / weights.sum()).astype(np.int32)
 
 

@@ -26,7 +26,7 @@ def test_the_choice_without_a_call_is_nearly_the_best_for_it(backward):
     assert len(every) >= 100
     assert sum(every) / len(every) <= 0.02
     assert max(lost["bfloat16"]) <= 0.08
-    assert sum(x > 0.09 for x in lost["float16"]) <= 1  # causal, 1,024 tokens, 16 query heads and 2 key heads of 128
+    assert max(lost["float16"]) <= 0.09
     assert sum(x == 0 for x in every) / len(every) >= 0.85
 
 

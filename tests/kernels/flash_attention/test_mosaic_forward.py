@@ -491,8 +491,31 @@ def test_only_soft_caps_of_wide_heads_have_polynomials():
         case = Case(queries=4096, keys=4096, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, soft_cap=cap))
         return heuristic(described(case)).fma_columns
 
-    assert [columns(dim, 50.0) for dim in (64, 128, 256)] == [0, 32, 0]
-    assert columns(128, None) == 0
+    assert [columns(dim, 50.0) for dim in (64, 128, 256)] == [0, 48, 0]
+    assert [columns(128, cap) for cap in (None, 60.0)] == [0, 32]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case(batch=8, queries=1024, keys=1024, heads=32, groups=4, head_dim=192, value_dim=192), (96, False, True)),
+        (Case(batch=30, queries=310, keys=310, heads=64, groups=8, head_dim=112, value_dim=112), (128, True, True)),
+        (Case(batch=30, queries=384, keys=384, heads=64, groups=8, head_dim=112, value_dim=112), (128, False, True)),
+    ],
+    ids=["D192", "five parts of 64 queries", "six parts"],
+)
+def test_full_calls_are_persistent_and_pack_heads_for_half_a_tile(case, expected):
+    found = heuristic(described(case))
+    assert (found.kv_block, found.pack_heads, found.persistent) == expected
+
+
+def test_a_window_of_half_the_length_deals_its_tiles_evenly():
+    def case(batch, queries):
+        rules = Rules(scale=0.2, left=511, right=0)
+        sizes = {"queries": queries, "keys": queries, "head_dim": 120, "value_dim": 120}
+        return Case(batch=batch, heads=4, groups=4, rules=rules, **sizes)
+
+    assert [heuristic(described(case(*sizes))).heads_first for sizes in ((64, 1024), (4, 8192))] == [True, False]
 
 
 def test_only_masks_of_many_keys_need_a_table():

@@ -309,6 +309,12 @@ def test_wrong_parameters_are_errors(params, wrong, message):
         params(**wrong)
 
 
+def test_columns_that_tiles_of_192_cover_exactly_take_these():
+    widths = [MosaicGpu().heuristic(replaced(columns=n)).block_n for n in (2880, 2048, 4096)]
+    assert widths == [192, 256, 256]
+    assert MosaicGpuWgrad().heuristic(replaced(columns=2880)).block_n == 256
+
+
 @given(
     st.integers(1, 1 << 20),
     st.integers(1, 512),

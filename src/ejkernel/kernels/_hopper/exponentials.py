@@ -16,7 +16,7 @@ _POWER_OF_TWO = (0.05517167, 0.24261113, 0.69326099, 0.99992807)  # on [-0.5, 0.
 
 
 def exp2_by_fma(x: Any) -> Any:
-    """Return 2 to the power of finite numbers of at most 1 without the unit for transcendental functions.
+    """Return 2 to the power of finite numbers of at most 100 without the unit for transcendental functions.
 
     The largest relative error is 1e-4; a power below 2^-125 becomes about as small.
     """

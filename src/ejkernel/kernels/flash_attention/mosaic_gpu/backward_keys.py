@@ -7,10 +7,12 @@ With `head_parts` it walks over some of the heads, and XLA adds up dK and dV of 
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -26,6 +28,7 @@ from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key
 from .visibility import BlockRange
 
 _FEW_BLOCKS = 8 * MULTIPROCESSORS
+_UNEVEN = 1.2  # times as long as with the longest blocks first; up to 1.17 these were slower in four of seven cases
 
 
 class KeyBlockMemory(NamedTuple):
@@ -140,6 +143,7 @@ class KeyBlockKernel:
         self.parts = problem.groups * params.head_parts
         self.heads_per_part = problem.heads // self.parts
         self.programs = problem.batch * self.parts * self.key_blocks
+        self.longest_first = params.head_parts > 1 or self._is_uneven()
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
         self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
@@ -237,10 +241,24 @@ class KeyBlockKernel:
         queries.
         """
         rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        few = self.problem.rules.right is not None and self.programs <= _FEW_BLOCKS
-        if few or self.params.head_parts > 1:
+        if self.longest_first:
             return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
         return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
+
+    def _is_uneven(self) -> bool:
+        """Return whether the last blocks, in the order of the examples, would keep few multiprocessors busy for long.
+
+        Of 13 causal gradients on one H200, the six that this finds gained 8 to 20 % with the longest blocks first.
+        """
+        problem, rules = self.problem, self.problem.rules
+        if rules.right is None or self.programs > _FEW_BLOCKS:
+            return False
+        key = np.arange(self.key_blocks) * self.params.keys - problem.ahead
+        last = problem.queries if rules.left is None else key + self.params.keys + rules.left
+        first, last = (np.clip(x, 0, problem.queries) for x in (key - rules.right, last))
+        steps = np.maximum(last - first, 0) / 64 * self.heads_per_part + 8  # 8 for the ends of a block
+        by_example = np.tile(np.repeat(steps, self.parts), problem.batch)
+        return _duration(by_example) > _UNEVEN * _duration(np.repeat(steps, self.parts * problem.batch))
 
     # Producer.
 
@@ -405,3 +423,11 @@ class KeyBlockKernel:
         plgpu.commit_smem()
         at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
         self.matrices.copy_out(buffer, (slab,), block.outputs[which], at)
+
+
+def _duration(steps: np.ndarray) -> float:
+    """Return how long blocks of threads take that start in this order, each as soon as a multiprocessor is free."""
+    busy = [0.0] * MULTIPROCESSORS
+    for one in steps:
+        heapq.heapreplace(busy, busy[0] + one)
+    return max(busy)

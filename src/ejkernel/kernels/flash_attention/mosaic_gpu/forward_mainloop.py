@@ -18,11 +18,10 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, keeps
 
 from .forward_memory import ForwardMemory, WarpgroupTile
 from .masks import visible_bits, within_window
-from .plan import ROWS
+from .plan import ROWS, SMALL_CAP
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-_SMALL_CAP = 50.0  # weights are between exp(-75) and exp(25)
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
@@ -289,7 +288,7 @@ class ForwardConsumer:
         A soft cap limits the logits, so that no weight leaves the range of float32 and bfloat16.
         """
         cap = self.plan.rules.soft_cap
-        if cap is None or cap > _SMALL_CAP or self.plan.dtype != "bfloat16" or self.plan.adds or self.plan.caps_late:
+        if cap is None or cap > SMALL_CAP or self.plan.dtype != "bfloat16" or self.plan.adds or self.plan.caps_late:
             return None
         return cap / 2 * LOG2_E
 

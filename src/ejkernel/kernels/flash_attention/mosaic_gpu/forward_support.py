@@ -14,13 +14,14 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, WHOLE_DIMS, ForwardPlan, forward_plan, imbalance, is_pieced, unavailable
+from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, imbalance, is_pieced, unavailable
 
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
+_FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 _EVEN = 1.05  # the imbalance up to which a persistent launch was faster
 
 
@@ -55,11 +56,14 @@ def heuristic(call: AttentionCall) -> ForwardParams:
 
 def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, for a soft cap with polynomials in place of some exponentials: it takes tanh as well."""
-    # A causal forward with a cap at head_dim 128: 553 us without, 541 with 32 of 128 columns, and 567 with 64. At
-    # head_dim 8 and 256, and without a cap, forwards with polynomials were slower.
-    if call.rules.soft_cap is None or max(call.query[3], call.value[3]) != _CAPPED_WITH_POLYNOMIALS:
+    # A causal forward with a cap at head_dim 128: 539 us without, 521 with 32 of 128 columns, and 514 with 48. With a
+    # cap above `SMALL_CAP`: 553 us without, 541 with 32, and 567 with 64. At head_dim 8 and 256, and without a cap,
+    # forwards with polynomials were slower.
+    cap = call.rules.soft_cap
+    if cap is None or max(call.query[3], call.value[3]) != _CAPPED_WITH_POLYNOMIALS:
         return params
-    return dataclasses.replace(params, fma_columns=params.kv_block // 32 * 8)
+    eighths = 3 if cap <= SMALL_CAP and call.dtype == "bfloat16" else 2
+    return dataclasses.replace(params, fma_columns=params.kv_block // 64 * 8 * eighths)
 
 
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
@@ -118,31 +122,54 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     wide = max(call.query[3], call.value[3])
     if wide > 128 and is_pieced(call, WHOLE_DIMS):
         return _preferred_in_pieces(call, wide)
-    if wide > 192:
-        few = 64 if rules.soft_cap is None else 80
-        # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
-        return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
-    if call.query[3] > 128 and call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
-        return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=grouped, share_buffer=True)
-    if call.query[3] > 128:
-        return ForwardParams(share_buffer=True, ping_pong=False)
+    if wide > 192 or call.query[3] > 128:
+        return _preferred_wide(call, wide, packs=grouped)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        return _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _SHORT_WINDOW))
+        params = _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _SHORT_WINDOW))
+        other = dataclasses.replace(params, heads_first=True)
+        # 64 examples of 1,024 tokens with a window of 512, whose first tiles have less work: 156 us instead of 162.
+        gain = imbalance(forward_plan(call, params)) - imbalance(forward_plan(call, other))
+        return other if gain > 0.02 else params
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
         return _preferred_causal(call, warpgroups=3 if narrow and not short else 2)
+    return _preferred_full(call, narrow=narrow, packs=grouped)
+
+
+def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> ForwardParams:
+    """Return good parameters without a window."""
     full = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     if not narrow:
-        return full
+        # 310 queries are five parts of 64 rows, and three tiles of 128: packed heads took 266 us instead of 296.
+        packs = packs and call.attention_mask is None and -(-call.query[1] // ROWS) in _FEW_ODD_PARTS
+        return dataclasses.replace(full, pack_heads=packs)
     three = dataclasses.replace(full, warpgroups=3, share_buffer=False)
     plan = forward_plan(call, three)
     # With 192 tiles half of the blocks of threads had two: 18 us, and 14 us with 256 smaller tiles.
     uneven = plan.programs < plan.tiles < 2 * plan.programs and forward_plan(call, full).tiles <= 2 * plan.programs
     return full if uneven else three
+
+
+def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
+    """Return good parameters for heads of more than 128 columns in whole tiles."""
+    rules, same = call.rules, call.query[3] == call.value[3]
+    if wide > 192:
+        if wide <= 224 and rules.left is not None:  # 45.9 us instead of 48.0 at head_dim 224 with a window of 128
+            return ForwardParams(kv_block=64, persistent=True, share_buffer=True)
+        few = 64 if rules.soft_cap is None else 80
+        # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
+        packs = packs and call.query[1] < 2048
+        return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=packs)
+    if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
+        return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=packs, share_buffer=True)
+    plain = call.bias is call.attention_mask is None and not call.segments
+    if plain and same and wide > 160 and rules.left is rules.right is None:  # 4 % faster at head_dim 192
+        return ForwardParams(kv_block=96, persistent=True, share_buffer=True, heads_first=True)
+    return ForwardParams(share_buffer=True, ping_pong=False)
 
 
 def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:

@@ -25,6 +25,7 @@ _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats afte
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 FEW_SCORES = 1 << 24
 _CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
+SMALL_CAP = 50.0  # with half of it in place of a row's largest logit, weights are between exp(-75) and exp(25)
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
 _NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; others are padded in shared memory
