@@ -304,7 +304,7 @@ def test_short_batches_have_the_schedule_of_long_ones(monkeypatch, queries):
     """Long vectors are summed and sorted by other means."""
     lengths = [1, 0, 640, 63, 264, 2]
     found, _ = schedules_of(queries, lengths)
-    monkeypatch.setattr(schedule, "_SHORT", 0)
+    monkeypatch.setattr(schedule, "SHORT", 0)
     jax.tree.map(np.testing.assert_array_equal, found, schedules_of(queries, lengths)[0])
 
 

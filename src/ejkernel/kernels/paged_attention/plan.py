@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .schedule import Schedule, no_schedule, running_max, running_sum, schedules, token_schedule
+from .schedule import (
+    SHORT,
+    Schedule,
+    first_ones,
+    no_schedule,
+    running_max,
+    running_sum,
+    schedules,
+    searches,
+    token_schedule,
+)
 
 _PART, _MOST_PARTS = 64, 32  # columns of a part of a row of the page table, and parts of a row
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
@@ -112,6 +123,14 @@ class PagedPlan:
         return None if self.arrays is None else (self.shape.kv_heads, self.shape.window)
 
 
+class _Checked(NamedTuple):
+    """Offsets and lengths as in `valid_batch`, and the sequence of each token, if it was found at once."""
+
+    offsets: jax.Array
+    lengths: jax.Array
+    sequence: jax.Array | None
+
+
 def valid_batch(
     shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -119,24 +138,55 @@ def valid_batch(
 
     A sequence that needs a page outside of the cache has length 0, so that its tokens see no other sequence's page.
     """
-    offsets = running_max(_clipped(shape, query_offsets))
-    lengths = jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
+    return _checked(shape, page_table, query_offsets, kv_lengths)[:2]
+
+
+def _checked(shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array) -> _Checked:
+    clipped, lengths = _clipped(shape, query_offsets), jnp.clip(kv_lengths, 0, shape.table[1] * shape.page_size)
+    if not shape.table[1]:
+        return _Checked(running_max(clipped), lengths, None)
+    if shape.window is not None or len(clipped) > SHORT:
+        offsets = running_max(clipped)
+        (found,) = _minima(_lengths_by_page(shape, page_table, lengths, jnp.diff(offsets)))
+        return _Checked(offsets, _of_parts(found, len(lengths)), None)
+    matrices = [_lengths_by_page(shape, page_table, lengths, None), -first_ones(clipped, 0)]
+    if shape.tokens <= shape.table[0]:
+        matrices.append(searches(clipped, shape.tokens))
+    found, negative, *sequence = _minima(*matrices)
+    return _Checked(-negative, _of_parts(found, len(lengths)), sequence[0] if sequence else None)
+
+
+def _lengths_by_page(
+    shape: BatchShape, page_table: jax.Array, lengths: jax.Array, counts: jax.Array | None
+) -> jax.Array:
+    """Return for each page 0 if it is needed and outside of the cache, otherwise the length of the sequence.
+
+    The rows are parts of those of the page table: for long rows, XLA starts a kernel for the elements, and one for the
+    minima.
+    """
     begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
     needed = begin < lengths[:, None]
-    if shape.window is not None:
-        first = lengths - jnp.diff(offsets) - shape.window
-        needed &= begin + shape.page_size > first[:, None]
+    if counts is not None and shape.window is not None:
+        needed &= begin + shape.page_size > (lengths - counts - shape.window)[:, None]
     is_outside = page_table.astype(jnp.uint32) >= shape.pages  # also negative ones
-    if not shape.table[1]:
-        return offsets, lengths
-    # The minimum of a row is one kernel; a choice after a sum would be another. For longer rows, XLA starts a kernel
-    # for their elements, and one for the minima.
-    by_page = jnp.where(needed & is_outside, 0, lengths[:, None])
+    found = jnp.where(needed & is_outside, 0, lengths[:, None])
     part = max(size for size in range(1, _PART + 1) if shape.table[1] % size == 0)
-    if shape.table[1] // part > _MOST_PARTS:
-        return offsets, jnp.min(by_page, axis=1)
-    parts = jnp.min(by_page.reshape(shape.table[0], -1, part), axis=2)
-    return offsets, functools.reduce(jnp.minimum, [parts[:, i] for i in range(parts.shape[1])])
+    return found.reshape(-1, part) if shape.table[1] // part <= _MOST_PARTS else found
+
+
+def _minima(*matrices: jax.Array) -> list[jax.Array]:
+    """Return the minimum of each row of int32 matrices, by one reduction."""
+    width, most = max(x.shape[1] for x in matrices), 2**31 - 1
+    padded = [jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=most) for x in matrices]
+    ends = list(itertools.accumulate(len(x) for x in matrices))
+    found = jnp.min(jnp.concatenate(padded), axis=1)
+    return [found[end - len(x) : end] for x, end in zip(matrices, ends, strict=True)]
+
+
+def _of_parts(parts: jax.Array, rows: int) -> jax.Array:
+    """Return the minimum of the parts of each row; their number is small."""
+    by_row = parts.reshape(rows, -1)
+    return functools.reduce(jnp.minimum, [by_row[:, i] for i in range(by_row.shape[1])])
 
 
 def _clipped(shape: BatchShape, query_offsets: jax.Array) -> jax.Array:
@@ -149,7 +199,7 @@ def plan_arrays(
     shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array
 ) -> PlanArrays:
     """Return the schedule of a batch."""
-    offsets, lengths = valid_batch(shape, page_table, query_offsets, kv_lengths)
+    offsets, lengths, sequence = _checked(shape, page_table, query_offsets, kv_lengths)
     count = jnp.diff(offsets)
     zero = jnp.zeros_like(lengths)
     first = zero if shape.window is None else jnp.maximum(lengths - count - shape.window, 0) // shape.page_size
@@ -161,7 +211,8 @@ def plan_arrays(
     ends = jnp.pad(running_sum(tiles), (1, 0))
     # Tiles of one token do not need ascending offsets, so their kernels need not wait for them.
     given = _clipped(shape, query_offsets) if shape.tokens <= shape.table[0] else offsets
-    short, prefill = schedules(given, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window)
+    sizes = shape.tokens, shape.heads, shape.kv_heads, shape.window
+    short, prefill = schedules(given, lengths, *sizes, sequence)
     single = _single_tokens(shape, offsets, lengths)
     pages = first.astype(jnp.int32), end.astype(jnp.int32)
     return PlanArrays(offsets, lengths, order, decodes, ends, *pages, *short, *prefill, *single)

@@ -19,7 +19,7 @@ BLOCK = 64  # keys that a program takes at once: the rows of one WGMMA instructi
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_ROWS = 64  # of a tile of decode: with more, its sums would not fit in the registers of one warpgroup
 PREFILL_ROWS = 128  # of a tile of prefill
-_SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
+SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
 _FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
 
 
@@ -97,15 +97,15 @@ def prefill_heads(group: int) -> int:
 
 def running_sum(x: jax.Array) -> jax.Array:
     """Return the sums of the first elements of an int32 vector."""
-    return jnp.sum(_first_ones(x, 0), axis=1, dtype=jnp.int32) if len(x) <= _SHORT else jnp.cumsum(x, dtype=jnp.int32)
+    return jnp.sum(first_ones(x, 0), axis=1, dtype=jnp.int32) if len(x) <= SHORT else jnp.cumsum(x, dtype=jnp.int32)
 
 
 def running_max(x: jax.Array) -> jax.Array:
     """Return the maxima of the first elements of an int32 vector."""
-    return jnp.max(_first_ones(x, -(2**31)), axis=1) if len(x) <= _SHORT else lax.cummax(x)
+    return jnp.max(first_ones(x, -(2**31)), axis=1) if len(x) <= SHORT else lax.cummax(x)
 
 
-def _first_ones(x: jax.Array, other: int) -> jax.Array:
+def first_ones(x: jax.Array, other: int) -> jax.Array:
     """Return a matrix whose row `i` has the first `i + 1` elements: a GPU reduces it in one kernel, not in several."""
     number = jnp.arange(len(x), dtype=jnp.int32)
     return jnp.where(number[None, :] <= number[:, None], x[None, :], other)
@@ -116,8 +116,14 @@ def group_rows(group: int) -> int:
     return -(-group // 8) * 8
 
 
-def schedules(
-    offsets: jax.Array, lengths: jax.Array, tokens: int, heads: int, kv_heads: int, window: int | None
+def schedules(  # noqa: PLR0917
+    offsets: jax.Array,
+    lengths: jax.Array,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    sequence: jax.Array | None = None,
 ) -> tuple[Schedule, Prefill]:
     """Return the schedules of sequences with few and with many query tokens; the latter may have no tiles.
 
@@ -128,12 +134,13 @@ def schedules(
         heads: Query heads.
         kv_heads: KV heads.
         window: The keys that a query sees before its own; `None`: all.
+        sequence: `[tokens]`: the sequence of each token, as from `searches`, if it is known.
     """
     sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
     given = _ranges(offsets, lengths, tokens)
     if sizes.long is None:
         none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (0,))))
-        return _dealt(_token_tiles(given, tokens, window), kv_heads), none
+        return _dealt(_token_tiles(given, tokens, window, sequence), kv_heads), none
     short = _dealt(_short_tiles(given, sizes.short, window), kv_heads)
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
 
@@ -162,11 +169,21 @@ def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> _Ranges:
     return _Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
 
 
-def _token_tiles(given: _Ranges, tokens: int, window: int | None) -> jax.Array:
+def searches(offsets: jax.Array, tokens: int) -> jax.Array:
+    """Return a matrix whose row minima are the sequences of the tokens; that of padding is beyond the last.
+
+    The first sequence that ends beyond a token has it, also if the offsets do not ascend: those before it end earlier,
+    and so do the running maxima.
+    """
+    token, number = (jnp.arange(count, dtype=jnp.int32) for count in (tokens, len(offsets) - 1))
+    return jnp.where(offsets[None, 1:] > token[:, None], number[None, :], len(number))
+
+
+def _token_tiles(given: _Ranges, tokens: int, window: int | None, sequence: jax.Array | None = None) -> jax.Array:
     """Return tiles of one token each; tile `i` has token `i`. The offsets need not ascend."""
-    token, number = (jnp.arange(count, dtype=jnp.int32) for count in (tokens, len(given.end)))
-    # Of the first sequence that ends beyond the token; sequences before it end earlier, also by their running maximum.
-    sequence = jnp.min(jnp.where(given.end[None, :] > token[:, None], number[None, :], len(number) - 1), axis=1)
+    if sequence is None:
+        sequence = jnp.min(searches(given.begin, tokens), axis=1)
+    token = jnp.arange(tokens, dtype=jnp.int32)
     return _table(given, sequence, token, jnp.ones_like(token), window)
 
 
@@ -201,7 +218,7 @@ def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) 
 def _by_last_column(table: jax.Array) -> jax.Array:
     """Return the other columns, with rows in ascending order of the last; rows with equal numbers keep their order."""
     keys, others = table[:, -1], table[:, :-1]
-    if len(keys) > _SHORT:
+    if len(keys) > SHORT:
         return others[jnp.argsort(keys)]
     number = jnp.arange(len(keys), dtype=jnp.int32)
     before = (keys[None, :] < keys[:, None]) | ((keys[None, :] == keys[:, None]) & (number[None, :] < number[:, None]))
@@ -230,7 +247,7 @@ def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     # A tile without keys counts as one block, so that a program writes its zeros.
     blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
     ends = running_sum(blocks * kv_heads)
-    share = jnp.maximum(-(-ends[-1] // programs), 1)
+    share = jnp.maximum(lax.div(ends[-1] + (programs - 1), programs), 1)
     begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, ends[-1])
     stop = jnp.minimum(begin + share, ends[-1])
 
