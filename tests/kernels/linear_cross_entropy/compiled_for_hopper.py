@@ -11,7 +11,7 @@ from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.core.transformations.nodes import Choice
 
-TOKENS, INNER, COLUMNS = 2048, 2048, 32768
+TOKENS, INNER, COLUMNS = 2048, 4096, 32768
 CHUNKS = MosaicGpuParams(chunk=1024)
 HALVES = MosaicGpuParams(chunk=1024, accumulation_dtype="bfloat16", stages=3, out_slots=4)
 VOCABULARY = MosaicGpuParams(form="vocabulary", chunk=16384)

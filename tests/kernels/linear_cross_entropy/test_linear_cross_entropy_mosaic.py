@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,8 @@ def test_a_soft_cap_with_three_products_has_no_races(simulated, monkeypatch, lar
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
-def test_a_kernel_multiplies_by_the_weight_if_its_tiles_keep_all_multiprocessors_busy():
+def test_a_kernel_multiplies_by_the_weight_where_it_is_fast(monkeypatch):
+    monkeypatch.setattr(plan, "_LEAST_COLUMNS", 256)
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16) for shape in ((ROWS, 256), (256, COLUMNS)))
     args = x, weight, *arrays()[2:]
@@ -212,6 +214,30 @@ def test_the_host_does_not_wait_for_the_range_of_exponentials():
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert not any(branch in program for branch in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
     assert all(f"linear_cross_entropy_{mode}" in program for mode in (plan.MAXIMA, plan.EXPONENTIALS))
+
+
+@pytest.mark.slow
+def test_examples_of_a_batch_are_no_slices_for_kernels_that_update_arrays():
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    call = dataclasses.replace(CALL, tokens=256, inner=128, columns=1024)
+    params = MosaicGpuParams(chunk=128, accumulation_dtype="bfloat16")
+    shapes = ((2, 256, 128), "bfloat16"), ((128, 1024), "bfloat16"), ((2, 256), "int32"), ((256,), "float32")
+
+    def one(*args):
+        return MosaicGpuGradients().forward(call, *args, params=params)[0]
+
+    traced = jax.jit(jax.vmap(one, (0, None, 0, None))).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+    updates = [i for i, line in enumerate(lines) if "output_operand_alias" in line]
+    assert len(updates) == 5  # two for each chunk, and a sum
+    for i in updates:
+        # XLA moves slices of operands and results into the call unless a barrier is between them.
+        before, update, after = (line.partition(" = ") for line in lines[i - 1 : i + 2])
+        assert before[2].startswith("stablehlo.optimization_barrier")
+        assert after[2].startswith("stablehlo.optimization_barrier")
+        operands = re.search(r"custom_call @\w+\(([^)]*)\)", update[2])[1].split(", ")
+        assert {operand.partition("#")[0] for operand in operands} == {before[0].strip().partition(":")[0]}
 
 
 @pytest.mark.slow
@@ -383,11 +409,11 @@ def test_a_sum_in_float32_has_shorter_chunks():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "expected"), [(8192, 4096, True), (4096, 7168, True), (4096, 2304, False), (4096, 128, False)]
+    ("tokens", "inner", "expected"), [(8192, 4096, True), (4096, 7168, True), (2304, 4096, False), (8192, 2048, False)]
 )
-def test_xla_multiplies_where_tiles_would_leave_multiprocessors_idle(tokens, inner, expected):
+def test_xla_multiplies_for_short_rows_and_where_tiles_would_leave_multiprocessors_idle(tokens, inner, expected):
     sizes = {"rows": tokens, "inner": 128256, "columns": inner}
-    assert plan.keeps_busy(plan.product_plan(MosaicGpuParams(), **sizes, transpose_weight=True)) == expected
+    assert plan.multiplies_well(plan.product_plan(MosaicGpuParams(), **sizes, transpose_weight=True)) == expected
 
 
 @pytest.mark.parametrize(("inner", "panel"), [(2048, 16), (4096, 16), (7168, 12), (16384, 8)])

@@ -91,12 +91,12 @@ def run_head(
 
     if not into:
         return run(arrays)
-    operands = unsliced(list(arrays))
+    operands, before = unsliced((list(arrays), tuple(into)))
 
     def overwrite(targets: Any) -> None:
         run(operands, targets)
 
-    return list(unsliced(pl.run_state(overwrite)(tuple(into))))
+    return list(unsliced(pl.run_state(overwrite)(before)))
 
 
 class HeadKernel:

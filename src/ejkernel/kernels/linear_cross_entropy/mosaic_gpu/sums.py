@@ -57,7 +57,7 @@ def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpre
         steps=left.shape[0] // STEP, rows=rows, columns=columns, dtype=left.dtype.name, sum_dtype=total.dtype.name
     )
     kernel = SumKernel(plan, backend_for(interpret))
-    operands = unsliced((left, right))
+    *operands, before = unsliced((left, right, total))
 
     def add(target: Any) -> None:
         launch(
@@ -72,7 +72,7 @@ def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpre
             interpret=interpret,
         )
 
-    return unsliced(pl.run_state(add)(total))
+    return unsliced(pl.run_state(add)(before))
 
 
 class SumKernel:
