@@ -170,9 +170,12 @@ def test_the_gradient_of_matrices_takes_columns_in_groups():
     assert relative(found, grouped_matmul_wgrad(lhs, dout, sizes)) < 0.08
     some = grouped_matmul_wgrad(columns, gradients, sizes, first_group=1, groups=2)
     np.testing.assert_allclose(some, found[1:], rtol=1e-2)
+    squares = quantize_both(dout, sizes, square=True)[1]
+    assert relative(grouped_matmul_wgrad(columns, squares, sizes, preferred_element_type="float32"), found) < 0.08
     for given, message in (
         ((lhs, gradients), "lhs must have blocks"),
         ((quantize(lhs.T), gradients), r"got blocks \(1, None\)"),
+        ((squares, gradients), r"lhs must have blocks \(1, 128\)"),
         ((columns, quantize_both(dout)[1]), "with whole blocks of 128"),
     ):
         with pytest.raises(ArgumentError, match=message):

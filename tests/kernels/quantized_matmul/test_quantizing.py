@@ -123,9 +123,11 @@ def test_the_space_has_the_parameters_that_fit():
     assert "bytes of shared memory" in MosaicGpu().params_fault(CALL, QuantizeParams(tiles=4, blocks=2))
 
 
-def test_both_forms_are_those_of_two_calls():
+@pytest.mark.parametrize("square", [False, True])
+def test_both_forms_are_those_of_two_calls(square):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 200)), jnp.bfloat16)
-    for found, expected in zip(quantize_both(x), (quantize(x, block=128), quantize(x.T, block=128)), strict=True):
+    wanted = quantize(x, block=128), quantize(x.T, block=128, axis=(0, 1) if square else -1)
+    for found, expected in zip(quantize_both(x, square=square), wanted, strict=True):
         assert found.block == expected.block
         np.testing.assert_array_equal(found.values, expected.values)
         np.testing.assert_array_equal(found.scale, expected.scale)
