@@ -199,6 +199,14 @@ def test_a_paired_race_without_clear_evidence_ends_undecided():
     assert (sampling.comparison.wins, sampling.comparison.settled, sampling.comparison.pairs) == (False, False, 64)
 
 
+def test_a_paired_race_of_two_equals_ends_with_a_tie():
+    rng = random.Random(1)
+    sampling = PairedSampling(15)
+    held(sampling, lambda: Sample(rng.lognormvariate(0, 0.12)), lambda: Sample(rng.lognormvariate(0, 0.12)))
+    verdict = sampling.comparison
+    assert (verdict.wins, verdict.settled, verdict.is_tie) == (False, True, True)
+
+
 def test_a_paired_race_ends_undecided_when_its_time_is_over():
     left = iter([True] * 5 + [False] * 100)
     sampling = PairedSampling(8, may_go_on=lambda: next(left))

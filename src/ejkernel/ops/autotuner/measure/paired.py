@@ -214,7 +214,11 @@ class PairedSampling(Sampling):
     def comparison(self) -> PairedComparison:
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
-        return judge(challenger, incumbent, again=len(challenger) > self.plan.rounds, is_last=self._is_over())
+        again = len(challenger) > self.plan.rounds
+        found = judge(challenger, incumbent, again=again)
+        if found.settled or not self._is_over():
+            return found
+        return judge(challenger, incumbent, again=again, is_last=True)
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:
