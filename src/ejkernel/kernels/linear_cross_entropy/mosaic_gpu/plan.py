@@ -23,7 +23,7 @@ EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given 
 GRADIENT = "gradient"  # the gradient of the logits, from the log-sum-exp
 PRODUCT = "product"  # a product of any rows and any matrix, times a factor per row
 # A product is XLA's if tiles would keep a smaller part of the multiprocessors busy, and for shorter rows: with 2,048
-# columns loss and gradients took 1 % longer on a warm H200, although a single call was quicker.
+# columns loss and gradients took slightly longer on a warm H200, although a single call was quicker.
 _LEAST_USE = 0.95
 _LEAST_COLUMNS = 4096
 
