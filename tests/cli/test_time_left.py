@@ -98,6 +98,16 @@ def test_the_first_call_does_not_stand_for_all():
     assert (left.knows_calls, left.total(), left.seconds_of_rounds(KEYS[0])) == (False, "", 12.0)
 
 
+def test_a_search_that_its_budget_ended_is_over():
+    clock, left = searches(2, budget=10.0)
+    left.step(KEYS[0], 0.5)
+    clock.now = 12.0
+    left.finish(KEYS[0])
+    left.step(KEYS[0], 1.0)  # its other candidates are skipped
+    left.step(KEYS[1], 0.0)
+    assert left.total() == ", about 11 s left"  # not shared by two
+
+
 def test_an_operation_does_not_stand_for_another():
     clock, left = searches(2, more=["other"])
     left.step(KEYS[0], 0.0)

@@ -96,7 +96,8 @@ class TimeLeft:
         search.done = share
         if share >= 1 and search.compiled is None:
             search.compiled = now
-            search.ended = None if self._measures else now
+            if not self._measures:
+                search.ended = now
         self._together = max(self._together, len(self._running()))
 
     def sample(self, event: RoundsFinished) -> None:
