@@ -106,7 +106,7 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the results in plain JAX."""
-        return quantized_blocks(*args, **options)
+        return quantized_blocks(*args, **{name: value for name, value in options.items() if name != "implementation"})
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
         """Return a rule that splits the rows; with a transposed copy, whose blocks lie along them, no rule."""
