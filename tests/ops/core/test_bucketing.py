@@ -317,7 +317,7 @@ def test_an_unsupported_configuration_is_a_clear_error():
 
 
 def test_an_override_that_does_not_fit_fails_by_itself():
-    with pytest.raises(ConfigError, match="cfg=8 is not in the space of this call.*reshape"):
+    with pytest.raises(ConfigError, match=r"cfg=8 is not in the space of this call.*reshape"):
         Chunks()(rows(5), W, cfg=8)
 
 
