@@ -12,22 +12,18 @@ bfloat16 kernel relative to that of a contender.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import report
 from benchmarks.linear_cross_entropy_hopper import relative_error
 from benchmarks.quantized_grouped_matmul import BASE, SHAPES, Shape, ratios, sizes_of
-from benchmarks.quantized_matmul import add_times, measured_apart, table
+from benchmarks.quantized_matmul import add_times, run_shapes
 from ejkernel.kernels.grouped_matmul.common import taken_apart
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.modules import Quantized, QuantizedGroupedWgradConfig, grouped_matmul_wgrad, quantize_both
@@ -147,25 +143,18 @@ def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write it with `--out`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_grouped_wgrad", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_grouped_wgrad_<device>.json and .md")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
-    parser.add_argument("--contenders", nargs="*", default=list(FEW), choices=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=45.0, help="limit of one process (default: %(default)s)")
-    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
-        return 0
-    found: dict[str, Any] = {"environment": report.environment()}
-    for shape in args.shapes:
-        found[shape] = measured_apart(shape, args.contenders, args.seconds, "quantized_grouped_wgrad", ratios)
-        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
-        if args.out is not None:  # written after each process, in case a later one fails
-            report.write(args.out, f"quantized_grouped_wgrad_{report.platform_name()}", found, table(found, str))
-    print(table(found, str))
-    return 0
+    """Print the table, and write it with `--out`; see `run_shapes`."""
+    return run_shapes(
+        "quantized_grouped_wgrad",
+        __doc__,
+        SHAPES,
+        CONTENDERS,
+        few=FEW,
+        seconds=45.0,
+        measured=measured,
+        ratios=ratios,
+        argv=argv,
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,6 +273,51 @@ def measured_apart(
     lines, reason = run_apart(f"benchmarks.{module}", "--one", shape, "--contenders", *names, seconds=seconds)
     rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
     return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
+
+
+def run_shapes(
+    module: str,
+    doc: str | None,
+    shapes: Mapping[str, Any],
+    contenders: Mapping[str, Function],
+    *,
+    few: Sequence[str],
+    seconds: float,
+    measured: Callable[[Any, Sequence[str]], dict[str, Any]],
+    ratios: Ratios,
+    argv: Sequence[str] | None,
+) -> int:
+    """Run a benchmark of groups as a program: print its table, and write it with `--out`.
+
+    Args:
+        module: The benchmark's module, in this package.
+        doc: Its documentation.
+        shapes: Its shapes; the last one only by request.
+        contenders: Its contenders, of which `few` run by default.
+        few: See `contenders`.
+        seconds: The default limit of a process.
+        measured: Returns the figures of contenders for a shape, in this process.
+        ratios: Returns ratios of a shape's figures.
+        argv: The program's arguments; `None`: those of the command line.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=doc)
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"write {module}_<device>.json and .md")
+    parser.add_argument("--shapes", nargs="*", default=list(shapes)[:-1], choices=list(shapes), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", default=list(few), choices=list(contenders), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=seconds, help="limit of one process (default: %(default)s)")
+    parser.add_argument("--one", choices=list(shapes), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measured(shapes[args.one], args.contenders)))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    for shape in args.shapes:
+        found[shape] = measured_apart(shape, args.contenders, args.seconds, module, ratios)
+        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
+        if args.out is not None:  # written after each process, in case a later one fails
+            report.write(args.out, f"{module}_{report.platform_name()}", found, table(found, str))
+    print(table(found, str))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

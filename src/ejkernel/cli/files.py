@@ -149,7 +149,7 @@ def missed_calls(cache_dir: Path) -> Found:
     calls: list[Invocation[Any, Any]] = []
     for note in here:
         key = note.config_key
-        # The file says which module that is, but importing it is the user's decision.
+        # The file names the module, but importing it is the user's decision.
         module = note.kernel.rpartition(".")[0]
         known = module if _MODULE.fullmatch(module) and module != "__main__" else "MODULE"
         name = f"{key.op}:{key.call} (of {note.kernel})"

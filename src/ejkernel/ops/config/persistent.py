@@ -110,7 +110,7 @@ class PersistentCache(Shown):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The folders and URLs that are searched, the own folder first."""
+        """The searched folders and URLs, starting with the own folder."""
         return tuple(map(str, (() if self.path is None else (self.path,)) + self.layers))
 
     def refresh_if_due(self) -> None:

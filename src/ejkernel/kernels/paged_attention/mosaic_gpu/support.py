@@ -56,7 +56,7 @@ def is_widened(call: PagedCall) -> bool:
 
 
 def as_run(call: PagedCall) -> PagedCall:
-    """Return the call with the copy of the cache, if there is one."""
+    """Return the call as the kernels run it: on the 16-bit copy of the cache, if they make one."""
     if not is_widened(call):
         return call
     pages = min(call.pages[0], math.prod(call.table))

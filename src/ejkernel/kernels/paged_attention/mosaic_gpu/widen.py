@@ -46,7 +46,7 @@ class WidenPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that are copied at once; a power of two."""
+        """Tokens per copy, a power of two."""
         run = 8
         while run > 1 and run * self.width > 128 * _REGISTERS:
             run //= 2

@@ -52,7 +52,7 @@ class QuantizedGroupedMatmulCall(GroupedMatmulCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedGroupedActivationCall(QuantizedGroupedMatmulCall):
-    """A call without its arrays; `out_dtype` is float32, in which the activation is computed.
+    """A call without its arrays; `out_dtype` is float32, the dtype of the activation's arithmetic.
 
     Attributes:
         values: Name of the dtype of the result's numbers.

@@ -100,7 +100,7 @@ def compare(
         challenger, incumbent: Seconds per round; extra samples of the longer one are ignored.
         margin: Share of the incumbent's time by which the challenger must be faster.
         confidence: The least confidence that settles the comparison.
-        is_last: Whether no further round follows.
+        is_last: Whether these are the final samples.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
@@ -150,7 +150,7 @@ def judge(
     Args:
         challenger, incumbent: The samples; extra samples of the longer one are ignored.
         again: Whether these samples were compared before; then a higher confidence is required.
-        is_last: Whether no further round follows.
+        is_last: Whether these are the final samples.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -236,7 +236,7 @@ class PairedSampling(Sampling):
         return self._is_over()
 
     def _is_over(self) -> bool:
-        """Return whether no round follows, whatever the samples say."""
+        """Return whether the sampling ends here, at its round or time limit."""
         counted = self._round - self.plan.discard
         return counted >= _MOST * self.plan.rounds or (counted >= self.plan.rounds and not self._may_go_on())
 
