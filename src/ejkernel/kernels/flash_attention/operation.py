@@ -199,7 +199,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 
         def attend(operands: Operands, sides: Sides) -> Residuals:
             args, more = arguments_of(operands), own | _options_of(sides) | {"return_lse": False}
-            found: Residuals = forward(*args, cfg=self._fitting(cfg, args, more), **more)
+            found: Residuals = forward(*args, cfg=self._beside_copies(cfg, args, more), **more)
             return found
 
         def pull(operands: Operands, sides: Sides, residuals: Residuals, cotangents: Any) -> Any:
@@ -218,6 +218,19 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             attend=attend,
             pull=pull,
         )
+
+    def _beside_copies(
+        self, cfg: FlashAttentionConfig, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> FlashAttentionConfig:
+        """Return the configuration of a block, whose launch does not wait for copies between devices."""
+        cfg = self._fitting(cfg, args, options)
+        selected = self._running(cfg, args, options)
+        params = selected.params
+        if not getattr(params, "persistent", False):
+            return cfg
+        params = params.without_persistence()
+        fault = selected.implementation.params_fault(selected.call, params)
+        return cfg if fault is not None else dataclasses.replace(cfg, fwd=params)
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
         """Return the abstract call: shapes and rules."""
