@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import os
 import sys
 import textwrap
 import types
-from collections import defaultdict
 
 import hypothesis
 import jax
@@ -34,11 +32,11 @@ _QUICK = (
 os.environ["XLA_FLAGS"] = " ".join((*_QUICK, os.environ.get("XLA_FLAGS", ""))).rstrip()
 
 # An example may be the one that compiles, on a machine that is busy.
-hypothesis.settings.register_profile("ejkernel", deadline=None)
-hypothesis.settings.load_profile("ejkernel")
+hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("whole", deadline=None)
 
 
-pytest_plugins = ["tests.cpu_seconds"]
+pytest_plugins = ["tests.cpu_seconds", "tests.selection"]
 
 _FOLDERS = itertools.count()
 
@@ -62,50 +60,22 @@ WITHOUT_JAX = (
 
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
-    parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see _in_part")
 
 
 def pytest_configure(config):
-    """Have processes that run tests side by side share the memory of a required GPU."""
+    """Choose the number of examples, and have processes that run tests side by side share a required GPU's memory."""
+    hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Mark the tests that depend on JAX, and apply `--part`."""
+def pytest_collection_modifyitems(items):
+    """Mark the tests that depend on JAX."""
     here = os.path.dirname(__file__)
     for item in items:
         if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
             item.add_marker("jax")
-    if part := config.getoption("--part"):
-        kept = set(_in_part(items, *map(int, part.split("/"))))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
-
-
-def _in_part(items, part, parts):
-    """Yield the tests of one part: one in `parts` cases of the slow tests, and a case of every second other test.
-
-    Parts with an even number have one half of the quick tests, the others the other half. Tests marked `smoke` are in
-    every part. The choice is the same in every process and on every machine.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        smoke = item.get_closest_marker("smoke") is not None
-        if item.get_closest_marker("slow") is not None and not smoke:
-            if _hash_of(item.nodeid) % parts == part:
-                yield item
-        elif smoke or _hash_of(item.nodeid.partition("[")[0]) % 2 == part % 2:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
-        same.sort(key=lambda item: _hash_of(item.nodeid))
-        yield from same[part % len(same) :: parts]
-
-
-def _hash_of(name):
-    return int.from_bytes(hashlib.sha256(name.encode()).digest())
 
 
 def pytest_collection_finish():
