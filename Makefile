@@ -55,7 +55,7 @@ test-tpu: $(STAMP)
 
 doctest: $(STAMP)
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
-	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest -p tests.doctests --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
+	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest -p tests.quick --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
 		$(wildcard README.md docs) src/ejkernel
 
 docs: $(STAMP)

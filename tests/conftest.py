@@ -13,23 +13,12 @@ import types
 import hypothesis
 import jax
 import pytest
-from tests import forked
+from tests import forked, quick
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# NumPy's threads wait for each other longer than they work on matrices as small as a search's. This is in time for the
-# processes that run tests and for those that tests start.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, compile each
-# in one piece, and write loops as it did before it went through MLIR (an option that newer versions ignore), here and
-# in the processes that tests start. Flags that were given come last, so they win.
-_QUICK = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
-os.environ["XLA_FLAGS"] = " ".join((*_QUICK, os.environ.get("XLA_FLAGS", ""))).rstrip()
+quick.start()
 
 # An example may be the one that compiles, on a machine that is busy.
 hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)

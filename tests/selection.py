@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the collected tests run: a covering sample of large matrices, and with `--part` a part of all tests.
 
-Of a parametrized test that is marked `slow`, in `tests/kernels`, `tests/modules` or `tests/tpu`, `make test` runs few cases, in
-which each value of each parameter occurs. `make test-all` runs every case (`--whole`). The choice is the same in every
-process and on every machine, among the cases that `-k`, `-m` and the command line leave. The mark `sampled` asks for it
-elsewhere, and says more of a test by functions of a case's parameters:
+Of a parametrized test that is marked `slow`, in `tests/kernels`, `tests/modules` or `tests/tpu`, `make test` runs few
+cases, in which each value of each parameter occurs. `make test-all` runs every case (`--whole`). The choice is the same
+in every process and on every machine, among the cases that `-k`, `-m` and the command line leave. The mark `sampled`
+asks for it elsewhere, and says more of a test by functions of a case's parameters:
 
 - `by` returns what a case covers instead of the values, for example pairs of them;
 - `runs` returns whether the case runs here, so that no value is left to a case that skips itself.
@@ -22,7 +22,7 @@ SAMPLED = tuple(Path(__file__).parent / folder for folder in ("kernels", "module
 
 
 def pytest_addoption(parser):
-    parser.addoption("--whole", action="store_true", help="run all cases, configurations and examples, not samples of them")
+    parser.addoption("--whole", action="store_true", help="run all cases, not samples of them")
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see in_part")
 
 
