@@ -31,12 +31,14 @@ class Backend:
         params: Parameters of forward and backward; by default the heuristic's.
         rounded: By dtype, the dtype to which operands are rounded, and whose tolerance applies.
         simulate: Makes it run on a CPU: replaces its device by an interpreter or a stand-in, with monkeypatch.
+        tested_apart: Its own tests check it in calls of every kind; a sample here has its dtypes and transformations.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     params: tuple[Any, Any] = (None, None)
     rounded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     simulate: Callable[[Any], None] | None = None
+    tested_apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
