@@ -20,8 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
-	@echo "make test     all tests; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
-	@echo "make test-all all tests, which lower whole spaces rather than a sample"
+	@echo "make test     all tests, with samples of large matrices; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
+	@echo "make test-all every case of all tests, and whole spaces"
 	@echo "make test-tpu the kernels for TPUs, compiled by Google's compiler for v5e and v6e (JAX 0.11.2, Python 3.12)"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make docs     the documentation site, in build/site"
@@ -32,7 +32,7 @@ help:
 	@echo "make release-check  builds wheel and sdist, checks metadata and README, tries the wheel in a new environment"
 	@echo "make clean    remove environments, caches and builds"
 
-$(STAMP): pyproject.toml scripts/setup_venv.sh
+$(STAMP): pyproject.toml scripts/setup_venv.sh scripts/install.sh
 	@rm -f $(VENV)/.installed-jax*
 	@scripts/setup_venv.sh "$(PYTHON)" "$(VENV)" "$(JAX)"
 	@touch $@
@@ -46,20 +46,20 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest --whole-spaces $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --whole $(PYTEST_ARGS)
 
 test-tpu: $(STAMP)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[tpu]'
+	scripts/install.sh $(BIN)/python -e '.[tpu]'
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
 		ALLOW_MULTIPLE_LIBTPU_LOAD=1 $(BIN)/python -m pytest tests/tpu $(PYTEST_ARGS)
 
 doctest: $(STAMP)
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
-	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
+	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest -p tests.quick --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
 		$(wildcard README.md docs) src/ejkernel
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[docs]'
+	scripts/install.sh $(BIN)/python -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 lint: $(STAMP)

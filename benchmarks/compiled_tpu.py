@@ -10,19 +10,15 @@ a call, this call counts as failed, and another process goes on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_tpu
-from benchmarks.memory_tpu import Compiler
+from benchmarks.drawn_tpu import Draws
 
 _IMPLEMENTATIONS = {
     "flash_attention": ("xla", "splash", "splash", "pallas_tpu", "pallas_tpu"),
@@ -344,50 +340,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     return {"outcomes": outcomes}
 
 
-def _compile() -> None:
-    """Read cases from standard input, one JSON object a line, and write the results to standard output."""
-    for line in sys.stdin:
-        try:
-            answer = compiled(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - the next case goes on
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
-        print(json.dumps(answer), flush=True)
-
-
 # --- in the caller ---
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile, write the results after each call, and print how many compiled."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
-    parser.add_argument("--seed", type=int, default=25)
-    parser.add_argument("--out", type=Path, help="a JSON file to which results are added")
-    given = parser.parse_args(arguments)
-    if given.compile:
-        _compile()
-        return
-    done = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-    compiler = Compiler("compiled_tpu", seconds=600.0)
-    try:
-        for index in range(len(done), given.calls):
-            case = drawn(given.seed, index)
-            done.append(case | compiler(case))
-            print(json.dumps(done[-1]), flush=True)
-            if given.out:
-                _write(given.out, done, given.seed)
-    finally:
-        compiler.close()
-    print(_counts(done))
-
-
-def _write(out: Path, results: list[dict[str, Any]], seed: int) -> None:
-    what = "random calls of all operations, compiled by Google's compiler; nothing ran on a TPU"
-    versions = attention_tpu.versions() | {"device": "compiled"}
-    data = {"what": what, "versions": versions, "seed": seed, "counts": _counts(results)}
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in results)
-    out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
 
 
 def _counts(results: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -402,6 +355,24 @@ def _statuses(result: dict[str, Any]) -> list[str]:
     if "outcomes" not in result:
         return ["refused" if "refused" in result else "failed"]
     return ["failed" if "error" in one else "compiled" for one in result["outcomes"]]
+
+
+DRAWS = Draws(
+    module="compiled_tpu",
+    about=__doc__,
+    what="random calls of all operations, compiled by Google's compiler; nothing ran on a TPU",
+    drawn=drawn,
+    compiled=compiled,
+    facts=lambda results: {"counts": _counts(results)},
+    seconds=600.0,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile, and print how many compiled."""
+    results, _ = DRAWS.run(arguments)
+    if results:
+        print(_counts(results))
 
 
 if __name__ == "__main__":

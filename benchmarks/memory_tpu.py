@@ -12,23 +12,18 @@ estimate refuses, although they compile are counted.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
 import math
-import os
 import random
 import re
 import statistics
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_tpu
+from benchmarks.drawn_tpu import Draws
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _WINDOWS: dict[str, dict[str, int]] = {
@@ -38,7 +33,6 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = ((64, 64), (128, 128), (128, 128), (128, 128), (192, 128), (192, 192), (256, 256))
 _LENGTHS = (512, 1024, 1500, 2048, 3000, 4096, 4096, 8192, 16_384)
-_SECONDS = 240.0  # for the kernels of one call
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
@@ -200,63 +194,7 @@ def used_memory(text: str) -> int:
     return int(size[1]) - int(scope[1])
 
 
-def _compile() -> None:
-    """Read cases from standard input, one JSON object a line, and write the bytes or an error to standard output."""
-    for line in sys.stdin:
-        try:
-            answer: dict[str, Any] = {"used": used(json.loads(line))}
-        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
-            answer = {"error": " ".join(str(error).split())[:500]}
-        print(json.dumps(answer), flush=True)
-
-
 # --- in the caller ---
-
-
-class Compiler:
-    """A compiling process, replaced if it ends.
-
-    Args:
-        module: The module of this package that compiles.
-        seconds: The time limit of a case.
-    """
-
-    def __init__(self, module: str = "memory_tpu", seconds: float = _SECONDS) -> None:
-        self._module, self._seconds = f"benchmarks.{module}", seconds
-        self._process: subprocess.Popen[str] | None = None
-
-    def __call__(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Return the bytes of each kernel, or an error."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, "--compile"],
-                env=os.environ | attention_tpu.ENVIRONMENT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        limit = threading.Timer(self._seconds, process.kill)
-        limit.start()
-        answer = process.stdout.readline()
-        limit.cancel()
-        if not answer:
-            self._process = None
-            return {"error": f"the compiler ended with {process.wait()}, or took more than {self._seconds:.0f} s"}
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
-        self._process = None
 
 
 def estimated(case: dict[str, Any]) -> list[int]:
@@ -312,44 +250,32 @@ def _is_for(chip: str, one: dict[str, Any]) -> bool:
     return bool(one["chip"] == chip)
 
 
-def _write(out: Path, results: list[dict[str, Any]], seed: int) -> None:
-    what = "our estimate of vector memory over the figure of Google's compiler; nothing ran on a TPU"
-    data = {"what": what, "versions": attention_tpu.versions() | {"device": "compiled"}, "seed": seed}
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in results)
-    out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
-    head = f"# Vector memory of `pallas_tpu`, compiled\n\n{what}; seed {seed}. {json.dumps(data['versions'])}\n\n"
-    out.with_suffix(".md").write_text(f"{head}{table(results)}\n")
+def _called(seed: int, index: int) -> dict[str, Any]:
+    """Return a call with our estimates, and whether they refuse it."""
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    case = drawn(seed, index)
+    refused = choices.params_fault(described(case)[0], params_of(case)) is not None
+    return case | {"estimated": estimated(case), "refused": refused}
+
+
+DRAWS = Draws(
+    module="memory_tpu",
+    about=__doc__,
+    what="our estimate of vector memory over the figure of Google's compiler; nothing ran on a TPU",
+    drawn=_called,
+    compiled=lambda case: {"used": used(case)},
+    seconds=240.0,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile, and write the results after each call."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
-    parser.add_argument("--seed", type=int, default=25)
-    parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
-    given = parser.parse_args(arguments)
-    if given.compile:
-        _compile()
-        return
-    results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-    compiler = Compiler()
-    try:
-        for index in range(len(results), given.calls):
-            case = drawn(given.seed, index)
-            found = case | {"estimated": estimated(case), "refused": _refused(case), **compiler(case)}
-            results.append(found)
-            print(json.dumps(found), flush=True)
-            if given.out:
-                _write(given.out, results, given.seed)
-    finally:
-        compiler.close()
-
-
-def _refused(case: dict[str, Any]) -> bool:
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    return choices.params_fault(described(case)[0], params_of(case)) is not None
+    """Compile, and write a table beside the results."""
+    results, out = DRAWS.run(arguments)
+    if out:
+        data = json.loads(out.read_text())
+        about = f"{data['what']}; seed {data['seed']}. {json.dumps(data['versions'])}"
+        out.with_suffix(".md").write_text(f"# Vector memory of `pallas_tpu`, compiled\n\n{about}\n\n{table(results)}\n")
 
 
 if __name__ == "__main__":

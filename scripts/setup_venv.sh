@@ -28,17 +28,15 @@ if [ "$wanted" != "$found" ]; then
 fi
 
 echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-the newest for it}); this takes a minute or two" >&2
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-# --upgrade only without a version: "newest" must not mean "what happens to be installed". -qq: errors only.
-# --no-compile: Python compiles what is imported, which is a small part of what would take 20 seconds here.
+# --upgrade only without a version: "newest" must not mean "what happens to be installed".
 if [ "$jax" = nightly ]; then
     [ -n "${JAX_NIGHTLY_INDEX:-}" ] || fail "JAX=nightly needs JAX_NIGHTLY_INDEX, the address of the index that holds it"
-    "$venv/bin/python" -m pip install -qq --no-compile -e "$root[dev]"
+    "$root/scripts/install.sh" "$venv/bin/python" -e "$root[dev]"
     "$venv/bin/python" -m pip install -qq --no-compile --pre --upgrade --extra-index-url "$JAX_NIGHTLY_INDEX" jax jaxlib
 elif [ -n "$jax" ]; then
-    "$venv/bin/python" -m pip install -qq --no-compile "jax==$jax" -e "$root[dev]"
+    "$root/scripts/install.sh" "$venv/bin/python" "jax==$jax" -e "$root[dev]"
 else
-    "$venv/bin/python" -m pip install -qq --no-compile --upgrade jax -e "$root[dev]"
+    "$root/scripts/install.sh" "$venv/bin/python" --upgrade jax -e "$root[dev]"
 fi
 echo "setup: installed JAX $("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("jax"))')" >&2
 [ "${wanted#3 11}" = "$wanted" ] || echo "setup: newer versions of JAX need Python 3.12 or later, e.g. PYTHON=python3.12" >&2

@@ -4,41 +4,28 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import os
 import sys
 import textwrap
 import types
-from collections import defaultdict
 
 import hypothesis
 import jax
 import pytest
-from tests import forked
+from tests import forked, quick
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# NumPy's threads wait for each other longer than they work on matrices as small as a search's. This is in time for the
-# processes that run tests and for those that tests start.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, compile each
-# in one piece, and write loops as it did before it went through MLIR (an option that newer versions ignore), here and
-# in the processes that tests start. Flags that were given come last, so they win.
-_QUICK = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
-os.environ["XLA_FLAGS"] = " ".join((*_QUICK, os.environ.get("XLA_FLAGS", ""))).rstrip()
+quick.start()
 
 # An example may be the one that compiles, on a machine that is busy.
-hypothesis.settings.register_profile("ejkernel", deadline=None)
-hypothesis.settings.load_profile("ejkernel")
+hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("whole", deadline=None)
 
 
-pytest_plugins = ["tests.cpu_seconds"]
+pytest_plugins = ["tests.cpu_seconds", "tests.selection"]
 
 _FOLDERS = itertools.count()
 
@@ -62,50 +49,22 @@ WITHOUT_JAX = (
 
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
-    parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see _in_part")
 
 
 def pytest_configure(config):
-    """Have processes that run tests side by side share the memory of a required GPU."""
+    """Choose the number of examples, and have processes that run tests side by side share a required GPU's memory."""
+    hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Mark the tests that depend on JAX, and apply `--part`."""
+def pytest_collection_modifyitems(items):
+    """Mark the tests that depend on JAX."""
     here = os.path.dirname(__file__)
     for item in items:
         if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
             item.add_marker("jax")
-    if part := config.getoption("--part"):
-        kept = set(_in_part(items, *map(int, part.split("/"))))
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
-
-
-def _in_part(items, part, parts):
-    """Yield the tests of one part: one in `parts` cases of the slow tests, and a case of every second other test.
-
-    Parts with an even number have one half of the quick tests, the others the other half. Tests marked `smoke` are in
-    every part. The choice is the same in every process and on every machine.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        smoke = item.get_closest_marker("smoke") is not None
-        if item.get_closest_marker("slow") is not None and not smoke:
-            if _hash_of(item.nodeid) % parts == part:
-                yield item
-        elif smoke or _hash_of(item.nodeid.partition("[")[0]) % 2 == part % 2:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
-        same.sort(key=lambda item: _hash_of(item.nodeid))
-        yield from same[part % len(same) :: parts]
-
-
-def _hash_of(name):
-    return int.from_bytes(hashlib.sha256(name.encode()).digest())
 
 
 def pytest_collection_finish():

@@ -213,7 +213,7 @@ SUBJECT = Subject(
         "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
         "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
         "splash": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_splash),
-        "pallas_tpu": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_pallas),
+        "pallas_tpu": Backend(dtypes=("float32", "bfloat16"), simulate=interpret_pallas, tested_apart=True),
     },
     tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
     spaces={"causal, 2048": in_use(2048, causal=True)},

@@ -31,12 +31,14 @@ class Backend:
         params: Parameters of forward and backward; by default the heuristic's.
         rounded: By dtype, the dtype to which operands are rounded, and whose tolerance applies.
         simulate: Makes it run on a CPU: replaces its device by an interpreter or a stand-in, with monkeypatch.
+        tested_apart: Its own tests check it in calls of every kind; a sample here has its dtypes and transformations.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     params: tuple[Any, Any] = (None, None)
     rounded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     simulate: Callable[[Any], None] | None = None
+    tested_apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +65,25 @@ class Subject:
     check_residuals: Callable[[Any, Any, Any, str], None] | None = None
     in_float16: tuple[str, ...] = ()
     references: dict[str, Any] = dataclasses.field(default_factory=dict)
+    types: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
 
     def prepared(self, name, dtype):
         """Return the arguments and options of a call as implementations see them."""
         args, options = (self.calls | self.spaces)[name](dtype)
         return self.operation.prepare(*args, **options)
+
+    def described(self, name, dtype):
+        """Return the types of the arguments of a call, and its options, without computing the arguments."""
+        if (name, dtype) not in self.types:
+            options = {}
+
+            def prepare():
+                args, found = self.prepared(name, dtype)
+                options.update(found)
+                return args
+
+            self.types[name, dtype] = jax.eval_shape(prepare), options
+        return self.types[name, dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +119,8 @@ class Row:
 
     def unsupported(self, name, dtype, *, backward):
         """Return why the implementation does not run a call; empty if it does."""
-        args, options = self.subject.prepared(name, dtype)
-        options |= self.rounding(dtype)
+        args, options = self.subject.described(name, dtype)
+        options = options | self.rounding(dtype)
         place = {} if self.simulated else {"platform": device_kind(), "device_fingerprint": device_fingerprint()}
         own = {option: value for option, value in options.items() if option != "implementation"}
         call = dataclasses.replace(self.subject.operation.describe(*args, **own), backward=backward, **place)

@@ -104,7 +104,7 @@ SUBJECT = Subject(
     },
     briefly=("mixed", "pages of 8"),
     backends={
-        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_hopper),
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_hopper, tested_apart=True),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
         "tpu_ragged": Backend(dtypes=("bfloat16",)),
     },

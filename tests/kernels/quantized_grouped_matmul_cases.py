@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tests.kernels.conformance import Backend, Subject
-from tests.kernels.quantized_matmul_cases import BLOCKS, E4M3, E5M2, ROWS
+from tests.kernels.quantized_matmul_cases import BLOCKS, E4M3, E5M2, ROWS, quantized
 
 from ejkernel.kernels.quantized_matmul.grouped.xla import XlaGroupedParams
-from ejkernel.modules import QuantizedGroupedMatmul, quantize
+from ejkernel.modules import QuantizedGroupedMatmul
 
 SQUARES = {"axis": (1, 2), "block": 128}
 UNEVEN, SHORT = (0, 13, 1, 10), (5, 0, 7, 3)
@@ -29,7 +29,7 @@ def call_of(lhs, rhs, sizes=UNEVEN, *, inner=256, positive=False, factors=False,
         out = {"preferred_element_type": "float32"} if lhs and rhs else {}
         given, args, scales = {"transpose_rhs": True, **out, **options}, [], []
         for name, array, own in (("lhs", arrays[0], lhs), ("rhs", arrays[1], rhs)):
-            made = None if own is None else quantize(array, dtype=own[0], **own[1])
+            made = None if own is None else quantized(array, dtype=own[0], **own[1])
             parts = [array, None] if made is None else [made.values, made.scale]
             turned = name == "rhs" and not given["transpose_rhs"]
             args.append(parts[0].swapaxes(1, 2) if turned else parts[0])

@@ -14,6 +14,8 @@ from ejkernel.kernels.quantized_matmul.quantizing.groups import block_count
 from ejkernel.kernels.quantized_matmul.quantizing.xla import quantized_blocks
 from ejkernel.modules import QuantizedGroupedWgrad
 
+compiled_blocks = jax.jit(quantized_blocks, static_argnames=("dtype", "transposed", "square"))
+
 
 def call_of(lhs=E4M3, rhs=E4M3, sizes=(0, 13, 1, 150), *, rows=170, **options):
     """Return sums of 32 rows and 48 columns; `lhs` and `rhs` are the dtypes of the operands."""
@@ -23,7 +25,7 @@ def call_of(lhs=E4M3, rhs=E4M3, sizes=(0, 13, 1, 150), *, rows=170, **options):
         arrays = [jnp.asarray(rng.standard_normal((rows, size)), dtype) for size in (32, 48)]
         squares = False, options.get("square", False)
         made = [
-            quantized_blocks(x, own, dtype=name, transposed=True, square=square)[2:]
+            compiled_blocks(x, own, dtype=name, transposed=True, square=square)[2:]
             for x, name, square in zip(arrays, (lhs, rhs), squares, strict=True)
         ]
         (left, left_scale), (right, right_scale) = made

@@ -14,6 +14,8 @@ from ejkernel.modules import QuantizedMatmul, quantize
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 ROWS, BLOCKS = {"axis": -1}, {"axis": -1, "block": 128}
 SQUARES = {"axis": (0, 1), "block": 128}
+# Compiled in one piece: call by call, making the operands takes longer than the check.
+quantized = jax.jit(quantize, static_argnames=("dtype", "block", "axis"))
 
 
 def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
@@ -29,7 +31,7 @@ def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
         given = {"transpose_w": True, **out, **options}
         args, scales = [], []
         for name, array, own in (("x", arrays[0], x), ("w", arrays[1], w)):
-            made = None if own is None else quantize(array, dtype=own[0], **own[1])
+            made = None if own is None else quantized(array, dtype=own[0], **own[1])
             scales.append(None if made is None else made.scale)
             values = array if made is None else made.values
             if name == "w" and not given["transpose_w"]:

@@ -10,6 +10,7 @@ import jax
 import jax.export
 import numpy as np
 import pytest
+from tests import selection
 from tests.kernels.conformance import Row, subjects
 
 from ejkernel import compat
@@ -26,11 +27,28 @@ ROWS = [Row(subject, name) for subject in SUBJECTS.values() for name in subject.
 TESTED = [*ROWS, *(dataclasses.replace(row, simulated=True) for row in ROWS if row.backend.simulate is not None)]
 EXPORTED = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}
 DEVICES = {"tpu": "tpu:v5", "cpu": "cpu:some", "cuda": "gpu:nvidia_h200", "rocm": "gpu:amd_instinct_mi300x"}
-SAMPLED = 1  # configurations of a space and direction to lower in every run; `--whole-spaces` lowers all
+SAMPLED = 1  # configurations of a space and direction to lower in every run; `--whole` lowers all
 
 
 def params(cases):
     return [pytest.param(*case, id=", ".join(map(str, case))) for case in cases]
+
+
+def covered(row, name, dtype):
+    """Return what a case adds to a sample: each call, each dtype of a row, and a case with `vmap`."""
+    own = {(str(row), dtype), *([(str(row), "vmap")] if is_thorough(row, name, dtype) else [])}
+    return own if row.backend.tested_apart else own | {(row.subject.operation.name, name)}
+
+
+def is_thorough(row, name, dtype):
+    """Return whether a case also checks tangents and `vmap`."""
+    return name in row.subject.briefly and dtype == row.backend.dtypes[0]
+
+
+def runs_here(row, name, dtype):
+    """Return whether the process can run a case."""
+    has_device = row.simulated or jax.default_backend() in row.platforms
+    return has_device and not any(row.unsupported(name, dtype, backward=backward) for backward in (False, True))
 
 
 @pytest.fixture
@@ -65,20 +83,39 @@ def test_every_implementation_has_its_row():
         assert set(subject.backends) == set(subject.operation.implementations)
 
 
+CASES = [(row, name, dtype) for row in TESTED for dtype, names in row.calls() for name in names]
+
+
+def test_the_sample_has_every_implementation_with_each_dtype_and_every_call():
+    sets = [covered(*case) for case in CASES]
+    kept = [CASES[index] for index in selection.covering(sets, lambda index: runs_here(*CASES[index]))]
+    here = [row for row in TESTED if row.simulated or jax.default_backend() in row.platforms]
+    assert {(str(row), dtype) for row, _, dtype in kept} == {
+        (str(r), dtype) for r in here for dtype in r.backend.dtypes
+    }
+    assert {(row.subject.operation.name, name) for row, name, _ in kept} == {
+        (operation, name) for operation, subject in SUBJECTS.items() for name in subject.calls
+    }
+    assert {str(row) for row, name, dtype in kept if is_thorough(row, name, dtype)} == {str(row) for row in here}
+
+
 # --- numbers ---
 
 
-@pytest.mark.parametrize(
-    ("row", "name", "dtype"), params((r, name, dtype) for r in TESTED for dtype, names in r.calls() for name in names)
-)
+@pytest.mark.sampled(by=covered, runs=runs_here)
+@pytest.mark.parametrize(("row", "name", "dtype"), params(CASES))
 def test_an_implementation_passes_the_checks(ready, row, name, dtype):
     """Output, residuals and gradients match the reference; of some calls also tangents, and both under `vmap`."""
     ready(row, name, dtype)
-    further = ("vmap", "tangents") if name in row.subject.briefly and dtype == row.backend.dtypes[0] else ()
+    further = ("vmap", "tangents") if is_thorough(row, name, dtype) else ()
     report = row.report(name, dtype, "gradient", *further)
     assert report.ok, str(report)
 
 
+@pytest.mark.sampled(
+    by=lambda row, name: {str(row), (row.subject.operation.name, name)},
+    runs=lambda row, name: runs_here(row, name, row.backend.dtypes[0]),
+)
 @pytest.mark.parametrize(("row", "name"), params((r, name) for r in ROWS for name in r.subject.briefly))
 def test_an_operation_passes_the_checks_of_programs(ready, row, name):
     """Under `jit`, inside a `shard_map`, and exported."""
@@ -112,12 +149,9 @@ def test_suite_notices_a_wrong_gradient_a_wrong_dtype_and_wrong_residuals(monkey
 # --- platforms: on any machine ---
 
 
-def called(row, name, dtype):
-    args, options = row.subject.prepared(name, dtype)
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    return structs, options
-
-
+@pytest.mark.sampled(
+    by=lambda row, platform: {str(row), platform}, runs=lambda row, platform: supported_call(row, platform) is not None
+)
 @pytest.mark.parametrize(
     ("row", "platform"), params((r, name) for r in ROWS for platform in r.platforms for name in EXPORTED[platform])
 )
@@ -128,7 +162,8 @@ def test_a_call_and_its_gradient_export_for_the_platforms_that_the_implementatio
     monkeypatch.setattr(
         invocation, "platform_fingerprint", lambda name: DEVICES["cuda"] if name == "cuda" else known(name)
     )
-    args, options = supported_call(row, platform)
+    found = supported_call(row, platform)
+    args, options = found or pytest.skip(f"no call of {row} runs on {platform}")
     subject = Called.of(row.subject.operation, args, options | {"implementation": row.name}, Scope())
     for function in lowered(subject, subject.executed(None)):
         with targeted(platform):
@@ -142,23 +177,23 @@ def targeted(platform):
 
 
 def supported_call(row, platform):
-    """Return arguments and options of the first call that the implementation runs on a platform, or skip."""
-    subject, reason = row.subject, ""
+    """Return arguments and options of the first call that the implementation runs on a platform, or `None`."""
+    subject = row.subject
     for name in (*subject.briefly, *subject.calls, *subject.spaces):
-        args, options = called(row, name, row.backend.dtypes[0])
+        args, options = row.subject.described(name, row.backend.dtypes[0])
         inv = Invocation(kernel=subject.operation, args=args, kwargs=options, device=DEVICES[platform])
-        reason = subject.operation.implementations.unsupported(row.name, subject.operation.call_of(inv))
-        if reason is None:
+        if subject.operation.implementations.unsupported(row.name, subject.operation.call_of(inv)) is None:
             return args, options
-    return pytest.skip(reason)
+    return None
 
 
+@pytest.mark.sampled(by=lambda row, platform, name: {str(row), platform, (row.subject.operation.name, name)})
 @pytest.mark.parametrize(
     ("row", "platform", "name"),
     params((r, EXPORTED[platform][0], name) for r in ROWS for platform in r.platforms for name in r.subject.spaces),
 )
 def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request, row, platform, name):
-    operation, (args, options) = row.subject.operation, called(row, name, row.backend.dtypes[-1])
+    operation, (args, options) = row.subject.operation, row.subject.described(name, row.backend.dtypes[-1])
     call = operation.call_of(Invocation(kernel=operation, args=args, kwargs=options, device=DEVICES[platform]))
     subject = Called.of(operation, args, options, Scope())
     for direction in ("fwd", "bwd"):
@@ -166,7 +201,7 @@ def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request,
         if operation.implementations.unsupported(row.name, own):
             continue
         space = row.implementation.space(own)
-        for found in chosen_of(space, whole=request.config.getoption("--whole-spaces")):
+        for found in chosen_of(space, whole=request.config.getoption("--whole")):
             if row.implementation.params_fault(own, found) is None:
                 run = subject.executed(operation.config_type(implementation=row.name, **{direction: found}))
                 with targeted(platform):

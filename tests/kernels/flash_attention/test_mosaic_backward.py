@@ -307,13 +307,13 @@ def lower(mosaic, case, params):
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_configurations_are_lowered(request, mosaic, name):
-    """What the heuristic says; with `--whole-spaces` all that may be measured.
+    """What the heuristic says; with `--whole` all that may be measured.
 
     A kernel that adds to memory is apart from slices.
     """
     case = SAMPLE[name]
     call = described(case)
-    for params in space(call) if request.config.getoption("--whole-spaces") else [heuristic(call)]:
+    for params in space(call) if request.config.getoption("--whole") else [heuristic(call)]:
         text = lower(mosaic, case, params)
         assert "attention_backward" in text
         if params == heuristic(call) and name in ADDING:

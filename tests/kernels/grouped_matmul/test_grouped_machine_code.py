@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 @pytest.fixture(scope="module")
 def compiled(request):
     """The compiler's report for each kernel, by name."""
-    number = 20 if request.config.getoption("--whole-spaces") else 1
+    number = 20 if request.config.getoption("--whole") else 1
     return compiler.printed_for(FOLDER / "compiled_for_hopper.py", str(number))
 
 

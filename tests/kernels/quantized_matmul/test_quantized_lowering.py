@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 from tests.kernels.conformance import Row, subjects
-from tests.kernels.test_conformance import called
 
 from ejkernel import compat
 from ejkernel.ops import Invocation
@@ -26,7 +25,7 @@ ROWS = [Row(subject, "mosaic_gpu") for name, subject in subjects().items() if "q
 def test_a_call_and_its_gradient_lower_with_the_heuristics_of_the_kernel(monkeypatch, row, name):
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
-    args, options = called(row, name, row.backend.dtypes[0])
+    args, options = row.subject.described(name, row.backend.dtypes[0])
     operation = row.subject.operation
     inv = Invocation(kernel=operation, args=args, kwargs=options, device=H200)
     if reason := operation.implementations.unsupported(row.name, operation.call_of(inv)):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_nothing_is_spilled_and_no_product_waits_for_another(request):
-    number = 20 if request.config.getoption("--whole-spaces") else 1
+    number = 20 if request.config.getoption("--whole") else 1
     compiled = compiler.printed_for(Path(__file__).parent / "compiled_for_hopper.py", str(number))
     assert len(compiled) >= 3
     # An activation's epilogue spills some addresses, outside its main loop.

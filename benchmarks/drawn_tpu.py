@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of benchmarks that compile random calls for TPUs, in a process that is replaced when it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import attention_tpu
+
+Case = dict[str, Any]
+
+
+def _facts_of_none(results: list[Case]) -> Case:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """A benchmark of random calls.
+
+    Attributes:
+        module: The name of its module in this package.
+        about: The help of its command line.
+        what: What its results are, for their file.
+        drawn: Returns the call of a seed and an index.
+        compiled: Compiles a call and returns what is to be recorded; an error is recorded as it is.
+        facts: Returns further entries of the file.
+        seconds: The time limit of a call.
+    """
+
+    module: str
+    about: str
+    what: str
+    drawn: Callable[[int, int], Case]
+    compiled: Callable[[Case], Case]
+    facts: Callable[[list[Case]], Case] = _facts_of_none
+    seconds: float
+
+    def run(self, arguments: Sequence[str] | None) -> tuple[list[Case], Path | None]:
+        """Compile, write the results after each call, and return them with the path of their file."""
+        parser = argparse.ArgumentParser(description=self.about)
+        parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
+        parser.add_argument("--seed", type=int, default=25)
+        parser.add_argument("--out", type=Path, help="a JSON file to which results are added")
+        given = parser.parse_args(arguments)
+        if given.compile:
+            self._compile()
+            return [], None
+        results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
+        compiler = Compiler(self.module, self.seconds)
+        try:
+            for index in range(len(results), given.calls):
+                case = self.drawn(given.seed, index)
+                results.append(case | compiler(case))
+                print(json.dumps(results[-1]), flush=True)
+                if given.out:
+                    self._write(given.out, results, given.seed)
+        finally:
+            compiler.close()
+        return results, given.out
+
+    def _compile(self) -> None:
+        """Read calls from standard input, one JSON object a line, and write the results to standard output."""
+        for line in sys.stdin:
+            try:
+                answer = self.compiled(json.loads(line))
+            except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
+                answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+            print(json.dumps(answer), flush=True)
+
+    def _write(self, out: Path, results: list[Case], seed: int) -> None:
+        versions = attention_tpu.versions() | {"device": "compiled"}
+        data = {"what": self.what, "versions": versions, "seed": seed, **self.facts(results)}
+        lines = ",\n".join(f"    {json.dumps(one)}" for one in results)
+        out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
+
+
+class Compiler:
+    """A compiling process, replaced if it ends.
+
+    Args:
+        module: The module of this package that compiles.
+        seconds: The time limit of a call.
+    """
+
+    def __init__(self, module: str, seconds: float) -> None:
+        self._module, self._seconds = f"benchmarks.{module}", seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, case: Case) -> Case:
+        """Return what the process answers, or an error."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, "--compile"],
+                env=os.environ | attention_tpu.ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(case) + "\n")
+        process.stdin.flush()
+        limit = threading.Timer(self._seconds, process.kill)
+        limit.start()
+        answer = process.stdout.readline()
+        limit.cancel()
+        if not answer:
+            self._process = None
+            return {"error": f"the compiler ended with {process.wait()}, or took more than {self._seconds:.0f} s"}
+        found: Case = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+        self._process = None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the collected tests run: a covering sample of large matrices, and with `--part` a part of all tests.
+
+Of a parametrized test that is marked `slow`, in `tests/kernels`, `tests/modules` or `tests/tpu`, `make test` runs few
+cases, in which each value of each parameter occurs. `make test-all` runs every case (`--whole`). The choice is the same
+in every process and on every machine, among the cases that `-k`, `-m` and the command line leave. The mark `sampled`
+asks for it elsewhere, and says more of a test by functions of a case's parameters:
+
+- `by` returns what a case covers instead of the values, for example pairs of them;
+- `runs` returns whether the case runs here, so that no value is left to a case that skips itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+SAMPLED = tuple(Path(__file__).parent / folder for folder in ("kernels", "modules", "ops/core", "ops/execution", "tpu"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true", help="run all cases, not samples of them")
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, K from 0; see in_part")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "sampled(by): runs a covering sample of its cases; see tests/selection.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Apply the mark `sampled` and `--part`."""
+    kept = items if config.getoption("--whole") else list(sampled(items))
+    if part := config.getoption("--part"):
+        kept = list(in_part(kept, *map(int, part.split("/"))))
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def sampled(items):
+    """Yield the items of tests that are not sampled, and a covering sample of each test that is."""
+    tests = defaultdict(list)
+    for item in items:
+        if _is_sampled(item):
+            tests[test_of(item)].append(item)
+        else:
+            yield item
+    for cases in tests.values():
+        yield from _sample(cases)
+
+
+def _sample(cases):
+    mark = cases[0].get_closest_marker("sampled")
+    given = mark.kwargs if mark else {}
+    by, runs = given.get("by", _values), given.get("runs", lambda **_: True)
+    parameters = [item.callspec.params for item in cases]
+    chosen = covering([set(by(**own)) for own in parameters], lambda index: runs(**parameters[index]))
+    return [cases[index] for index in chosen]
+
+
+def _is_sampled(item):
+    if not hasattr(item, "callspec"):
+        return False
+    is_large = item.get_closest_marker("slow") is not None and any(map(item.path.is_relative_to, SAMPLED))
+    return is_large or item.get_closest_marker("sampled") is not None
+
+
+def _values(**parameters):
+    return {(name, _hashable(value)) for name, value in parameters.items()}
+
+
+def _hashable(value):
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def covering(cases, runs=lambda index: True):
+    """Return the indices of few of these sets that have all elements of those that run, the same ones each time.
+
+    Of sets with as many new elements the one comes first whose elements occurred least.
+    """
+    left, kept, counts = [*range(len(cases))], [], Counter()
+    seen = set()
+    while left:
+        best = max(left, key=lambda index: (len(cases[index] - seen), -sum(counts[each] for each in cases[index])))
+        if not cases[best] - seen:
+            break
+        left.remove(best)
+        if runs(best):
+            kept.append(best)
+            seen |= cases[best]
+            counts.update(cases[best])
+    return kept
+
+
+def in_part(items, part, parts):
+    """Yield the tests of one part: one in `parts` cases of the slow tests, and a case of every second other test.
+
+    Parts with an even number have one half of the quick tests, the others the other half. Tests marked `smoke` are in
+    every part.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        smoke = item.get_closest_marker("smoke") is not None
+        if item.get_closest_marker("slow") is not None and not smoke:
+            if _hash_of(item.nodeid) % parts == part:
+                yield item
+        elif smoke or _hash_of(test_of(item)) % 2 == part % 2:
+            cases[test_of(item)].append(item)
+    for same in cases.values():
+        same.sort(key=lambda item: _hash_of(item.nodeid))
+        yield from same[part % len(same) :: parts]
+
+
+def test_of(item):
+    """Return the name of a test without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def _hash_of(name):
+    return int.from_bytes(hashlib.sha256(name.encode()).digest())
