@@ -48,7 +48,8 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     if log is not None:
         _show_searches(store, [text for text in (prefix, log) if text], as_json)
         return 0
-    keys, shown = [], []
+    keys: list[Any] = []
+    shown: list[Any] = []  # of rows, or of data
     for _, entry in store.entries():  # one at a time: ten thousand of them take 100 MB
         keys.append(entry.key)
         if not prefix or _begins(entry.key, prefix):
@@ -63,7 +64,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
         report.echo_json(shown)
     elif shown:
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
-        click.echo(report.table(header, shown, "measured", "device", "arguments"))
+        click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
     else:
         click.echo(f"No saved configurations in {store.path}.")
     return 0 if shown else 1
