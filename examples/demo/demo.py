@@ -25,6 +25,7 @@ CACHE = HERE.parents[1] / ".demo-cache"
 TARGET = "train:training_step"
 LIMIT = 240.0  # seconds for the whole demo; half of them for the searches of all calls
 COMPARING = 0.3  # part of the limit that the comparison gets in any case
+WIDTH = "150"  # columns of tables in a pipe
 END = 15.0  # seconds that a process gets to end
 STOPPED = 130  # exit status of `ejkernel tune` after SIGINT
 NONE_SAVED = 1  # exit status of `ejkernel tune` if every search ended early
@@ -38,7 +39,7 @@ def run(seconds: float, *arguments: str, capture: bool = False) -> tuple[int, st
     After so many seconds the process is interrupted, as by Ctrl-C.
     """
     # XLA raises its errors in Python too; its log would drown the demo's output.
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"} | os.environ | {"EJKERNEL_CACHE_DIR": str(CACHE)}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": WIDTH} | os.environ | {"EJKERNEL_CACHE_DIR": str(CACHE)}
     with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=HERE,

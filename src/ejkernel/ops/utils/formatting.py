@@ -149,8 +149,11 @@ def stored_time(microseconds: object) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or `None` if the output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Return the columns of the terminal; in a pipe those of the variable `COLUMNS`, or `None` without it."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    is_piped = sys.__stdout__ is None or not sys.__stdout__.isatty()  # else it would give the terminal's columns
+    return shutil.get_terminal_size((0, 0)).columns or None if is_piped else None
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> str:
