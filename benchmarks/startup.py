@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up time of commands that need no JAX, beside an idle interpreter and `import jax`."""
+"""The start-up time of commands beside an idle interpreter and `import jax`, and the time to list 10,000 entries."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.files import fill
 
 BAR_MS = 150.0
+LIST_BAR_MS = 2000.0
+ENTRIES = 10_000
 _CLI = ("-m", "ejkernel")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "python -c pass": ("-c", "pass"),
@@ -29,16 +32,19 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         for line in ("--help", "--version", "tune --help", "cache --help", "cache path")
     },
 }
+LIST = f"ejkernel cache list, {ENTRIES:,} entries"
 
 
 def seconds(rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return wall and CPU seconds of each command's process, interleaved."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*COMMANDS, LIST)}
     with tempfile.TemporaryDirectory() as folder:
         # Use bytecode, as an installed package does, even if this environment disables it.
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{folder}/code"}
+        fill(Path(folder) / "cache", ENTRIES)
+        commands = COMMANDS | {LIST: (*_CLI, "cache", "list", "--cache", f"{folder}/cache")}
         for turn in range(rounds + 1):
-            for name, arguments in COMMANDS.items():
+            for name, arguments in commands.items():
                 start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
                 subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=True)
                 wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -58,7 +64,13 @@ def measure(rounds: int) -> dict[str, Any]:
         }
         for name, taken in seconds(rounds).items()
     }
-    return {"environment": report.environment(), "bar_ms": BAR_MS, "rounds": rounds, "commands": figures}
+    return {
+        "environment": report.environment(),
+        "bar_ms": BAR_MS,
+        "list_bar_ms": LIST_BAR_MS,
+        "rounds": rounds,
+        "commands": figures,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,16 +81,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = measure(args.rounds)
     for name, figures in run["commands"].items():
-        print(f"{name:30}" + "".join(f"{kind} {value:7.1f}  " for kind, value in figures.items()))
+        print(f"{name:36}" + "".join(f"{kind} {value:7.1f}  " for kind, value in figures.items()))
     if args.out is not None:
         kept = args.out / "startup.json"
         found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
         found[run["environment"]["jax"]] = run  # one run for each version of JAX, the latest
         kept.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
     # the processor's time, which other processes of the machine add the least to
-    ours = [figures["minimum_cpu_ms"] for name, figures in run["commands"].items() if name.startswith("ejkernel")]
-    print(f"bar of {BAR_MS:.0f} ms: {'met' if max(ours) <= BAR_MS else 'NOT MET'}", file=sys.stderr)
-    return 0 if max(ours) <= BAR_MS else 1
+    ours = {name: figures["minimum_cpu_ms"] for name, figures in run["commands"].items() if name.startswith("ejkernel")}
+    listing, slowest = ours.pop(LIST), max(ours.values())
+    print(f"bar of {BAR_MS:.0f} ms: {'met' if slowest <= BAR_MS else 'NOT MET'}", file=sys.stderr)
+    print(f"bar of {LIST_BAR_MS:.0f} ms: {'met' if listing <= LIST_BAR_MS else 'NOT MET'}", file=sys.stderr)
+    return 0 if slowest <= BAR_MS and listing <= LIST_BAR_MS else 1
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
         return left.pop(0), json.dumps(data) if capture else ""
 
     monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--seconds", "60"])
     assert module.main() == exit_status
     assert words in capsys.readouterr().out
 

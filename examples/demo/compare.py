@@ -160,6 +160,8 @@ def compare(cache: Path, rounds: int, model: Model, seconds: float = math.inf) -
     if jax.default_backend() == "gpu" and model.cap is None:
         builds.append(baseline("JAX with cuDNN", CUDNN, model, deadline))
     builds += own
+    if own[0].configurations == own[1].configurations:
+        own[0].drop("the same program as tuned")
     drop_too_large(builds, memory_limit())
     run([each for each in builds if each.compiled is not None], model, rounds, deadline)
     return summary(builds, model) | {"unfinished": unfinished_searches(cache)}

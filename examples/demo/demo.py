@@ -7,6 +7,7 @@ only what tuning saved to disk.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -22,9 +23,9 @@ from ejkernel.cli.rounds import busy, verdict
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".demo-cache"
 TARGET = "train:training_step"
-LIMIT = 240.0  # seconds for the whole demo
-TUNING = 120  # seconds for the searches of all calls; each gets an equal share
-COMPARING = 75.0  # seconds for the comparison
+LIMIT = 240.0  # seconds for the whole demo; half of them for the searches of all calls
+COMPARING = 0.3  # part of the limit that the comparison gets in any case
+WIDTH = "150"  # columns of tables in a pipe
 END = 15.0  # seconds that a process gets to end
 STOPPED = 130  # exit status of `ejkernel tune` after SIGINT
 NONE_SAVED = 1  # exit status of `ejkernel tune` if every search ended early
@@ -38,7 +39,7 @@ def run(seconds: float, *arguments: str, capture: bool = False) -> tuple[int, st
     After so many seconds the process is interrupted, as by Ctrl-C.
     """
     # XLA raises its errors in Python too; its log would drown the demo's output.
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"} | os.environ | {"EJKERNEL_CACHE_DIR": str(CACHE)}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": WIDTH} | os.environ | {"EJKERNEL_CACHE_DIR": str(CACHE)}
     with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=HERE,
@@ -119,24 +120,27 @@ def losses_agree(losses: dict[str, list[float]]) -> bool:
 
 def main() -> int:
     """Run the demo; 1 when a part failed or the losses disagree."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="time for all of it (default: %(default).0f)")
+    limit = parser.parse_args().seconds
     started = time.monotonic()
     before = f"It continues with the configurations in {CACHE}.\n" if CACHE.exists() else ""
     print(
-        f"The demo takes about {LIMIT / 60:.0f} minutes, or more on a busy machine.\n{before}"
-        f"== 1. ejkernel tune {TARGET} --time {TUNING}",
+        f"The demo takes about {limit / 60:.2g} minutes, or more on a busy machine.\n{before}"
+        f"== 1. ejkernel tune {TARGET} --time {limit / 2:.0f}",
         flush=True,
     )
     # The command ends by itself. Interrupting it is for one that hangs.
-    status, _ = run(TUNING + LIMIT, "-m", "ejkernel.cli", "tune", TARGET, "--time", str(TUNING))
+    status, _ = run(2 * limit, "-m", "ejkernel.cli", "tune", TARGET, "--time", f"{limit / 2:.0f}")
     if status in (STOPPED, NONE_SAVED) and CACHE.exists():
         print("  The demo's time for tuning is over: the calls left use the heuristic.")
     elif status != 0:
         return _failed("tuning", status)
     elapsed = time.monotonic() - started
-    print(f"\n== 2. The same steps by each build ({elapsed:.0f} of {LIMIT:.0f} s have passed)", flush=True)
-    left = max(LIMIT - elapsed, COMPARING)
+    print(f"\n== 2. The same steps by each build ({elapsed:.0f} of {limit:.0f} s have passed)", flush=True)
+    left = max(limit - elapsed, COMPARING * limit)
     # Interrupting the comparison loses it, so that this is for one that hangs.
-    status, out = run(left + LIMIT, "compare.py", str(CACHE), "--seconds", f"{left - END:.0f}", capture=True)
+    status, out = run(left + limit, "compare.py", str(CACHE), "--seconds", f"{left - END:.0f}", capture=True)
     if status != 0:
         return _failed("comparing", status)
     result = json.loads(out)

@@ -104,7 +104,8 @@ class Model:
         batch: Sequences a step.
         seq: Words a sequence.
         longest: Words after which a document is cut.
-        vocabulary: Rows of the embedding and of the output layer, which share it; the texts have about 4,300 words.
+        vocabulary: Rows of the embedding and of the output layer, which share it; the texts have about 4,300 words, of
+            which the rarest share the last row.
         dtype: Dtype of the blocks' arithmetic; parameters and the loss are float32.
         cap: Soft cap of the attention's logits.
     """
@@ -132,7 +133,7 @@ class Model:
         return self.batch * self.seq
 
 
-SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, vocabulary=8192, dtype=jnp.float32)
+SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, vocabulary=2048, dtype=jnp.float32)
 LARGE = Model(layers=8, width=1024, heads=8, batch=4, seq=8192, longest=2048, vocabulary=50_304, dtype=jnp.bfloat16)
 # For accelerators with less memory than plain JAX needs for LARGE: (batch, seq), the largest first.
 SIZES = ((4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048))
@@ -203,7 +204,7 @@ def batch_of(model: Model, index: int) -> Batch:
         end = number = 0
         while end <= model.seq:
             text = texts()[rng.integers(len(texts()))][: model.longest][: model.seq + 1 - end]
-            tokens[row, end : end + len(text)] = text
+            tokens[row, end : end + len(text)] = np.minimum(text, model.vocabulary - 1)  # rare words share a number
             documents[row, end : end + len(text)] = number
             end, number = end + len(text), number + 1
     return Batch(jnp.asarray(tokens), jnp.asarray(documents))

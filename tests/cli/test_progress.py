@@ -125,7 +125,9 @@ def test_a_pipe_gets_the_time_left_once_the_first_call_shows_it():
         shown.step(CALLS[0], 2, 2)
         for done, clock.now in ((0, 0.0), (5, 5.0), (6, 6.0)):
             shown.hear(RoundsFinished(CALLS[0].key, 2, done, 10, False))
-    assert text.getvalue().splitlines()[1:] == ["rms_norm@v0, about 5 s left, then confirming for 10 to 30 s"]
+    assert text.getvalue().splitlines()[1:] == [
+        "  rms_norm: about 5 s left for its candidates, then confirming for 10 to 30 s"
+    ]
 
 
 def test_a_pipe_gets_one_line_for_each_call():

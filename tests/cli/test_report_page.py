@@ -136,7 +136,10 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
     save(folder, dataclasses.replace(newer, config=newer.outcomes[0].config), entry=False)
     (shown,) = report_data.calls_of(PersistentCache(folder, shipped=False))
     assert shown.speedup == 2.0
-    assert "the cache has 1 other search of this call, not shown here" in shown.notes
+    assert (
+        "the cache has 1 other search of this call; `ejkernel report --against previous` compares the newest two"
+        in shown.notes
+    )
 
 
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])

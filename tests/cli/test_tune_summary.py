@@ -60,14 +60,17 @@ def test_a_partial_search_that_saved_its_winner_counts_as_faster_and_can_continu
     inv = call()
     lines = summary([inv], [dataclasses.replace(found(inv), planned=9)], saved=[inv], budget=20.0)
     assert "1 faster than the heuristic; saved in configs" in lines[0]
-    assert lines[-1] == "1 search can continue: run the command again, with --budget 40 for more time."
+    assert (
+        lines[-1]
+        == "1 search can continue: run the command again, with --budget 40 (seconds for each call) for more time."
+    )
 
 
 def test_the_reason_of_an_unfinished_search_is_shown():
     inv = call()
     lines = summary([inv], [kept(inv, planned=3, why="deadline exceeded", not_saved="it is not finished")], budget=5.0)
     assert "deadline exceeded" in lines[1]
-    assert "--budget 60 for more time" in lines[-1]
+    assert "--budget 60 (seconds for each call) for more time" in lines[-1]
 
 
 def test_a_space_without_another_configuration_is_named():

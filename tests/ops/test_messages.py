@@ -122,6 +122,18 @@ HOOKS = [
         "scale: item 1 of .* a Tile, got 5",
     ),
     ("space raises", both(config_space=boom), OWN, "^scale: .*config_space raised ValueError: boom"),
+    (
+        "space misspells a field",
+        both(config_space=lambda inv: [Tile(N=2)]),
+        OWN,
+        r"^scale: .*config_space raised TypeError: .*'N'; did you mean 'n'\?",
+    ),
+    (
+        "space has an unknown field",
+        both(config_space=lambda inv: [Tile(rows=2)]),
+        OWN,
+        r"^scale: .*config_space raised TypeError: .*'rows'; its fields are n\.",
+    ),
     ("its other name", both(candidate_cfgs=None), ConfigError, "scale: the result of candidate_cfgs .* got None"),
     ("a platform's", both(heuristic_cfg_cpu=None), ConfigError, "scale: heuristic_cfg_cpu must return .* got None"),
     (

@@ -277,9 +277,9 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
     down to the first hit: cfg= of the call (override), overlays, memory, saved entries (persistent), entries in the
-    package for this device (shipped) or a similar one (sister), the entry of the forward call, the heuristic. Nothing
-    is measured or saved. With --target, the program of MODULE:FUNCTION is traced for that device, which need not be
-    here.
+    package for this device (shipped), a search (autotune, only with EJKERNEL_ON_MISS=tune), entries in the package for
+    a similar device (sister), the entry of the forward call, the heuristic. This command measures and saves nothing.
+    With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here.
     """
     if bool(target) == missed:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")

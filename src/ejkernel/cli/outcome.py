@@ -92,7 +92,7 @@ class TuneOutcome:
         if unchecked:
             yield (
                 "Compared with the heuristic's results, because the reference took too long to compile for the budget "
-                f"({self._more(self.searches)} gives it more time): {'; '.join(unchecked)}"
+                f"({self._more(self.searches)}, in seconds for each call, gives it more time): {'; '.join(unchecked)}"
             )
         failed = self._kinds().get("failed", [])
         if failed:
@@ -108,7 +108,11 @@ class TuneOutcome:
         parts = []
         if number:
             which = "search" if number == 1 else "searches"
-            more = f", with {self._more(found)} for more time" if found and self.budget is not None else ""
+            more = (
+                f", with {self._more(found)} (seconds for each call) for more time"
+                if found and self.budget is not None
+                else ""
+            )
             parts.append(f"{number} {which} can continue: run the command again{more}.")
         if without:
             have = "call has" if without == 1 else "calls have"

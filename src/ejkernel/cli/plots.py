@@ -22,6 +22,7 @@ _WIDTH: Final = 6.3  # inches: the text of an A4 page
 _ROW: Final = 0.36  # inches for a row: its name above its marks
 _MOST: Final = 24  # candidates in a figure, which fill a page; of more it shows the fastest
 _LABEL: Final = 100  # characters of a line
+_CLOCK: Final = ", in processor time"
 _STYLE: Final[Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -52,9 +53,9 @@ def plot_report(calls: Sequence[CallReport], folder: Path, form: str) -> list[Pa
             draw(f"roofline-{slug(roofline.device)}-{slug(roofline.peak.dtype)}", _roofline, roofline, 8)
         for number, call in enumerate(calls, 1):
             name = f"{number:02}-{slug(call.op.partition('@')[0])}"
-            rows = [row for row in call.rows if row.time_us is not None and not row.clock][:_MOST]
+            rows = [row for row in call.rows if row.time_us is not None and not row.clock]
             if rows:
-                draw(f"{name}-candidates", _candidates, (call, rows), len(rows))
+                draw(f"{name}-candidates", _candidates, (call, rows), min(len(rows), _MOST))
             if len(call.best) > 1:
                 draw(f"{name}-best", _best_so_far, call, 4)
         return draw.files
@@ -110,13 +111,14 @@ def _before_and_after(axes: Any, calls: Sequence[CallReport]) -> None:
     befores, afters = [call.before_us for call in calls], [call.tuned_us for call in calls]
     axes.scatter(befores, range(len(calls)), facecolor="white", edgecolor=_ACCENT, s=28, label="heuristic", zorder=2)
     axes.scatter(afters, range(len(calls)), color=_WIN, s=16, label="tuned", zorder=3)
-    _name_rows(axes, [f"{call.result}: {_name(call)}" for call in calls])
+    _name_rows(axes, [f"{call.result}: {_name(call)}{_CLOCK if call.note else ''}" for call in calls])
     _time_axis(axes, [time for time in (*befores, *afters) if time is not None])
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 
 
 def _candidates(axes: Any, what: tuple[CallReport, Sequence[Row]]) -> None:
-    call, rows = what
+    call, timed = what
+    rows = timed[:_MOST]
     for place, row in enumerate(rows):
         colour = _WIN if row.mark in ("winner", "heuristic kept") else _ACCENT
         _bar(axes, place, row.low_us, row.high_us)
@@ -128,7 +130,8 @@ def _candidates(axes: Any, what: tuple[CallReport, Sequence[Row]]) -> None:
         times.append(call.before_us)
     _name_rows(axes, [f"{row.name}{f' ({row.mark})' if row.mark else ''}" for row in rows])
     _time_axis(axes, times)
-    more = f"; the {len(rows)} fastest of {call.measured}" if call.measured > len(rows) else ""
+    more = f"; the {len(rows)} fastest of {len(timed)}" if len(timed) > len(rows) else ""
+    more += f"; {call.measured - len(timed)} by another clock left out" if call.measured > len(timed) else ""
     what_is_shown = f"dot: median; bar: the middle half of the samples; line: the heuristic{more}"
     axes.set_xlabel(f"{axes.get_xlabel()}\n{what_is_shown}")
     _title(axes, _name(call))

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 
 from ejkernel.cli.time_left import TimeLeft
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, SearchFinished
+from ejkernel.ops.autotuner.trials.outcome import Outcome, clock_note
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import counted, duration
@@ -51,7 +52,7 @@ class SearchBar:
         self._time = TimeLeft(operations, clock, budget=budget, measures=measures)
         self._task: TaskID = progress.add_task(doing, total=max(self._count, 1), note="")
         self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
-        self._best: dict[ConfigKey, float] = {}  # seconds
+        self._best: dict[ConfigKey, Outcome] = {}
         self._current: tuple[Invocation[Any, Any], int, int] | None = None
         self._rounds: dict[ConfigKey, RoundsFinished] = {}
         self._has_told = False
@@ -68,8 +69,9 @@ class SearchBar:
             self._tell_once(event.key)
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
-        if event.outcome.seconds < self._best.get(event.key, math.inf):
-            self._best[event.key] = event.outcome.seconds
+        best = self._best.get(event.key)
+        if best is None or event.outcome.seconds < (best.seconds or math.inf):
+            self._best[event.key] = event.outcome
             if self._current is not None and self._current[0].key == event.key:
                 self._show(*self._current)
 
@@ -82,7 +84,8 @@ class SearchBar:
         self._show(*self._current)
         if is_new and not self._console.is_terminal:
             where = f"({self._number(inv)} of {self._count})"
-            text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{self._time.total()}"
+            left = self._time.total().replace(" s left", " s left for all calls")
+            text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{left}"
             self._console.print(text, highlight=False, soft_wrap=True)
 
     def _tell_once(self, key: ConfigKey) -> None:
@@ -90,10 +93,12 @@ class SearchBar:
         if self._console.is_terminal or self._has_told or self._time.seconds_of_rounds(key) < _LONG:
             return
         self._has_told = True
-        self._console.print(f"{key.op}{self._time.of_rounds(key)}", highlight=False, soft_wrap=True)
+        left = self._time.of_rounds(key).replace(" s left", " s left for its candidates").removeprefix(", ")
+        self._console.print(f"  {key.op.partition('@')[0]}: {left}", highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
-        best = f", best {duration(self._best[inv.key])}" if inv.key in self._best else ""
+        fastest = self._best.get(inv.key)
+        best = "" if fastest is None else f", best {duration(fastest.seconds)}{clock_note(fastest)}"
         number, left = self._number(inv), self._time.total()
         rounds = self._rounds.get(inv.key)
         if done >= total:

@@ -7,11 +7,11 @@ import collections
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ejkernel.ops.autotuner.compile.bundles import BundledCall
+from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
 from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
@@ -21,6 +21,9 @@ from ejkernel.ops.utils import formatting
 from ejkernel.ops.utils.error_text import printable, printable_json
 from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 
 def width() -> int | None:
@@ -43,6 +46,10 @@ def echo_json(data: Any) -> None:
     click.echo(printable_json(json.dumps(data, indent=2, sort_keys=True)))
 
 
+_CPU_TIMES: Final = (
+    "cpu: processor time, since other processes disturbed the clock during this search; it may be shorter than times "
+    "by the clock, which the progress shows."
+)
 Times = Mapping[ConfigKey, int]
 """How often one run of a program makes each call, by key, where known."""
 
@@ -125,7 +132,8 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
     ]
     figures = ("heuristic", "tuned", "speed-up", "configuration", "candidates")
     header = ("operation", "arguments", *numbers, *figures)
-    text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, result.remarks())])
+    notes = [_CPU_TIMES] if any(CPU in time for row in rows for time in row[-5:-3]) else []
+    text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, [*notes, *result.remarks()])])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
 

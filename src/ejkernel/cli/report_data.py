@@ -215,7 +215,9 @@ def _with_search(
             notes.append(f"this is the newest search; it chose {compact(winner.config)} instead")
     if len(searches) > 1:
         others = counted(len(searches) - 1, "other search", "other searches")
-        notes.append(f"the cache has {others} of this call, not shown here")
+        notes.append(
+            f"the cache has {others} of this call; `ejkernel report --against previous` compares the newest two"
+        )
     throughput, peak = _throughput(search, peaks)
     return CallReport(
         **_identity(search.key, search.call, search.provenance),
@@ -251,9 +253,9 @@ def _throughput(search: StoredSearch, peaks: Peaks) -> tuple[tuple[Throughput, .
     if cost is None or cost.bytes <= 0:
         return (), None
     intensity, peak = cost.flops / cost.bytes, peaks.of(search.key.device, dtype)
-    found = []
+    found: list[Throughput] = []
     for name, seconds in (("with the heuristic", search.before), ("tuned", search.tuned)):
-        if seconds is None:
+        if seconds is None or (name == "tuned" and search.is_kept and found):
             continue
         tflops, gbytes = cost.flops / seconds * 1e-12, cost.bytes / seconds * 1e-9
         reached = Throughput(name=name, tflops=tflops, gbytes=gbytes, intensity=intensity)

@@ -48,20 +48,26 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     if log is not None:
         _show_searches(store, [text for text in (prefix, log) if text], as_json)
         return 0
-    every, unsaved = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
-    entries = [entry for entry in every if not prefix or _begins(entry.key, prefix)]
-    open_searches = [search for search in unsaved if _begins(search.key, prefix)]
-    if prefix and not entries and not open_searches:
-        raise _none(store, "entry", [prefix], [*(each.key for each in every), *(each.key for each in unsaved)])
+    keys: list[Any] = []
+    shown: list[Any] = []  # of rows, or of data
+    for _, entry in store.entries():  # one at a time: ten thousand of them take 100 MB
+        keys.append(entry.key)
+        if not prefix or _begins(entry.key, prefix):
+            shown.append(_as_data(entry) if as_json else _cells(entry))
+    for search in MeasurementStore(store).without_entry():
+        keys.append(search.key)
+        if _begins(search.key, prefix):
+            shown.append(_as_data(search) if as_json else _open_cells(search))
+    if prefix and not shown:
+        raise _none(store, "entry", [prefix], keys)
     if as_json:
-        report.echo_json([*map(_as_data, entries), *map(_as_data, open_searches)])
-    elif entries or open_searches:
+        report.echo_json(shown)
+    elif shown:
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
-        rows = [*map(_cells, entries), *map(_open_cells, open_searches)]
-        click.echo(report.table(header, rows, "measured", "device", "arguments"))
+        click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
     else:
         click.echo(f"No saved configurations in {store.path}.")
-    return 0 if entries or open_searches else 1
+    return 0 if shown else 1
 
 
 def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:

@@ -45,7 +45,7 @@ def test_an_explanation_reads_like_this(executor):
         "  forward    - the call is a forward call",
         "  heuristic  1",
         "  devices    - no sharding_rule: each device computes the whole call",
-        f"  label      ejkernel_ops#Times@v0:{inv.call_key}",
+        f"  label      ejkernel_ops#Times@v0:{inv.call_key} (its name in the program's text)",
         "  => 1, from heuristic",
     ]
 

@@ -281,10 +281,11 @@ def test_mistakes_in_a_call_of_autotune_are_named():
         ArgumentError, match=r"target must be .* autotune\(step, w, x\), got an array float32\[2, 3\]\."
     ):
         ops.autotune(step(x))
-    with pytest.raises(
-        ops.CallError, match=r"has no argument `budget`: limit the time with `with policy_override\(bud"
-    ):
-        ops.autotune(step, x, budget=5)
+    for target in (step, Square("square")):
+        with pytest.raises(
+            ops.CallError, match=r"has no argument `budget`: limit the time of tuning with `with policy_override\(bud"
+        ):
+            ops.autotune(target, x, budget=5)
 
 
 def test_only_a_chain_can_be_tuned():

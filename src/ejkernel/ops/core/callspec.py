@@ -17,7 +17,7 @@ from ejkernel.ops.core.hooks import Computation, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.messages.names import misfit, raise_if_misfit
+from ejkernel.ops.utils.messages.names import BUDGETS, misfit, raise_if_misfit
 from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
@@ -140,7 +140,7 @@ def prepared(
     try:
         found: Any = kernel.prepare(*args, **kwargs)
     except TypeError:
-        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
+        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs, BUDGETS)
         raise
     if not is_call(found):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
@@ -308,7 +308,8 @@ def _bind(
         bound = signature.bind(kernel, *args, cfg=None, **kwargs)
     except TypeError as error:
         parameters = list(signature.parameters.values())[1:]  # without the kernel itself
-        wrong = misfit(kernel.op_id, signature.replace(parameters=parameters), args, {"cfg": None, **kwargs})
+        signature = signature.replace(parameters=parameters)
+        wrong = misfit(kernel.op_id, signature, args, {"cfg": None, **kwargs}, BUDGETS)
         raise wrong or CallError(f"{kernel.op_id}: {error}") from None
     # Fill in the defaults of positional parameters before the last passed argument; else `bound.args` stops early.
     positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]

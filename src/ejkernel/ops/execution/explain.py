@@ -87,7 +87,8 @@ class Explanation(Shown):
         )
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
-        lines.append(f"  label      {self.label or '- ' + self.label_note}")
+        label = f"{self.label} (its name in the program's text)" if self.label else f"- {self.label_note}"
+        lines.append(f"  label      {label}")
         lines.append(f"  => {self.answer}")
         # Keys, notes and configurations may quote files.
         width = terminal_width()

@@ -26,7 +26,7 @@ from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.messages.names import frames_hidden, raise_if_misfit
+from ejkernel.ops.utils.messages.names import BUDGETS, frames_hidden, raise_if_misfit
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.validation import check_argument, is_count
@@ -394,10 +394,6 @@ _FOR_KERNELS = {
 }
 
 
-_BUDGET = "limit the time with `with policy_override(budget_s=...)` from ejkernel.ops."
-_POLICIES = dict.fromkeys(("budget", "budget_s", "timeout"), _BUDGET)
-
-
 def _autotune_function(
     chain: ConfigSelectorChain[Any, Any],
     function: Callable[..., Any],
@@ -413,7 +409,7 @@ def _autotune_function(
     try:
         found = discover(function, *args, **kwargs)
     except TypeError:
-        raise_if_misfit(where(function), function, args, kwargs, _POLICIES)
+        raise_if_misfit(where(function), function, args, kwargs, BUDGETS)
         raise
     if not found:
         warn(f"{where(function)} made no call of an operation; there is nothing to tune.", OfflineWarning)

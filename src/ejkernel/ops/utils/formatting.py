@@ -28,8 +28,8 @@ def text_table(
     """Return a table with a header and columns two spaces apart; all cells are made printable.
 
     If the table is wider than `width`, cells are wrapped between words. If it still does not fit, optional columns are
-    dropped one after another. If that is not enough, each row becomes a paragraph with a line for each column.
-    Words longer than a line, such as paths, stay whole.
+    dropped one after another, and named below the table. If that is not enough, each row becomes a paragraph with a
+    line for each column. Words longer than a line, such as paths, stay whole.
 
     Args:
         header: The names of the columns.
@@ -46,7 +46,9 @@ def text_table(
         kept = [index for index in kept if header[index] != out]
         widths = _wrapped([columns[index] for index in kept], width)
         if widths is not None:
-            return _aligned([columns[index] for index in kept], widths)
+            left_out = [name for index, name in enumerate(header) if index not in kept]
+            note = f"\n(too narrow for {', '.join(left_out)})" if left_out else ""
+            return _aligned([columns[index] for index in kept], widths) + note
     return _paragraphs(header, list(zip(*(column[1:] for column in columns), strict=True)), width)
 
 
@@ -147,8 +149,11 @@ def stored_time(microseconds: object) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or `None` if the output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Return the columns of the terminal; in a pipe those of the variable `COLUMNS`, or `None` without it."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    is_piped = sys.__stdout__ is None or not sys.__stdout__.isatty()  # else it would give the terminal's columns
+    return shutil.get_terminal_size((0, 0)).columns or None if is_piped else None
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> str:

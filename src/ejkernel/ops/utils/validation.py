@@ -12,6 +12,7 @@ import jax
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.messages.names import field_advice
 from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
     except EjkernelError:
         raise
     except Exception as error:
-        raise KernelError(f"{what} raised {error_text(error)}") from error
+        raise KernelError(f"{what} raised {error_text(error)}{field_advice(error)}") from error
 
 
 @contextlib.contextmanager

@@ -178,7 +178,8 @@ class Findings(Shown):
             return ""
         rival = self.winner.config if found is None else found.challenger
         if found is not None and _are_same(rival, outcome.config):
-            return f"{found.comparison.in_words}: {found.in_words}"
+            first = "fastest in the run of all candidates; confirmation run: " if found.is_confirmation else ""
+            return f"{first}{found.comparison.in_words}: {found.in_words}"
         best = relative_to_heuristic(self.winner, self)
         if best is None or mine >= best or outcome is self.heuristic:
             return ""
@@ -341,11 +342,12 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     found = ranked(search.outcomes)
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
     times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
+    names, common = _without_common(list(map(program_name, found)))
     columns = {
         "": [
             "*" * (one is search.winner and one.seconds is not None) + "h" * (one is search.heuristic) for one in firsts
         ],
-        "configuration": list(map(program_name, found)),
+        "configuration": names,
         "status": [str(one.status) for one in firsts],
         "mean" if search.cases else "median": [f"{time}{clock_note(one, clock)}" for time, one in times],
         **({"of each": _times_of_each(firsts)} if search.cases else {}),
@@ -359,7 +361,20 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     optional = ("compiled in", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
     legend = [wrapped(_LEGEND, width)] if any(one.measurement for one in firsts) else []
-    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table, *legend))
+    said = [wrapped(printable_lines(line), width, 2) for line in remarks(search)]
+    said += [f"all candidates: {common}"] if common else []
+    return "\n".join((*(wrapped(printable(line), width, 2) for line in (*title, tried)), *said, table, *legend))
+
+
+def _without_common(names: Sequence[str]) -> tuple[list[str], str]:
+    """Return configurations without the plain fields at the start that all have, and these fields."""
+    parts = [name.split() for name in names]
+    fields = [first for first, *others in zip(*parts, strict=False) if len({first, *others}) == 1]
+    same = list(
+        itertools.takewhile(lambda pair: pair[0] == pair[1] and "(" not in pair[0], zip(parts[0], fields, strict=False))
+    )
+    count = min(len(same), *(len(each) - 1 for each in parts)) if len(names) > 1 else 0
+    return [" ".join(each[count:]) for each in parts], " ".join(parts[0][:count])
 
 
 def _times_of_each(outcomes: Sequence[Outcome]) -> list[str]:
@@ -408,7 +423,10 @@ def remarks(search: Findings) -> list[str]:
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
-        lines.append("two clocks: other processes disturbed the clock; times with and without `cpu` do not compare")
+        lines.append(
+            "two clocks: other processes disturbed the clock; times with and without `cpu` do not compare, but `of "
+            "heuristic` does, which is of rounds by one clock"
+        )
     if search.lacks_reference:
         lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
     if search.undecided:

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from ejkernel.ops.errors import CallError, EjkernelError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_BUDGET = "limit the time of tuning with `with policy_override(budget_s=...)` from ejkernel.ops."
+#: Names of a limit for tuning, which `autotune` does not take.
+BUDGETS: Final = dict.fromkeys(("budget", "budget_s", "seconds", "time", "time_limit", "timeout"), _BUDGET)
+
+_REJECTED: Final = re.compile(r"([\w.<>]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -143,6 +151,21 @@ def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return hidden
+
+
+def field_advice(error: BaseException) -> str:
+    """Return the fields of a user's dataclass, if the error is about an unknown one, to end the message; else `""`."""
+    found = _REJECTED.match(str(error)) if type(error) is TypeError else None
+    if found is None or error.__traceback__ is None:
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    name = found[1].rpartition(".")[2]
+    kind = frame.f_locals.get(name, frame.f_globals.get(name))
+    if not dataclasses.is_dataclass(kind):
+        return ""
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
+    close = nearest(found[2], fields)
+    return f"; its fields are {', '.join(fields) or 'none'}." if close is None else f"; did you mean {close!r}?"
 
 
 def _unknown_names(
