@@ -193,6 +193,19 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
     assert "repeats=1" in out
 
 
+@pytest.mark.parametrize("function", ["forward", "step"])
+def test_calls_that_a_time_for_all_calls_leaves_unfinished_have_not_failed(program, capsys, monkeypatch, function):
+    monkeypatch.setattr(commands, "_LEAST_SHARE", 1e-6)
+    arguments = ("tune", "--in-process", f"program:{function}", "--cache", "saved", "--time", "0.000001")
+    status, out, err = run(capsys, *arguments)
+    assert status == 1
+    assert "not finished (1 of 4)" in out
+    assert "1 not finished" in err
+    assert "can continue: run the command again" in err
+    assert "failed" not in err
+    assert "no call could be tuned" not in err
+
+
 @pytest.mark.parametrize(("options", "resume"), [((), True), (("--force",), False)])
 def test_force_repeats_the_measurements_of_a_partial_search(program, capsys, monkeypatch, options, resume):
     seen = []
