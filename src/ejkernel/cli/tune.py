@@ -310,9 +310,10 @@ def _print_doubts(
             undecided.append(name)
             longest = max(longest, seconds)
     if undecided:
+        them = "it" if len(undecided) == 1 else "them"
         text = (
             f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {doubled(longest, budget)}` "
-            "measures them again with twice the time. A less busy machine helps more."
+            f"measures {them} again with twice the time. A less busy machine helps more."
         )
         console.print(printable(text), highlight=False)
 
