@@ -16,9 +16,12 @@ import termios
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import main, report
+from ejkernel.cli import explain, main, report
 from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
+from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.execution.explain import Explanation
 
 PROGRAM = """
 import jax
@@ -53,6 +56,30 @@ def folder(tmp_path, monkeypatch):
     ConfigSelectorChain(persistent=PersistentCache(tmp_path / "cache")).search(inv, program.explained)
     yield tmp_path
     del sys.modules["explained_program"]
+
+
+def explained(state, source="persistent"):
+    search = SearchProgress(SearchState(state), 3, 3)
+    found = Resolution(1, source, None)
+    return Explanation(
+        op_id_v="double@v0", key=None, key_note="", label=None, label_note="", tiers=(), resolution=found, search=search
+    )
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ([explained("undecided")], "0 of 1 call with a measured configuration; 1 undecided, `ejkernel tune p:f"),
+        (
+            [explained("complete"), explained("undecided"), explained("partial", "heuristic")],
+            "1 of 3 calls with a measured configuration; `ejkernel tune p:f` measures the other calls; 1 undecided, "
+            "`ejkernel tune p:f --undecided` measures it again",
+        ),
+    ],
+)
+def test_an_undecided_call_does_not_count_as_measured(capsys, calls, says):
+    explain._sum_up(calls, "p:f")
+    assert says in capsys.readouterr().err
 
 
 def run(capsys, *arguments):

@@ -161,9 +161,7 @@ def test_an_undecided_call_keeps_its_entry_and_is_named(program, capsys, monkeyp
     assert "--undecided --budget" in err
     assert "undecided" not in noisy_run("--cache", "saved")[2]
     noisy_run("--cache", "new")
-    says = (
-        "1 undecided (product@v0 f32[128,128] x2); `--undecided --budget 20` measures them again with twice the time."
-    )
+    says = "1 undecided (product@v0 f32[128,128] x2); `--undecided --budget 20` measures it again with twice the time."
     assert says in noisy_run("--cache", "new")[2]
     assert "1 call in" in noisy_run("--cache", "new", "--undecided", "--budget", "30")[2]
     assert "--undecided --budget 60`" in noisy_run("--cache", "new", "--undecided", "--budget", "30")[2]
@@ -182,7 +180,7 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
     assert "2 calls have no saved configuration yet, so EJKERNEL_ON_MISS=error raises" in err
     kernel, chain = sys.modules["program"].product, selector(program / "saved")
     inv = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((128, 128), "float32"),) * 2)
-    with pytest.raises(NoConfigError, match=r"Its search is partial \(1 of 4\); tuning again continues it"):
+    with pytest.raises(NoConfigError, match=r"Its search is not finished \(1 of 4\); tuning again continues it"):
         chain.resolve(inv, kernel)
     assert "already tuned" not in err
     assert "not finished (1 of 4)" in out
@@ -191,6 +189,19 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
     assert status == 0
     assert "2 faster than the heuristic; saved" in err
     assert "repeats=1" in out
+
+
+@pytest.mark.parametrize("function", ["forward", "step"])
+def test_calls_that_a_time_for_all_calls_leaves_unfinished_have_not_failed(program, capsys, monkeypatch, function):
+    monkeypatch.setattr(commands, "_LEAST_SHARE", 1e-6)
+    arguments = ("tune", "--in-process", f"program:{function}", "--cache", "saved", "--time", "0.000001")
+    status, out, err = run(capsys, *arguments)
+    assert status == 1
+    assert "not finished (1 of 4)" in out
+    assert "1 not finished" in err
+    assert "can continue: run the command again" in err
+    assert "failed" not in err
+    assert "no call could be tuned" not in err
 
 
 @pytest.mark.parametrize(("options", "resume"), [((), True), (("--force",), False)])
@@ -255,7 +266,7 @@ def test_a_dry_run_says_which_calls_are_tuned_already(program, capsys):
 def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
-    words = r"product@v0 .* partial \(1 of 4\)"
+    words = r"product@v0 .* not finished \(1 of 4\)"
     data = {"state": "partial", "done": 1, "candidates": 4}
     assert re.search(f"{words}$", run(capsys, *arguments, "--dry-run")[1], re.M)
     assert json.loads(run(capsys, *arguments, "--dry-run", "--json")[1])[0]["search"] == data
@@ -268,7 +279,7 @@ def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     (logged,) = json.loads(run(capsys, "show", "--cache", "saved", "--log", "product", "--json")[1])
     assert logged["search"] == data
     _, out, err = run(capsys, "explain", "program:forward", "--cache", "saved")
-    assert "search: partial (1 of 4)" in out
+    assert "search: not finished (1 of 4)" in out
     assert "0 of 1 call with a measured configuration" in err
     _, out, _ = run(capsys, "explain", "program:forward", "--cache", "saved", "--json")
     assert json.loads(out)[0]["search"] == data

@@ -73,6 +73,13 @@ def test_the_reason_of_an_unfinished_search_is_shown():
     assert "--budget 60 (seconds for each call) for more time" in lines[-1]
 
 
+def test_the_reason_of_an_undecided_search_is_shown():
+    inv = call()
+    lines = summary([inv], [kept(inv, undecided=True, why="5 rounds are few")], saved=[inv], budget=5.0)
+    assert lines[0].endswith("1 undecided (heuristic kept); saved in configs")
+    assert lines[1] == "reported@v0 f32[16,8]: undecided: 5 rounds are few"
+
+
 def test_a_space_without_another_configuration_is_named():
     inv = call()
     text = "Nothing to compare with the heuristic, because the space has nothing else: reported@v0 f32[16,8]"

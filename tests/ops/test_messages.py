@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel import ops
-from ejkernel.modules import FlashAttentionConfig
+from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import (
     AutotunePolicy,
     AutotuningResult,
@@ -53,6 +53,38 @@ class Scale(Kernel[Tile, jax.Array]):
 class Failing(Scale):
     def run(self, x, *, cfg):
         return boom()
+
+
+@dataclasses.dataclass(eq=False)
+class WithField(Scale):
+    factor: int
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda: Scale(X), "create the kernel first, scale = Scale('scale'), and call that."),
+        (lambda: Scale(X, X), "create the kernel first, scale = Scale('scale'), and call that."),
+        (lambda: Scale(x=X), "create the kernel first, scale = Scale('scale'), and call that."),
+        (lambda: jax.jit(Scale)(X, X), "create the kernel first, scale = Scale('scale'), and call that."),
+        (lambda: FlashAttention(X, X, X), "flash_attention = FlashAttention(), and call that."),
+        (lambda: WithField(X, X), "with_field = WithField(...), and call that."),
+        (lambda: ops.autotune(Scale, X), "scale = Scale('scale'), and pass that."),
+        (lambda: ops.autotune_kernel(Scale, X), "scale = Scale('scale'), and pass that."),
+        (lambda: ops.default_executor()(Scale, X), "scale = Scale('scale'), and pass that."),
+        (lambda: ops.vmap_with_config(Scale)(X), "scale = Scale('scale'), and pass that."),
+        (lambda: Scale("scale", version="2"), "Scale takes only the name of the operation; set the rest in the class."),
+    ],
+)
+def test_a_class_in_place_of_a_kernel_says_how_to_create_it(use, says):
+    with pytest.raises(CallError, match=re.escape(says)):
+        use()
+
+
+def test_arguments_of_an_own_constructor_are_its_own_business():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'factor'"):
+        WithField()
+    assert WithField(3).factor == 3
 
 
 def kernel(base=Scale, **hooks):

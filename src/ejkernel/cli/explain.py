@@ -191,11 +191,16 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
 
 
 def _sum_up(explained: Sequence[Explanation], where: str) -> None:
-    measured = sum(map(is_measured, explained))
+    found = [why for why in explained if is_measured(why)]
+    undecided = sum(why.search is not None and why.search.state == SearchState.UNDECIDED for why in found)
+    measured = len(found) - undecided
     failed = sum(why.search is not None and why.search.state == SearchState.FAILED for why in explained)
     rest = f"; {counted(failed, 'search', 'searches')} failed, see above" if failed else ""
-    if measured + failed < len(explained):
-        rest += f"; `ejkernel tune {where}` measures the {'other calls' if failed else 'rest'}"
+    if measured + undecided + failed < len(explained):
+        rest += f"; `ejkernel tune {where}` measures the {'other calls' if failed or undecided else 'rest'}"
+    if undecided:
+        them = "it" if undecided == 1 else "them"
+        rest += f"; {undecided} undecided, `ejkernel tune {where} --undecided` measures {them} again"
     click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
 
 

@@ -81,9 +81,9 @@ class TuneOutcome:
         return [search for search in self.searches if search.progress.state == SearchState.PARTIAL]
 
     def _reasons(self) -> Iterator[str]:
-        for search in self._open():
-            if search.why:
-                yield f"{_name(search.inv)}: {search.progress.not_finished}: {search.why}"
+        for search in self.searches:
+            if search.why and search.progress.state in (SearchState.PARTIAL, SearchState.UNDECIDED):
+                yield f"{_name(search.inv)}: {search.progress.in_words}: {search.why}"
         whole = [search for search in self.searches if search.progress.state == SearchState.COMPLETE]
         alone = dict.fromkeys(_name(search.inv) for search in whole if len(search.outcomes) == 1)
         if alone:

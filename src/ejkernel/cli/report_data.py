@@ -110,7 +110,7 @@ class CallReport(SearchView):
     @property
     def kind(self) -> str:
         """The group of the call in the page's filter."""
-        if self.search.startswith((SearchState.PARTIAL, SearchState.FAILED)):
+        if self.search.startswith(("not finished", SearchState.FAILED)):
             return "open"
         return "faster" if self.speedup is not None and self.speedup > 1 else "kept"
 
@@ -194,7 +194,7 @@ def _one_source(search: StoredSearch, entries: Mapping[ConfigKey, StoredEntry]) 
     entry = entries.get(search.key)
     # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
     if search.not_saved or (search.is_kept and not search.progress.state.is_finished):
-        return f"not saved: {search.not_saved or search.progress.in_words + ' search'}"
+        return f"not saved: {search.not_saved or search.progress.in_words}"
     if entry is None:
         return "saved by this search, but the entry is gone"
     return _place(entry) if entry.config == search.winner.config else "saved by this search, but replaced since"

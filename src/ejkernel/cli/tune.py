@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 import signal
 import sys
 import time
@@ -308,9 +310,10 @@ def _print_doubts(
             undecided.append(name)
             longest = max(longest, seconds)
     if undecided:
+        them = "it" if len(undecided) == 1 else "them"
         text = (
             f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {doubled(longest, budget)}` "
-            "measures them again with twice the time. A less busy machine helps more."
+            f"measures {them} again with twice the time. A less busy machine helps more."
         )
         console.print(printable(text), highlight=False)
 
@@ -439,6 +442,8 @@ def _tune(
             _announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
+            if not todo:
+                return AutotuningResult(found.device, ()), 0
             if options.time is not None:
                 return _tune_in_time(options.time, chain, todo, more)
             return tune_together(chain, todo, **more), len(todo)
@@ -452,16 +457,17 @@ def _tune(
 def _tune_in_time(
     seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
 ) -> tuple[AutotuningResult, int]:
-    """Tune as many sets as fit into a time for all; each gets an equal share of what is left."""
-    end, result = time.monotonic() + seconds, None
+    """Tune as many sets as fit into a time for all, at least one; each gets an equal share of what is left."""
+    end = time.monotonic() + seconds
+    results: list[AutotuningResult] = []
     for number, calls in enumerate(todo):
         left = end - time.monotonic()
-        if result is not None and left < _LEAST_SHARE:
-            return result, number
+        if results and left < _LEAST_SHARE:
+            break
         with policy_override(budget_s=max(left / (len(todo) - number), _LEAST_SHARE)):
-            found = tune_together(chain, [calls], **more)
-        result = found if result is None else result | found
-    return result or AutotuningResult(device_fingerprint(), ()), len(todo)
+            results.append(tune_together(chain, [calls], **more))
+    # Not `result or ...`: a result whose searches are not finished has no configurations, and is false.
+    return functools.reduce(operator.or_, results), len(results)
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:

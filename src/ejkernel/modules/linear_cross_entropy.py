@@ -190,7 +190,7 @@ def linear_cross_entropy(
         label_smoothing: The share `a` of the target that is spread evenly over all `V` columns, as in PyTorch: the loss
             is `logsumexp(s) - (1 - a) * s[label] - a * mean(s)`.
         z_loss: Factor of `logsumexp(s) ** 2`, which is added to each token's loss.
-        logits_soft_cap: Limits the size of the logits, as above.
+        logits_soft_cap: Squash the logits into `(-cap, cap)` by `cap * tanh(x / cap)`, after scale and bias.
         logits_scale: Factor on the logits before the cap, e.g. the inverse of a temperature.
         accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default the
             configuration's, float32.

@@ -115,12 +115,12 @@ def test_a_complete_search_replaces_a_searched_entry_only_after_measuring_it_unl
     ("statuses", "options", "words"),
     [
         (["measured", "failed", "same"], {}, "complete"),
-        (["measured", "skipped"], {}, "partial (1 of 2)"),
-        (["measured"], {"planned": 12}, "partial (1 of 12)"),
-        (["measured", "measured"], {"unconfirmed": True}, "partial (2 of 2, the best one is not confirmed)"),
+        (["measured", "skipped"], {}, "not finished (1 of 2)"),
+        (["measured"], {"planned": 12}, "not finished (1 of 12)"),
+        (["measured", "measured"], {"unconfirmed": True}, "not finished (2 of 2, the best one is not confirmed)"),
         (["skipped", "failed"], {}, "failed"),
         (["measured", "measured"], {"undecided": True}, "undecided"),
-        (["measured", "skipped"], {"undecided": True}, "partial (1 of 2)"),
+        (["measured", "skipped"], {"undecided": True}, "not finished (1 of 2)"),
     ],
 )
 def test_a_search_is_complete_undecided_partial_or_failed(statuses, options, words):
@@ -130,9 +130,9 @@ def test_a_search_is_complete_undecided_partial_or_failed(statuses, options, wor
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
-        ({"candidates": 12, "search": {"state": "partial", "done": 3, "candidates": 12}}, "partial (3 of 12)"),
-        ({"candidates": 12, "skipped": 11}, "partial (1 of 12)"),
-        ({"candidates": 12, "interrupted": True}, "partial (12 of 12, the best one is not confirmed)"),
+        ({"candidates": 12, "search": {"state": "partial", "done": 3, "candidates": 12}}, "not finished (3 of 12)"),
+        ({"candidates": 12, "skipped": 11}, "not finished (1 of 12)"),
+        ({"candidates": 12, "interrupted": True}, "not finished (12 of 12, the best one is not confirmed)"),
         ({"candidates": 12}, "complete"),
         ({"candidates": 12, "search": {"state": "complete"}, "undecided": True}, "undecided"),
         ({"candidates": "12", "search": {"state": "odd", "done": []}}, "complete"),

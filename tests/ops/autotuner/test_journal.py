@@ -216,7 +216,7 @@ def test_after_ctrl_c_a_search_ends_within_seconds(budget):
     search.now += 5.0
     assert search.journal.left() <= 0
     data = search.journal.conclude("its time was over while running")
-    assert (data.config, data.interrupted, data.progress.in_words) == (HEURISTIC, True, "partial (1 of 3)")
+    assert (data.config, data.interrupted, data.progress.in_words) == (HEURISTIC, True, "not finished (1 of 3)")
 
 
 def test_after_ctrl_c_without_a_heuristic_the_search_has_no_result():
@@ -232,4 +232,4 @@ def test_missing_candidates_count_as_not_done():
     search.now += 16.0
     data = search.journal.conclude("no sign of life")
     assert len(data.outcomes) == 1
-    assert (data.progress.in_words, data.in_a_word) == ("partial (1 of 3)", "not finished (1 of 3)")
+    assert (data.progress.in_words, data.in_a_word) == ("not finished (1 of 3)", "not finished (1 of 3)")

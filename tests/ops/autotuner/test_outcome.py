@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, Status
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.execution import explain
@@ -175,6 +175,58 @@ def test_an_undecided_search_has_one_name_everywhere():
     assert explain._measured(entry).startswith("undecided, ")
     texts = (cli_report.searches(result_of(tuned)), show._in_full(entry), tuned.summary(), explain._measured(entry))
     assert not any(word in text for word in ("1.00x", "complete", "kept:") for text in texts)
+
+
+OPEN = dataclasses.replace(compare([2.0] * 5, [2.5] * 5), wins=False, settled=False, doubt="5 rounds are few")
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"unconfirmed": True, "not_saved": "not finished (2 of 2, the best one is not confirmed)"}, "not finished"),
+        ({"why": "it is open; 5 rounds are few"}, "undecided"),
+    ],
+)
+def test_a_search_that_is_open_has_one_verdict_and_one_reason(changes, verdict):
+    fields = {"why": "the time was over", "undecided": True} | changes
+    challenge = Challenge({"rows": 2}, OPEN, is_confirmation=True)
+    tuned = dataclasses.replace(search(measured(1, 25), measured(2, 20), winner=0), challenge=challenge, **fields)
+    text = tuned.summary()
+    assert text.count(verdict) >= 3
+    assert ("undecided" if verdict == "not finished" else "not finished") not in text
+    assert text.count("not confirmed") + text.count("5 rounds are few") == 1 + (verdict == "not finished")
+    assert "kept" not in text
+    assert tuned.progress.in_words.startswith(verdict)
+    assert view_of(tuned)["standing"]["in_words"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"planned": 4}, "not faster"), ({"undecided": True}, "not faster"), ({}, "heuristic kept")],
+)
+def test_only_a_complete_search_calls_the_heuristic_kept(changes, words):
+    lost = Challenge({"rows": 2}, compare([3.0] * 9, [2.0] * 9), is_confirmation=True)
+    tuned = dataclasses.replace(search(measured(1, 25), measured(2, 26), winner=0), challenge=lost, **changes)
+    assert f"; {words}" in tuned.summary()
+    assert ("heuristic kept" in tuned.summary()) == (words == "heuristic kept")
+
+
+def test_a_winner_of_an_undecided_search_is_called_undecided():
+    tuned = dataclasses.replace(search(measured(1, 20), measured(2, 10), winner=1), undecided=True, why="3 is faster")
+    assert tuned.in_a_word == "2.00x, undecided"
+    assert tuned.summary().splitlines()[2].endswith("; 2.00x the heuristic's speed, undecided: 3 is faster")
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("partial", "its search is not finished (1 of 3); tuning again continues it"),
+        ("failed", "its search failed; tuning again repeats it"),
+        ("complete", "its search is complete, but its entry was removed; tuning again repeats it"),
+    ],
+)
+def test_a_call_without_entry_says_what_tuning_again_does(state, says):
+    assert SearchProgress(SearchState(state), 1, 3).without_entry == says
 
 
 def test_an_empty_result_is_one_line():

@@ -143,13 +143,19 @@ def test_without_cpu_time_a_disturbed_clock_decides_nothing():
 
 def test_threads_that_share_the_work_otherwise_settle_nothing():
     parallel, serial = calls(1.0, NOISE, threads=4), calls(1.5, NOISE[::-1])
-    assert not judge(parallel, serial).settled
+    verdict = judge(parallel, serial)
+    assert not verdict.settled
+    assert verdict.doubt == (
+        "this is the processor time of its busiest thread, but in that of all its threads it is 0.38x, and both must "
+        "agree on a lead of 1.11x"
+    )
 
 
 def test_a_contradicting_clock_decides_nothing():
     idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
     verdict = judge(idle, busy)
     assert (verdict.wins, verdict.settled) == (False, False)
+    assert verdict.doubt.startswith("by the clock, which other processes disturbed, it is 0.1")
 
 
 def test_nearly_equal_work_is_not_a_win():

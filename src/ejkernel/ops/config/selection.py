@@ -174,7 +174,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         why = why_no_entry(persistent, request.inv, key)
         progress = self.store.progress(key) if persistent.path is not None else None
         if progress is not None and why.startswith("no entry"):
-            why = f"its search is {progress.in_words}; tuning again continues it{why.removeprefix('no entry')}"
+            why = f"{progress.without_entry}{why.removeprefix('no entry')}"
         text = "" if why == "no entry" else why.removeprefix("no entry; ")
         return text[:1].upper() + text[1:]
 

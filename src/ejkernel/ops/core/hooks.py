@@ -6,22 +6,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol
 
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelError, KernelWarning, UnsupportedError
+from ejkernel.ops.errors import CallError, ConfigError, KernelError, KernelWarning, UnsupportedError
 from ejkernel.ops.utils.error_text import example_text, instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import asked, check_candidates
 from ejkernel.ops.utils.weak_caches import Noted
 
+_NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 # The forms of a hook for each platform, in order of precedence.
 _FORMS = {
@@ -52,15 +54,32 @@ class Computation(Noted, Generic[Cfg, Out]):
         _warn_of_misspelt_hooks(cls)
 
     def __init__(self, name: str | None = None) -> None:
-        given: object = name
-        if hasattr(given, "shape"):
-            called = type(self).__name__
-            raise KernelError(f"name must be text, got an array; create the kernel first: {called}('name')(...).")
         if name is not None and not _is_name(name):
             raise KernelError(
                 f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
             )
         self._name = name
+
+    @classmethod
+    def _check_created(cls, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Raise an error that says how to create a kernel, if the arguments are those of a call.
+
+        Raises:
+            CallError: An argument is an array, or the class has no own `__init__` and takes no such arguments.
+        """
+        signature, is_usual = inspect.signature(cls.__init__), cls.__init__ is Computation.__init__
+        given = [*args, *kwargs.values()]
+        has_array = any(hasattr(value, "shape") for value in given)
+        try:
+            signature.bind(None, *args, **kwargs)
+            fits = True
+        except TypeError:
+            fits = False
+        if (fits and not (is_usual and has_array)) or not (is_usual or has_array):
+            return
+        if not has_array:
+            raise CallError(f"{cls.__name__} takes only the name of the operation; set the rest in the class.")
+        raise CallError(f"{no_instance(cls)} and call that.")
 
     @property
     def name(self) -> str:
@@ -150,6 +169,14 @@ class Computation(Noted, Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
+
+
+def no_instance(cls: type) -> str:
+    """Return the begin of a message about a kernel class in place of its instance: how to create the instance."""
+    is_usual = cls.__init__ is Computation.__init__  # type: ignore[misc]  # only compared
+    name, has_more = _NEXT_WORD.sub("_", cls.__name__).lower(), len(inspect.signature(cls).parameters) > 0
+    given = repr(name) if is_usual else "..." if has_more else ""
+    return f"{cls.__name__} is a kernel class: create the kernel first, {name} = {cls.__name__}({given}),"
 
 
 class _Directed(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 
 from ejkernel.ops.core.callspec import prepared as prepared
 from ejkernel.ops.core.callspec import with_python_numbers as with_python_numbers
-from ejkernel.ops.core.hooks import Computation, _form
+from ejkernel.ops.core.hooks import Computation, _form, no_instance
 from ejkernel.ops.core.hooks import check_config as check_config
 from ejkernel.ops.core.hooks import has_backward_heuristic as has_backward_heuristic
 from ejkernel.ops.core.hooks import has_gradient_rule as has_gradient_rule
@@ -27,7 +27,7 @@ from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
-from ejkernel.ops.errors import ArgumentError, EjkernelError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, CallError, EjkernelError, NoConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
@@ -204,7 +204,13 @@ def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
 
 
 def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the kernel behind a bound method, with the object as its first argument; return other targets as is."""
+    """Return the kernel behind a bound method, with the object as its first argument; return other targets as is.
+
+    Raises:
+        CallError: The target is a kernel class rather than an instance.
+    """
+    if isinstance(target, type) and issubclass(target, Kernel):
+        raise CallError(f"{no_instance(target)} and pass that.")
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
     return target, args

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, unbound
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.utils.validation import check_argument
@@ -70,6 +70,7 @@ def _mapped(
     executor: Executor[Any, Any] | None,
 ) -> Callable[..., Any]:
     """Return the kernel under `transform`, run by the executor or by the default executor at the time of each call."""
+    unbound(kernel, ())  # an error for a class
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
     # Apply the transformation at each call: keyword arguments are not batched, and the default executor may change.

@@ -46,7 +46,7 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
-        search_note: Why the search failed; empty if it did not.
+        search_note: Why the search failed, is not finished or undecided; empty if it is complete.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
 
@@ -165,7 +165,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         split=split,
         split_note=split_note,
         search=_search_of(chooser, key),
-        search_note=_why_failed(chooser, key),
+        search_note=_why_open(chooser, key),
         runs=None if resolution is None else kernel.completed(inv, resolution.config),
     )
 
@@ -175,13 +175,14 @@ def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
     return None if store is None or key is None else store.progress(key)
 
 
-def _why_failed(chooser: object, key: ConfigKey | None) -> str:
-    """Return why the newest search of a call without an entry failed; empty if it did not."""
+def _why_open(chooser: object, key: ConfigKey | None) -> str:
+    """Return why the search of a call failed, is not finished or undecided; empty if it is complete."""
     store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
     progress = None if store is None or key is None else store.progress(key)
-    if store is None or key is None or progress is None or progress.state != "failed":
+    if store is None or key is None or progress is None or progress.state == "complete":
         return ""
-    return next((search.why for search in store.searches(key.op) if search.key == key), "")
+    found = next((search for search in store.searches(key.op) if search.key == key), None)
+    return found.why if found is not None and found.progress == progress else ""
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:

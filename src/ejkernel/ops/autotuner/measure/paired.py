@@ -134,7 +134,7 @@ def _doubt(share: float, margin: float, sure: float, confidence: float, gain: fl
     if share >= 1 - margin:
         return f"it may take up to {gain:.0%} less time" if gain < 1 else "too few rounds to tell"
     if not has_lower_median:
-        return "its median over all rounds is not lower"
+        return "it is ahead in the median round, but its median time is not shorter"
     return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
 
 
@@ -177,9 +177,12 @@ def judge(
     if by_clock.settled and not busiest.settled:
         return by_clock
     if opposed:
-        doubt = "the clock says the opposite of the processor time"
+        doubt = f"by the clock, which other processes disturbed, it is {by_clock.speedup:.2f}x"
     elif busiest.settled:
-        doubt = "the time of its busiest thread and that of all its threads disagree"
+        doubt = (
+            f"this is the processor time of its busiest thread, but in that of all its threads it is "
+            f"{total.speedup:.2f}x, and both must agree on a lead of {by_work.least:.2f}x"
+        )
     else:
         doubt = busiest.doubt
     return dataclasses.replace(by_work, wins=False, settled=False, doubt=doubt)

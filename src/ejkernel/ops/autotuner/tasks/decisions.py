@@ -37,20 +37,20 @@ class Conclusion:
         winner: The winning candidate.
         checked: The checks that it passed.
         challenge: The best challenger compared with the heuristic.
-        doubtful: Whether another candidate has shorter times than the winner.
+        faster: Another candidate with shorter times than the winner; `None` without one.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
     """
 
     winner: Candidate
     checked: tuple[str, ...]
     challenge: Challenge | None = None
-    doubtful: bool = False
+    faster: Candidate | None = None
     unconfirmed: bool = False
 
     @property
     def undecided(self) -> bool:
         """Whether the evidence was insufficient."""
-        return self.doubtful or (self.challenge is not None and not self.challenge.comparison.settled)
+        return self.faster is not None or (self.challenge is not None and not self.challenge.comparison.settled)
 
 
 class Decider:
@@ -86,7 +86,7 @@ class Decider:
             again = {id(candidate): candidate for candidate in (pool.heuristic, decision.winner, *doubtful)}
             pool.measure(again.values(), SamplingPlan.fixed(self._rounds))
             decision = self._best()
-        return dataclasses.replace(decision, doubtful=bool(self._faster_than(decision)))
+        return dataclasses.replace(decision, faster=next(iter(self._faster_than(decision)), None))
 
     def fault(self, decision: Conclusion) -> str:
         """Return the fault of the gradients: of the heuristic's, or how forward and backward disagree on residuals."""
@@ -249,26 +249,43 @@ def _at_first_look(challenger: Candidate) -> PairedComparison:
 
 
 def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: bool) -> str:
-    """Return why the heuristic stays.
+    """Return why the heuristic stays, in a finished search perhaps because it is undecided.
 
     Args:
         decision: The decision.
-        finished: Whether no candidate is left to measure.
+        finished: Whether no candidate is left to measure, and the best one was compared with the heuristic.
         others_are_measured: Whether a candidate beside the heuristic has times.
     """
     challenge = decision.challenge
-    if decision.unconfirmed:
+    is_confirmed = challenge is not None and challenge.is_confirmation
+    if decision.unconfirmed and not is_confirmed:
         return "the search ended before the best candidate was compared with the heuristic"
     if not finished and not others_are_measured:
         return "the search ended before another candidate was measured"
+    if decision.faster is not None:
+        return why_open(decision)
     so_far = "" if finished else " so far"
-    if challenge is None or (challenge.comparison.settled and not challenge.is_confirmation):
+    if challenge is None or (challenge.comparison.settled and not is_confirmed):
         return f"no candidate was measurably faster{so_far}"
-    comparison = challenge.comparison
-    where = " in the confirmation run" if challenge.is_confirmation else ""
+    comparison, name = challenge.comparison, compact(challenge.challenger)
+    where = " in the confirmation run" if is_confirmed else ""
+    rounds = f"{comparison.in_words}{where}, ahead in {comparison.ahead} of {counted(comparison.pairs, 'round')}"
+    if decision.unconfirmed:
+        return f"the search ended before {name} was confirmed: {rounds} so far"
     if comparison.is_tie:
-        what = f"no difference to {compact(challenge.challenger)}{where}{so_far}"
-        return f"{what}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
-    what = "did not beat the heuristic" if comparison.settled else "was not significantly faster or slower"
-    rounds = f"{comparison.in_words}, ahead in {comparison.ahead} of {comparison.pairs} rounds"
-    return f"{compact(challenge.challenger)} {what}{where}{so_far}: {rounds}"
+        return (
+            f"no difference to {name}{where}{so_far}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
+        )
+    if comparison.settled:
+        return f"{name} did not beat the heuristic{so_far}: {rounds}"
+    return f"it is open whether {name} is faster{so_far}: {rounds}; {comparison.doubt}"
+
+
+def why_open(decision: Conclusion) -> str:
+    """Return why a search with a candidate that seems faster than its winner is undecided."""
+    assert decision.faster is not None  # callers check
+    challenge, name = decision.challenge, compact(decision.faster.config)
+    if challenge is None or challenge.challenger is not decision.faster.config:
+        return f"{name} has a shorter time than the chosen configuration, but was not confirmed"
+    where = "in the confirmation run" if challenge.is_confirmation else "in the rounds with both"
+    return f"{name} has a shorter time than the heuristic, but is not faster {where}: {challenge.comparison.in_words}"

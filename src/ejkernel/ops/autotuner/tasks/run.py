@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.sampling import SamplingPlan
 from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
-from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays
+from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
 from ejkernel.ops.autotuner.tasks.rounds import RoundsTeller
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
@@ -98,7 +98,7 @@ class TuningRun:
             lacks_reference=any(one.lacks_reference for one in oracle.all),
         )
         if not data.is_kept:
-            return data
+            return data if decision.faster is None else dataclasses.replace(data, why=why_open(decision))
         finished = data.progress.state.is_finished
         why = why_it_stays(decision, finished=finished, others_are_measured=pool.others_are_measured)
         is_alone = finished and len(pool.tried) == 1

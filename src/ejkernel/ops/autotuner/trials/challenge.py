@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.trials.status import CameOut
+from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
 from ejkernel.ops.utils.formatting import compact, durations
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -68,8 +68,21 @@ class Challenge:
         """The result: `it wins`, `no difference, so the heuristic is kept`, `heuristic kept` or `undecided`."""
         return "no difference, so the heuristic is kept" if self.comparison.is_tie else self.came_out.in_words
 
-    def line(self) -> str:
-        """Return it as one line of text."""
+    def verdict(self, state: SearchState) -> str:
+        """Return the result in a search with this state: that of a search that is not finished stays open."""
+        if state in (SearchState.COMPLETE, SearchState.FAILED) or self.came_out == CameOut.WINS:
+            return self.in_words
+        if self.came_out == CameOut.STAYS:
+            return "no difference" if self.comparison.is_tie else "not faster"
+        return "not finished" if state == SearchState.PARTIAL else self.in_words
+
+    def line(self, state: SearchState = SearchState.COMPLETE, why: str = "") -> str:
+        """Return it as one line of text.
+
+        Args:
+            state: The state of the search.
+            why: The reason for this state, which is not repeated.
+        """
         figures = self.comparison
         by_cpu = figures.judged_by == PROCESSOR
         mine, theirs = (f"{time}{CPU if by_cpu else ''}" for time in durations((figures.challenger, figures.incumbent)))
@@ -77,6 +90,13 @@ class Challenge:
         by = " (processor time, since other processes disturbed the clock)" if by_cpu else ""
         return (
             f"{compact(self.challenger)} {where}: {mine}, the heuristic {theirs}{by}; {self.in_rounds}; faster in "
-            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.in_words}"
-            f"{f': {figures.doubt}' if figures.doubt and not figures.settled else ''}"
+            f"{figures.ahead} of {figures.pairs} rounds, slower in {figures.behind}; {self.verdict(state)}"
+            f"{f': {figures.doubt}' if figures.doubt and not figures.settled and figures.doubt not in why else ''}"
         )
+
+
+def to_decide(challenge: Challenge | None) -> str:
+    """Return how to decide an undecided search with this comparison."""
+    if challenge is not None and challenge.comparison.judged_by == PROCESSOR:
+        return "other processes disturbed the clock; tune it again (--undecided) while no other program runs"
+    return "the times vary too much; tune it again (--undecided) with a larger --budget or on a less busy machine"

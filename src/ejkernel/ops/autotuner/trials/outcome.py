@@ -11,9 +11,10 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import MARGIN
-from ejkernel.ops.autotuner.measure.sampling import PROCESSOR, Case, named_cases, seconds_on
-from ejkernel.ops.autotuner.trials.challenge import CPU, Challenge
-from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, Status
+from ejkernel.ops.autotuner.measure.sampling import Case, named_cases, seconds_on
+from ejkernel.ops.autotuner.trials.challenge import Challenge, to_decide
+from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
@@ -88,7 +89,7 @@ class Findings(Shown):
     Attributes:
         outcomes: The outcome of each candidate; the heuristic comes first.
         seconds: Duration of the search.
-        why: Why the heuristic stays, if it does.
+        why: Why the heuristic stays, or why the search is undecided.
         interrupted: Whether the search was stopped early, so that this is the best result so far.
         challenge: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
             could not be measured.
@@ -179,7 +180,7 @@ class Findings(Shown):
         rival = self.winner.config if found is None else found.challenger
         if found is not None and _are_same(rival, outcome.config):
             first = "fastest in the run of all candidates; confirmation run: " if found.is_confirmation else ""
-            return f"{first}{found.comparison.in_words}: {found.in_words}"
+            return f"{first}{found.comparison.in_words}: {found.verdict(self.progress.state)}"
         best = relative_to_heuristic(self.winner, self)
         if best is None or mine >= best or outcome is self.heuristic:
             return ""
@@ -218,13 +219,15 @@ class Findings(Shown):
 
     @property
     def in_words(self) -> str:
-        """The result with the reason why the heuristic stays, if it does."""
+        """The result with the reason why the heuristic stays, or why the search has no result yet."""
+        why = f": {self.why}" if self.why else ""
         if not self.is_kept and self.speedup is None:
             return "the heuristic could not be measured"
         if not self.is_kept:
-            return f"{ratio(self.speedup)} the heuristic's speed"
+            found = f"{ratio(self.speedup)} the heuristic's speed"
+            return found if self.progress.state == SearchState.COMPLETE else f"{found}, {self.progress.in_words}{why}"
         found = "heuristic kept" if self.in_a_word == "kept" else self.in_a_word
-        return f"{found}: {self.why}" if self.why else found
+        return f"{found}{why}"
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -418,8 +421,9 @@ def _in_one_line(reason: str, most: int | None) -> str:
 
 def remarks(search: Findings) -> list[str]:
     """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
+    state = search.progress.state
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
-    lines += [] if search.challenge is None else [search.challenge.line()]
+    lines += [] if search.challenge is None else [search.challenge.line(state, search.why)]
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
@@ -429,11 +433,11 @@ def remarks(search: Findings) -> list[str]:
         )
     if search.lacks_reference:
         lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
-    if search.undecided:
-        lines.append("undecided: the machine was too noisy to tell which candidate is the fastest")
+    if state == SearchState.UNDECIDED:
+        lines.append(f"undecided: {to_decide(search.challenge)}")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
-    if search.not_saved:
+    if search.not_saved not in ("", search.progress.not_finished):  # the first line says the latter
         lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
 
@@ -469,27 +473,6 @@ def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ..
         return False, is_by_another(program[0], clock), relative
 
     return sorted(programs(outcomes), key=place)
-
-
-def clock_of(outcomes: Sequence[Outcome]) -> str:
-    """Return the timer (`Measurement.method`) of the heuristic's time or, without one, of the first program's.
-
-    If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
-    """
-    return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
-
-
-def clock_note(outcome: Outcome, clock: str = "") -> str:
-    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing."""
-    method = "" if outcome.measurement is None else outcome.measurement.method
-    if method == PROCESSOR:
-        return CPU
-    return f" by {method}" if clock and method and method != clock else ""
-
-
-def is_by_another(outcome: Outcome, clock: str) -> bool:
-    """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
-    return outcome.measurement is not None and outcome.measurement.method != clock
 
 
 def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:

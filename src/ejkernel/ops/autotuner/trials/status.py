@@ -150,8 +150,19 @@ class SearchProgress:
 
     @property
     def in_words(self) -> str:
-        """The state as text: `complete`, `undecided`, `partial (3 of 12)` or `failed`."""
-        return f"{self.state} ({self._counted})" if self.state == SearchState.PARTIAL else str(self.state)
+        """The state as text: `complete`, `undecided`, `not finished (3 of 12)` or `failed`."""
+        return self.not_finished if self.state == SearchState.PARTIAL else str(self.state)
+
+    @property
+    def without_entry(self) -> str:
+        """The state of a search whose call has no saved configuration, and the effect of tuning again, as a clause."""
+        match self.state:
+            case SearchState.PARTIAL:
+                return f"its search is {self.in_words}; tuning again continues it"
+            case SearchState.FAILED:
+                return "its search failed; tuning again repeats it"
+            case _:
+                return f"its search is {self.in_words}, but its entry was removed; tuning again repeats it"
 
     @property
     def not_finished(self) -> str:
@@ -161,10 +172,12 @@ class SearchProgress:
     def in_brief(self, speedup: float | None, *, kept: bool) -> str:
         """Return the result: the speed-up, `kept` (the heuristic), `undecided`, `not finished (3 of 12)` or `failed`.
 
-        If a search ended early but has a winner, the speed-up comes first: `1.50x, not finished (3 of 12)`.
+        If a search with a winner ended early or is undecided, the speed-up comes first: `1.50x, not finished (3 of
+        12)`.
         """
         if not kept:
-            return f"{ratio(speedup)}, {self.not_finished}" if self.state == SearchState.PARTIAL else ratio(speedup)
+            is_open = self.state in (SearchState.PARTIAL, SearchState.UNDECIDED)
+            return f"{ratio(speedup)}, {self.in_words}" if is_open else ratio(speedup)
         if self.state == SearchState.PARTIAL:
             return self.not_finished
         return "kept" if self.state == SearchState.COMPLETE else str(self.state)

@@ -13,16 +13,8 @@ import numpy as np
 
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
-from ejkernel.ops.autotuner.trials.outcome import (
-    Findings,
-    Outcome,
-    clock_note,
-    clock_of,
-    is_by_another,
-    program_name,
-    ranked,
-    share_of,
-)
+from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, program_name, ranked, share_of
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import compact, durations
@@ -186,7 +178,7 @@ def _standing(search: Findings) -> dict[str, Any] | None:
     if found is None:
         return None
     note = CPU if found.comparison.judged_by == PROCESSOR else ""
-    words = {"in_rounds": found.in_rounds, "in_words": found.in_words, "note": note}
+    words = {"in_rounds": found.in_rounds, "in_words": found.verdict(search.progress.state), "note": note}
     return found.data() | {"rival": compact(found.challenger), **words}
 
 

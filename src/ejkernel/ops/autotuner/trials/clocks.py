@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clocks of a search's times: they compare only if they come from the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
+from ejkernel.ops.autotuner.trials.challenge import CPU
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.trials.outcome import Outcome
+
+
+def clock_of(outcomes: Sequence[Outcome]) -> str:
+    """Return the timer (`Measurement.method`) of the heuristic's time or, without one, of the first program's.
+
+    If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
+    """
+    return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
+
+
+def clock_note(outcome: Outcome, clock: str = "") -> str:
+    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing."""
+    method = "" if outcome.measurement is None else outcome.measurement.method
+    if method == PROCESSOR:
+        return CPU
+    return f" by {method}" if clock and method and method != clock else ""
+
+
+def is_by_another(outcome: Outcome, clock: str) -> bool:
+    """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
+    return outcome.measurement is not None and outcome.measurement.method != clock
