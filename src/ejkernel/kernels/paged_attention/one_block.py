@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of `mosaic_gpu` as one kernel of one block of threads, which takes less time than XLA's several kernels.
+
+Its results are those of `schedule.py`, bit for bit. Numbers that other threads need go through global memory, in
+arrays that the kernel returns, with a barrier between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from .schedule import (
+    PROGRAMS,
+    Found,
+    Prefill,
+    PrefillTile,
+    PrefillTiles,
+    Ranges,
+    Schedule,
+    Share,
+    Tile,
+    TileSizes,
+    blocks_of,
+    items_at,
+    long_tiles,
+    most_prefill_tiles,
+    no_prefill,
+    prefill_columns,
+    shares,
+    tile_columns,
+)
+
+WARPS = 16
+_AT_ONCE = 16384  # elements of a matrix that the threads hold
+_COMPARED = 64  # tiles that are compared with all others at once
+_MOST_TABLE = 4 * _AT_ONCE  # elements of a page table
+_MOST = 1024  # sequences, and tiles of either kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a schedule.
+
+    Attributes:
+        tokens: New tokens of all sequences, with padding.
+        sequences: Sequences.
+        columns: Columns of the page table; `None`: the lengths are valid already.
+        pages, page_size: Pages of the cache, and tokens of a page.
+        kv_heads: KV heads.
+        tile: Query tokens of the tiles.
+        window: The keys that a query sees before its own; `None`: all.
+    """
+
+    tokens: int
+    sequences: int
+    columns: int | None
+    pages: int
+    page_size: int
+    kv_heads: int
+    tile: TileSizes
+    window: int | None
+
+    @property
+    def short_tiles(self) -> int:
+        """Tiles of decode."""
+        return self.tokens if self.tile.long is None else self.sequences
+
+    @property
+    def prefill_tiles(self) -> int:
+        """Tiles of prefill."""
+        size = self.tile.long
+        return 0 if size is None else most_prefill_tiles(self.tokens, self.sequences, size)
+
+    @property
+    def checks_quickly(self) -> bool:
+        """Whether one block of threads reads the page table in little time."""
+        return 0 < _power(self.sequences) * (self.columns or 0) <= _MOST_TABLE
+
+    @property
+    def fits(self) -> bool:
+        """Whether one block of threads computes the schedule in little time."""
+        most = max(self.sequences + 1, self.short_tiles, self.prefill_tiles)
+        return self.tokens > 0 and self.sequences > 0 and most <= _MOST and self.columns != 0
+
+
+class _Results(NamedTuple):
+    """References to the results, and to numbers that threads exchange; without prefill some are `None`."""
+
+    offsets: Any  # [sequences + 1]
+    lengths: Any  # [sequences]
+    short_tiles: Any  # [tiles, 6]
+    short_programs: Any  # [programs, 5]
+    bounds: Any  # [sequences + 2]: offsets, and the number of tokens
+    all_lengths: Any  # [sequences + 1]: lengths, and 0
+    ends: Any  # [tiles of decode]: of their blocks
+    prefill_tiles: Any = None  # [tiles, 5]
+    prefill_ends: Any = None  # [sequences + 1]
+    orders: Any = None  # [tiles of prefill]
+
+
+class _After(NamedTuple):
+    """A vector without its first element."""
+
+    whole: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.whole[index + 1]
+
+
+def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -> Found:
+    """Return offsets, lengths and schedules.
+
+    Args:
+        sizes: The sizes.
+        arrays: Offsets and lengths, and the page table if `sizes` has columns; all int32.
+        interpret: Whether to simulate the kernel.
+    """
+    sequences, short, prefill = sizes.sequences, sizes.short_tiles, sizes.prefill_tiles
+    shapes = [(sequences + 1,), (sequences,), (short, len(Tile)), (PROGRAMS, len(Share))]
+    shapes += [(sequences + 2,), (sequences + 1,), (short,)]
+    if prefill:
+        shapes += [(prefill, len(PrefillTile)), (sequences + 1,), (prefill,)]
+
+    def kernel(*refs: Any) -> None:
+        _Kernel(sizes, _Results(*refs[len(arrays) :]), interpret).run(*refs[: len(arrays)])
+
+    call: Callable[..., list[jax.Array]] = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((math.prod(shape),), jnp.int32) for shape in shapes],
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        name="paged_plan",
+        interpret=interpret,
+    )
+    flat = call(*arrays[:2], *(table.reshape(-1) for table in arrays[2:]))
+    found = _Results(*(x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)))
+    own = Prefill(found.prefill_tiles, found.prefill_ends) if prefill else no_prefill()
+    return Found(found.offsets, found.lengths, Schedule(found.short_tiles, found.short_programs), own)
+
+
+def _power(number: int) -> int:
+    """Return the first power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _numbers(count: int) -> jax.Array:
+    """Return the first numbers, as many as the threads hold for `count` elements."""
+    return jnp.arange(_power(count), dtype=jnp.int32)
+
+
+def _loaded(ref: Any, at: jax.Array, inside: jax.Array, other: int = 0) -> jax.Array:
+    found: jax.Array = plt.load(ref.at[at], mask=inside, other=other)
+    return found
+
+
+def _store_columns(ref: Any, rows: jax.Array, columns: Sequence[jax.Array], inside: jax.Array) -> None:
+    for number, column in enumerate(columns):
+        plt.store(ref.at[rows * len(columns) + number], column, mask=inside)
+
+
+class _Kernel:
+    """The kernel's steps."""
+
+    def __init__(self, sizes: Sizes, results: _Results, interpret: bool) -> None:
+        self.sizes, self.results, self.interpret = sizes, results, interpret
+
+    def run(self, offsets: Any, lengths: Any, table: Any = None) -> None:
+        """Write all results."""
+        sizes, results, size = self.sizes, self.results, self.sizes.tile.long
+        self._ascend(offsets)
+        if table is None:
+            number = _numbers(sizes.sequences)
+            self._store_lengths(number, _loaded(lengths, number, number < sizes.sequences))
+        else:
+            self._check(lengths, table)
+        plt.store(results.all_lengths.at[_numbers(1) + sizes.sequences], jnp.zeros((1,), jnp.int32))
+        self._wait()
+        given = Ranges(results.bounds, _After(results.bounds), results.all_lengths)
+        blocks = self._decode(given)
+        tiles = None if size is None else self._find(given, size)
+        self._wait()
+        self._deal(blocks)
+        if size is not None and tiles is not None:
+            self._prefill(given, tiles, size)
+
+    def _wait(self) -> None:
+        """Wait until each thread sees what the others have stored."""
+        if not self.interpret:
+            plt.debug_barrier()
+
+    def _ascend(self, given: Any) -> None:
+        """Store offsets that ascend from 0 within the tokens."""
+        results, count, tokens = self.results, self.sizes.sequences + 1, self.sizes.tokens
+        number = _numbers(count + 1)
+        inside = number < count
+
+        def clipped(at: jax.Array) -> jax.Array:
+            found = jnp.minimum(jnp.maximum(_loaded(given, at, inside & (at > 0)), 0), tokens)
+            return jnp.where(inside, found, tokens)
+
+        def step(index: jax.Array, offsets: jax.Array) -> jax.Array:
+            distance = jnp.left_shift(1, index)
+            self._wait()
+            plt.store(results.bounds.at[number], offsets, mask=inside)
+            self._wait()
+            earlier = _loaded(results.bounds, jnp.maximum(number - distance, 0), inside)
+            return jnp.where(number >= distance, jnp.maximum(offsets, earlier), offsets)
+
+        offsets = clipped(number)
+        falls = jnp.max((clipped(jnp.maximum(number - 1, 0)) > offsets).astype(jnp.int32))
+        offsets = lax.fori_loop(0, falls * count.bit_length(), step, offsets)
+        self._wait()
+        plt.store(results.bounds.at[number], jnp.where(inside, offsets, tokens), mask=number <= count)
+        plt.store(results.offsets.at[number], offsets, mask=inside)
+
+    def _check(self, given: Any, table: Any) -> None:
+        """Store the lengths of the sequences: 0 of one that needs a page outside of the cache."""
+        sizes, columns = self.sizes, self.sizes.columns or 1
+        width = min(_power(columns), _AT_ONCE)
+        height = min(_power(sizes.sequences), _AT_ONCE // width)
+        if sizes.window is not None:
+            self._wait()
+        for first in range(0, sizes.sequences, height):
+            number = first + _numbers(height)
+            lengths = _loaded(given, number, number < sizes.sequences)
+            lengths = jnp.minimum(jnp.maximum(lengths, 0), columns * sizes.page_size)
+            is_wrong = jnp.zeros((height,), jnp.int32)
+            for column in range(0, columns, width):
+                wrong = self._outside(table, number, column + _numbers(width), lengths)
+                is_wrong = jnp.maximum(is_wrong, jnp.max(wrong.astype(jnp.int32), axis=1))
+            self._store_lengths(number, jnp.where(is_wrong > 0, 0, lengths))
+
+    def _outside(self, table: Any, number: jax.Array, column: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Return which elements of the page table are needed and outside of the cache."""
+        sizes, columns = self.sizes, self.sizes.columns or 1
+        is_sequence, begin = number < sizes.sequences, (column * sizes.page_size)[None, :]
+        inside = is_sequence[:, None] & (column < columns)[None, :]
+        needed = inside & (begin < lengths[:, None])
+        if sizes.window is not None:
+            ends, begins = (_loaded(self.results.bounds, number + more, is_sequence) for more in (1, 0))
+            needed &= begin + sizes.page_size > (lengths - (ends - begins) - sizes.window)[:, None]
+        # If one step loads the whole table, it need not wait for the lengths.
+        is_whole = len(number) >= sizes.sequences and len(column) >= columns
+        page = _loaded(table, number[:, None] * columns + column[None, :], inside if is_whole else needed)
+        return needed & ((page < 0) | (page >= sizes.pages))
+
+    def _store_lengths(self, number: jax.Array, lengths: jax.Array) -> None:
+        sequences = self.sizes.sequences
+        plt.store(self.results.lengths.at[number], lengths, mask=number < sequences)
+        plt.store(self.results.all_lengths.at[number], lengths, mask=number < sequences)
+
+    def _decode(self, given: Ranges) -> jax.Array:
+        """Store the tiles of decode and the ends of their blocks; return the number of blocks."""
+        sizes, results = self.sizes, self.results
+        number = _numbers(sizes.short_tiles)
+        inside = number < sizes.short_tiles
+        if sizes.tile.long is None:
+            found = _count(results.bounds, 1, sizes.sequences, number)
+            sequence, token, count = jnp.where(inside, found, 0), number, jnp.ones_like(number)
+        else:
+            sequence = jnp.where(inside, number, 0)
+            token = given.begin[sequence]
+            count = given.end[sequence] - token
+            count = jnp.where(count > sizes.tile.short, 0, count)
+        columns = tile_columns(given, sequence, token, count, sizes.window, sizes.sequences - 1)
+        _store_columns(results.short_tiles, number, columns, inside)
+        blocks = blocks_of(*(columns[column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))) * sizes.kv_heads
+        blocks = jnp.where(inside, blocks, 0)
+        plt.store(results.ends.at[number], jnp.cumsum(blocks, dtype=jnp.int32), mask=inside)
+        return jnp.sum(blocks, dtype=jnp.int32)
+
+    def _deal(self, blocks: jax.Array) -> None:
+        """Store the shares of the programs."""
+        sizes, programs, most = self.sizes, self.results.short_programs, _power(PROGRAMS)
+        number = jnp.arange(2 * most, dtype=jnp.int32)  # first where each program begins, then where it stops
+        begins, program = number < most, number & (most - 1)
+        own = shares(blocks, program)
+        at = jnp.where(begins, own.begin, own.stop - 1)
+        tile = jnp.minimum(_count(self.results.ends, 0, sizes.short_tiles, at), sizes.short_tiles - 1)
+        item, block = items_at(self.results.ends, tile, at, sizes.kv_heads)
+        idle, inside = own.stop <= own.begin, program < PROGRAMS
+        item = jnp.where(idle, jnp.where(begins, 0, -1), item)
+        block = jnp.where(begins, jnp.where(idle, 0, block), block + 1)
+        columns = (
+            (jnp.where(begins, int(Share.FIRST_ITEM), int(Share.LAST_ITEM)), item),
+            (jnp.where(begins, int(Share.FIRST_BLOCK), int(Share.END_BLOCK)), block),
+            (jnp.full_like(number, int(Share.BLOCKS)), jnp.zeros_like(number) + own.size),
+        )
+        for column, value in columns:
+            plt.store(programs.at[program * len(Share) + column], value, mask=inside)
+
+    def _find(self, given: Ranges, size: int) -> jax.Array:
+        """Store the ends of the prefill tiles of each sequence; return the number of tiles."""
+        sequences, ends = self.sizes.sequences, self.results.prefill_ends
+        number = _numbers(sequences + 1)
+        inside = number <= sequences
+        sequence = jnp.where(inside, number, 0)
+        own = long_tiles(given.end[sequence] - given.begin[sequence], number == sequences, self.sizes.tile)
+        own = jnp.where(inside, own, 0)
+        plt.store(ends.at[number], jnp.cumsum(own, dtype=jnp.int32), mask=inside)
+        return jnp.sum(own, dtype=jnp.int32)
+
+    def _prefill(self, given: Ranges, tiles: jax.Array, size: int) -> None:
+        """Store the prefill tiles in their order."""
+        sizes, results, count = self.sizes, self.results, self.sizes.prefill_tiles
+        row = _numbers(count)
+        number, inside = tiles - 1 - row, row < count
+        sequence = jnp.where(inside, _count(results.prefill_ends, 0, sizes.sequences + 1, number), 0)
+        found = PrefillTiles(number, sequence, results.prefill_ends)
+        columns, order = prefill_columns(given, found, size, sizes.window, sizes.sequences - 1)
+        plt.store(results.orders.at[row], order, mask=inside)
+        self._wait()
+
+        def step(index: jax.Array, rank: jax.Array) -> jax.Array:
+            other = index * _COMPARED + jnp.arange(_COMPARED, dtype=jnp.int32)
+            its = _loaded(results.orders, other, other < count, 2**31 - 1)[None, :]
+            is_before = (its < order[:, None]) | ((its == order[:, None]) & (other[None, :] < row[:, None]))
+            return rank + jnp.sum(is_before.astype(jnp.int32), axis=1, dtype=jnp.int32)
+
+        rank = lax.fori_loop(0, -(-count // _COMPARED), step, jnp.zeros_like(row))
+        _store_columns(results.prefill_tiles, rank, columns, inside)
+
+
+def _count(ref: Any, first: int, count: int, at: jax.Array) -> jax.Array:
+    """Return how many of the `count` elements behind the `first` ones, which ascend, are at most these numbers."""
+    number = _numbers(count)
+    if len(number) * len(at) <= _AT_ONCE:
+        found = _loaded(ref, first + number, number < count, 2**31 - 1)
+        return jnp.sum((found[None, :] <= at[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    low, step = jnp.zeros_like(at), len(number)
+    while step:
+        probe = low + step
+        found = _loaded(ref, first + jnp.minimum(probe, count) - 1, probe <= count, 2**31 - 1)
+        low, step = jnp.where((probe <= count) & (found <= at), probe, low), step // 2
+    return low
