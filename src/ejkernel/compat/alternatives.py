@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import config
+from jax.sharding import AxisType
 
 from ejkernel.compat.partitioning import on_one_device
 from ejkernel.compat.programs import (
@@ -84,8 +85,9 @@ def _lower(ctx: Any, *values: Any, forms: Alternatives) -> Any:
             return lower_function(ctx, forms.plain, *values)
     # The kernel's types have neither shardings nor varying axes.
     bare = [[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-    mesh = on_one_device() if jax.sharding.get_abstract_mesh().size > 1 else contextlib.nullcontext()
-    with mesh, _config._check_vma(False), warnings.catch_warnings():
+    mesh = jax.sharding.get_abstract_mesh()
+    of_one = on_one_device() if mesh.size > 1 or AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
+    with of_one, _config._check_vma(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return lower_function(ctx.replace(avals_in=bare[0], avals_out=bare[1]), forms.on_hopper, *values)
 

@@ -31,7 +31,7 @@ from .schedule import (
 )
 
 if TYPE_CHECKING:
-    from . import one_block
+    from . import plan_kernel
 
 _PART, _MOST_PARTS = 64, 32  # columns of a part of a row of the page table, and parts of a row
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
@@ -227,7 +227,7 @@ def plan_arrays(
     ends = jnp.pad(running_sum(tiles), (1, 0))
     # Latent attention needs a schedule of its own if it differs from that of decode.
     has_tokens = shape.kv_heads == 1 and shape.tokens > shape.table[0]
-    single = token_tiles(shape, offsets, lengths) if has_tokens else no_schedule()
+    single = token_tiles(shape, *arrays) if has_tokens else no_schedule()
     pages = first.astype(jnp.int32), end.astype(jnp.int32)
     return PlanArrays(
         offsets, lengths, order, decodes, ends, *pages, *Schedule(*tables[:2]), *Prefill(*tables[2:]), *single
@@ -240,9 +240,14 @@ def batch_schedules(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -
     return Schedule(*tables[:2]), Prefill(*tables[2:])
 
 
-def token_tiles(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -> Schedule:
-    """Return the schedule of tiles of one token each, for one KV head and valid offsets and lengths."""
-    return Schedule(*compat.on_hopper_or_plain(Schedules(shape, by_token=True), offsets, lengths)[2:4])
+def token_tiles(shape: BatchShape, *arrays: jax.Array) -> Schedule:
+    """Return the schedule of tiles of one token each, for one KV head.
+
+    Args:
+        shape: The sizes of the batch.
+        arrays: Valid offsets and lengths; or any, and the page table.
+    """
+    return Schedule(*compat.on_hopper_or_plain(Schedules(shape, by_token=True), *arrays)[2:4])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +283,7 @@ class Schedules(compat.Alternatives):
 
     def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Return the same by one kernel, or by one behind the check of a large page table."""
-        from . import one_block  # Pallas is slow to import
+        from . import plan_kernel  # Pallas is slow to import
 
         sizes, given = self._sizes, arrays
         if len(arrays) == 2 or not sizes.checks_quickly:
@@ -288,15 +293,15 @@ class Schedules(compat.Alternatives):
         with jax.enable_x64(False):
             if sizes.columns is None and len(arrays) > 2:
                 given = _checked(self.shape, arrays[2], *arrays[:2])[:2]
-            found = one_block.run(sizes, given)
+            found = plan_kernel.run(sizes, given)
         return found.offsets, found.lengths, *found.short, *found.prefill
 
     @property
-    def _sizes(self) -> one_block.Sizes:
-        from . import one_block
+    def _sizes(self) -> plan_kernel.Sizes:
+        from . import plan_kernel
 
         shape = self.shape
-        return one_block.Sizes(
+        return plan_kernel.Sizes(
             tokens=shape.tokens,
             sequences=shape.table[0],
             columns=shape.table[1],

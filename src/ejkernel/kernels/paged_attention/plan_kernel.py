@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of `mosaic_gpu` as one kernel of one block of threads, which takes less time than XLA's several kernels.
+"""The schedule of `mosaic_gpu` as one kernel, which takes less time than XLA's several kernels.
 
-Its results are those of `schedule.py`, bit for bit. Numbers that other threads need go through global memory, in
-arrays that the kernel returns, with a barrier between.
+Its results are those of `schedule.py`, bit for bit. The first block of threads writes the schedule of decode, and the
+others write rows of the table of prefill tiles; each finds the valid offsets and lengths for itself. Numbers that other
+threads of a block need go through global memory, in arrays that the kernel returns, with a barrier between.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ from .schedule import (
 
 WARPS = 16
 _AT_ONCE = 16384  # elements of a matrix that the threads hold
-_COMPARED = 64  # tiles that are compared with all others at once
+_RANKED = 128  # prefill tiles of a block of threads, and tiles with which it compares them at once
 _MOST_TABLE = 4 * _AT_ONCE  # elements of a page table
 _MOST = 1024  # sequences, and tiles of either kind
 
@@ -81,6 +83,11 @@ class Sizes:
         return 0 if size is None else most_prefill_tiles(self.tokens, self.sequences, size)
 
     @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return 1 + -(-self.prefill_tiles // _RANKED)
+
+    @property
     def checks_quickly(self) -> bool:
         """Whether one block of threads reads the page table in little time."""
         return 0 < _power(self.sequences) * (self.columns or 0) <= _MOST_TABLE
@@ -99,21 +106,34 @@ class _Results(NamedTuple):
     lengths: Any  # [sequences]
     short_tiles: Any  # [tiles, 6]
     short_programs: Any  # [programs, 5]
-    bounds: Any  # [sequences + 2]: offsets, and the number of tokens
-    all_lengths: Any  # [sequences + 1]: lengths, and 0
-    ends: Any  # [tiles of decode]: of their blocks
+    bounds: Any  # for each block of threads [sequences + 2]: offsets, and the number of tokens
+    all_lengths: Any  # for each block of threads [sequences + 1]: lengths, and 0
+    ends: Any  # [tiles of decode]: of their blocks of keys
     prefill_tiles: Any = None  # [tiles, 5]
     prefill_ends: Any = None  # [sequences + 1]
     orders: Any = None  # [tiles of prefill]
 
 
-class _After(NamedTuple):
-    """A vector without its first element."""
+class _From(NamedTuple):
+    """The elements of a reference from `first` on."""
 
-    whole: Any
+    ref: Any
+    first: Any
 
     def __getitem__(self, index: Any) -> Any:
-        return self.whole[index + 1]
+        return self.ref[self.first + index]
+
+    def after(self) -> _From:
+        """Return the elements without the first."""
+        return _From(self.ref, self.first + 1)
+
+    def load(self, at: jax.Array, inside: jax.Array, other: int = 0) -> jax.Array:
+        """Return elements; `other` where `inside` is false."""
+        return _loaded(self.ref, self.first + at, inside, other)
+
+    def store(self, at: jax.Array, values: jax.Array, inside: jax.Array) -> None:
+        """Store elements where `inside` is true."""
+        plt.store(self.ref.at[self.first + at], values, mask=inside)
 
 
 def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -> Found:
@@ -126,7 +146,7 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
     """
     sequences, short, prefill = sizes.sequences, sizes.short_tiles, sizes.prefill_tiles
     shapes = [(sequences + 1,), (sequences,), (short, len(Tile)), (PROGRAMS, len(Share))]
-    shapes += [(sequences + 2,), (sequences + 1,), (short,)]
+    shapes += [(sizes.programs, sequences + 2), (sizes.programs, sequences + 1), (short,)]
     if prefill:
         shapes += [(prefill, len(PrefillTile)), (sequences + 1,), (prefill,)]
 
@@ -136,6 +156,7 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
     call: Callable[..., list[jax.Array]] = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct((math.prod(shape),), jnp.int32) for shape in shapes],
+        grid=(sizes.programs,),
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         name="paged_plan",
         interpret=interpret,
@@ -171,34 +192,36 @@ class _Kernel:
 
     def __init__(self, sizes: Sizes, results: _Results, interpret: bool) -> None:
         self.sizes, self.results, self.interpret = sizes, results, interpret
+        self.program = pl.program_id(0)
+        self.bounds = _From(results.bounds, self.program * (sizes.sequences + 2))
+        self.lengths = _From(results.all_lengths, self.program * (sizes.sequences + 1))
 
     def run(self, offsets: Any, lengths: Any, table: Any = None) -> None:
-        """Write all results."""
-        sizes, results, size = self.sizes, self.results, self.sizes.tile.long
+        """Write the results of this block of threads."""
+        size = self.sizes.tile.long
         self._ascend(offsets)
-        if table is None:
-            number = _numbers(sizes.sequences)
-            self._store_lengths(number, _loaded(lengths, number, number < sizes.sequences))
-        else:
-            self._check(lengths, table)
-        plt.store(results.all_lengths.at[_numbers(1) + sizes.sequences], jnp.zeros((1,), jnp.int32))
+        self._clip(lengths, table)
         self._wait()
-        given = Ranges(results.bounds, _After(results.bounds), results.all_lengths)
-        blocks = self._decode(given)
-        tiles = None if size is None else self._find(given, size)
-        self._wait()
-        self._deal(blocks)
-        if size is not None and tiles is not None:
-            self._prefill(given, tiles, size)
+        given = Ranges(self.bounds, self.bounds.after(), self.lengths)
+
+        @pl.when(self.program == 0)
+        def _short() -> None:
+            self._decode(given)
+
+        if size is not None:
+
+            @pl.when(self.program > 0)
+            def _long() -> None:
+                self._prefill(given, size)
 
     def _wait(self) -> None:
-        """Wait until each thread sees what the others have stored."""
+        """Wait until each thread of the block sees what the others have stored."""
         if not self.interpret:
             plt.debug_barrier()
 
     def _ascend(self, given: Any) -> None:
         """Store offsets that ascend from 0 within the tokens."""
-        results, count, tokens = self.results, self.sizes.sequences + 1, self.sizes.tokens
+        count, tokens = self.sizes.sequences + 1, self.sizes.tokens
         number = _numbers(count + 1)
         inside = number < count
 
@@ -209,61 +232,79 @@ class _Kernel:
         def step(index: jax.Array, offsets: jax.Array) -> jax.Array:
             distance = jnp.left_shift(1, index)
             self._wait()
-            plt.store(results.bounds.at[number], offsets, mask=inside)
+            self.bounds.store(number, offsets, inside)
             self._wait()
-            earlier = _loaded(results.bounds, jnp.maximum(number - distance, 0), inside)
+            earlier = self.bounds.load(jnp.maximum(number - distance, 0), inside)
             return jnp.where(number >= distance, jnp.maximum(offsets, earlier), offsets)
 
         offsets = clipped(number)
         falls = jnp.max((clipped(jnp.maximum(number - 1, 0)) > offsets).astype(jnp.int32))
         offsets = lax.fori_loop(0, falls * count.bit_length(), step, offsets)
         self._wait()
-        plt.store(results.bounds.at[number], jnp.where(inside, offsets, tokens), mask=number <= count)
-        plt.store(results.offsets.at[number], offsets, mask=inside)
+        self._store(self.bounds, self.results.offsets, number, offsets, inside)
+        self.bounds.store(number, jnp.full_like(number, tokens), number == count)
 
-    def _check(self, given: Any, table: Any) -> None:
-        """Store the lengths of the sequences: 0 of one that needs a page outside of the cache."""
-        sizes, columns = self.sizes, self.sizes.columns or 1
-        width = min(_power(columns), _AT_ONCE)
-        height = min(_power(sizes.sequences), _AT_ONCE // width)
+    def _clip(self, given: Any, table: Any) -> None:
+        """Store lengths within the page table: 0 of a sequence that needs a page outside of the cache."""
+        sizes = self.sizes
+        number = _numbers(sizes.sequences + 1)
+        lengths = self._valid(_loaded(given, number, number < sizes.sequences))
+        self._store(self.lengths, self.results.lengths, number, lengths, number < sizes.sequences)
+        self.lengths.store(number, jnp.zeros_like(number), number == sizes.sequences)
+        if table is None:
+            return
         if sizes.window is not None:
             self._wait()
-        for first in range(0, sizes.sequences, height):
-            number = first + _numbers(height)
-            lengths = _loaded(given, number, number < sizes.sequences)
-            lengths = jnp.minimum(jnp.maximum(lengths, 0), columns * sizes.page_size)
-            is_wrong = jnp.zeros((height,), jnp.int32)
-            for column in range(0, columns, width):
-                wrong = self._outside(table, number, column + _numbers(width), lengths)
-                is_wrong = jnp.maximum(is_wrong, jnp.max(wrong.astype(jnp.int32), axis=1))
-            self._store_lengths(number, jnp.where(is_wrong > 0, 0, lengths))
+        width = min(_power(sizes.columns or 1), _AT_ONCE)
+        height = min(_power(sizes.sequences), _AT_ONCE // width)
+        across, down = -(-(sizes.columns or 1) // width), -(-sizes.sequences // height)
 
-    def _outside(self, table: Any, number: jax.Array, column: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return which elements of the page table are needed and outside of the cache."""
+        def wrong(index: Any) -> tuple[jax.Array, jax.Array]:
+            row = index // across if isinstance(index, int) else lax.div(index, across)
+            number, column = row * height + _numbers(height), (index - row * across) * width + _numbers(width)
+            return number, self._outside(given, table, number, column)
+
+        def step(index: jax.Array, _: None) -> None:
+            number, outside = wrong(index)
+            is_wrong = jnp.max(outside, axis=1) > 0
+            self._store(self.lengths, self.results.lengths, number, jnp.zeros_like(number), is_wrong)
+
+        # Usually there is none, and one reduction of all elements tells so.
+        found = [wrong(index)[1] for index in range(across * down)]
+        some = jnp.max(functools.reduce(jnp.maximum, found))
+        self._wait()
+        lax.fori_loop(0, some * across * down, step, None)
+
+    def _valid(self, lengths: jax.Array) -> jax.Array:
+        columns, most = self.sizes.columns, 2**31 - 1
+        most = most if columns is None else columns * self.sizes.page_size
+        return jnp.minimum(jnp.maximum(lengths, 0), most)
+
+    def _outside(self, given: Any, table: Any, number: jax.Array, column: jax.Array) -> jax.Array:
+        """Return 1 for elements of the page table that are needed and outside of the cache, otherwise 0."""
         sizes, columns = self.sizes, self.sizes.columns or 1
         is_sequence, begin = number < sizes.sequences, (column * sizes.page_size)[None, :]
         inside = is_sequence[:, None] & (column < columns)[None, :]
+        lengths = self._valid(_loaded(given, number, is_sequence))
+        page = _loaded(table, number[:, None] * columns + column[None, :], inside)
         needed = inside & (begin < lengths[:, None])
         if sizes.window is not None:
-            ends, begins = (_loaded(self.results.bounds, number + more, is_sequence) for more in (1, 0))
-            needed &= begin + sizes.page_size > (lengths - (ends - begins) - sizes.window)[:, None]
-        # If one step loads the whole table, it need not wait for the lengths.
-        is_whole = len(number) >= sizes.sequences and len(column) >= columns
-        page = _loaded(table, number[:, None] * columns + column[None, :], inside if is_whole else needed)
-        return needed & ((page < 0) | (page >= sizes.pages))
+            count = self.bounds.load(number + 1, is_sequence) - self.bounds.load(number, is_sequence)
+            needed &= begin + sizes.page_size > (lengths - count - sizes.window)[:, None]
+        return (needed & ((page < 0) | (page >= sizes.pages))).astype(jnp.int32)
 
-    def _store_lengths(self, number: jax.Array, lengths: jax.Array) -> None:
-        sequences = self.sizes.sequences
-        plt.store(self.results.lengths.at[number], lengths, mask=number < sequences)
-        plt.store(self.results.all_lengths.at[number], lengths, mask=number < sequences)
+    def _store(self, own: _From, result: Any, number: jax.Array, values: jax.Array, inside: jax.Array) -> None:
+        """Store values for this block of threads, and those of the first block as results."""
+        own.store(number, values, inside)
+        plt.store(result.at[number], values, mask=inside & (self.program == 0))
 
-    def _decode(self, given: Ranges) -> jax.Array:
-        """Store the tiles of decode and the ends of their blocks; return the number of blocks."""
+    def _decode(self, given: Ranges) -> None:
+        """Store the tiles of decode and the shares of the programs."""
         sizes, results = self.sizes, self.results
         number = _numbers(sizes.short_tiles)
         inside = number < sizes.short_tiles
         if sizes.tile.long is None:
-            found = _count(results.bounds, 1, sizes.sequences, number)
+            found = _count(self.bounds.after(), sizes.sequences, number)
             sequence, token, count = jnp.where(inside, found, 0), number, jnp.ones_like(number)
         else:
             sequence = jnp.where(inside, number, 0)
@@ -275,7 +316,9 @@ class _Kernel:
         blocks = blocks_of(*(columns[column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))) * sizes.kv_heads
         blocks = jnp.where(inside, blocks, 0)
         plt.store(results.ends.at[number], jnp.cumsum(blocks, dtype=jnp.int32), mask=inside)
-        return jnp.sum(blocks, dtype=jnp.int32)
+        total = jnp.sum(blocks, dtype=jnp.int32)
+        self._wait()
+        self._deal(total)
 
     def _deal(self, blocks: jax.Array) -> None:
         """Store the shares of the programs."""
@@ -284,8 +327,9 @@ class _Kernel:
         begins, program = number < most, number & (most - 1)
         own = shares(blocks, program)
         at = jnp.where(begins, own.begin, own.stop - 1)
-        tile = jnp.minimum(_count(self.results.ends, 0, sizes.short_tiles, at), sizes.short_tiles - 1)
-        item, block = items_at(self.results.ends, tile, at, sizes.kv_heads)
+        ends = _From(self.results.ends, 0)
+        tile = jnp.minimum(_count(ends, sizes.short_tiles, at), sizes.short_tiles - 1)
+        item, block = items_at(ends, tile, at, sizes.kv_heads)
         idle, inside = own.stop <= own.begin, program < PROGRAMS
         item = jnp.where(idle, jnp.where(begins, 0, -1), item)
         block = jnp.where(begins, jnp.where(idle, 0, block), block + 1)
@@ -297,47 +341,54 @@ class _Kernel:
         for column, value in columns:
             plt.store(programs.at[program * len(Share) + column], value, mask=inside)
 
-    def _find(self, given: Ranges, size: int) -> jax.Array:
-        """Store the ends of the prefill tiles of each sequence; return the number of tiles."""
-        sequences, ends = self.sizes.sequences, self.results.prefill_ends
-        number = _numbers(sequences + 1)
-        inside = number <= sequences
-        sequence = jnp.where(inside, number, 0)
-        own = long_tiles(given.end[sequence] - given.begin[sequence], number == sequences, self.sizes.tile)
-        own = jnp.where(inside, own, 0)
-        plt.store(ends.at[number], jnp.cumsum(own, dtype=jnp.int32), mask=inside)
-        return jnp.sum(own, dtype=jnp.int32)
-
-    def _prefill(self, given: Ranges, tiles: jax.Array, size: int) -> None:
-        """Store the prefill tiles in their order."""
+    def _prefill(self, given: Ranges, size: int) -> None:
+        """Store the prefill tiles of this block of threads in their places."""
         sizes, results, count = self.sizes, self.results, self.sizes.prefill_tiles
-        row = _numbers(count)
-        number, inside = tiles - 1 - row, row < count
-        sequence = jnp.where(inside, _count(results.prefill_ends, 0, sizes.sequences + 1, number), 0)
-        found = PrefillTiles(number, sequence, results.prefill_ends)
-        columns, order = prefill_columns(given, found, size, sizes.window, sizes.sequences - 1)
-        plt.store(results.orders.at[row], order, mask=inside)
+        number = _numbers(sizes.sequences + 1)
+        inside = number <= sizes.sequences
+        sequence = jnp.where(inside, number, 0)
+        tiles = long_tiles(given.end[sequence] - given.begin[sequence], number == sizes.sequences, sizes.tile)
+        tiles = jnp.where(inside, tiles, 0)
+        plt.store(results.prefill_ends.at[number], jnp.cumsum(tiles, dtype=jnp.int32), mask=inside)
+        total = jnp.sum(tiles, dtype=jnp.int32)
         self._wait()
 
+        def found(row: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+            number, ends = total - 1 - row, _From(results.prefill_ends, 0)
+            sequence = jnp.where(row < count, _count(ends, sizes.sequences + 1, number), 0)
+            tiles = PrefillTiles(number, sequence, ends)
+            return prefill_columns(given, tiles, size, sizes.window, sizes.sequences - 1)
+
+        row = _numbers(count)
+        plt.store(results.orders.at[row], found(row)[1], mask=row < count)
+        row = (self.program - 1) * _RANKED + jnp.arange(_RANKED, dtype=jnp.int32)
+        columns, order = found(row)
+        self._wait()
+        _store_columns(results.prefill_tiles, self._rank(row, order), columns, row < count)
+
+    def _rank(self, row: jax.Array, order: jax.Array) -> jax.Array:
+        """Return how many rows come before each of these rows."""
+        count = self.sizes.prefill_tiles
+
         def step(index: jax.Array, rank: jax.Array) -> jax.Array:
-            other = index * _COMPARED + jnp.arange(_COMPARED, dtype=jnp.int32)
-            its = _loaded(results.orders, other, other < count, 2**31 - 1)[None, :]
+            other = index * _RANKED + jnp.arange(_RANKED, dtype=jnp.int32)
+            its = _loaded(self.results.orders, other, other < count, 2**31 - 1)[None, :]
             is_before = (its < order[:, None]) | ((its == order[:, None]) & (other[None, :] < row[:, None]))
             return rank + jnp.sum(is_before.astype(jnp.int32), axis=1, dtype=jnp.int32)
 
-        rank = lax.fori_loop(0, -(-count // _COMPARED), step, jnp.zeros_like(row))
-        _store_columns(results.prefill_tiles, rank, columns, inside)
+        rank: jax.Array = lax.fori_loop(0, -(-count // _RANKED), step, jnp.zeros_like(row))
+        return rank
 
 
-def _count(ref: Any, first: int, count: int, at: jax.Array) -> jax.Array:
-    """Return how many of the `count` elements behind the `first` ones, which ascend, are at most these numbers."""
+def _count(vector: _From, count: int, at: jax.Array) -> jax.Array:
+    """Return how many of the first `count` elements, which ascend, are at most these numbers."""
     number = _numbers(count)
     if len(number) * len(at) <= _AT_ONCE:
-        found = _loaded(ref, first + number, number < count, 2**31 - 1)
+        found = vector.load(number, number < count, 2**31 - 1)
         return jnp.sum((found[None, :] <= at[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     low, step = jnp.zeros_like(at), len(number)
     while step:
         probe = low + step
-        found = _loaded(ref, first + jnp.minimum(probe, count) - 1, probe <= count, 2**31 - 1)
+        found = vector.load(jnp.minimum(probe, count) - 1, probe <= count, 2**31 - 1)
         low, step = jnp.where((probe <= count) & (found <= at), probe, low), step // 2
     return low

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.meshes import mesh_of
 
 from ejkernel import compat
-from ejkernel.kernels.paged_attention import one_block
+from ejkernel.kernels.paged_attention import plan_kernel
 from ejkernel.kernels.paged_attention.plan import BatchShape, Schedules, plan_arrays
 
 PAGE, PAGES = 16, 40
@@ -41,7 +41,7 @@ def both(shape, by_token=False):
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    monkeypatch.setattr(one_block, "run", functools.partial(one_block.run, interpret=True))
+    monkeypatch.setattr(plan_kernel, "run", functools.partial(plan_kernel.run, interpret=True))
 
 
 @st.composite
@@ -128,7 +128,7 @@ def test_programs_for_a_hopper_gpu_have_the_kernel(monkeypatch, device, function
 
 
 @pytest.mark.slow
-def test_a_batch_beyond_one_block_has_the_form_of_xla(monkeypatch):
+def test_a_batch_beyond_plan_kernel_has_the_form_of_xla(monkeypatch):
     monkeypatch.undo()
     shape = BatchShape(tokens=1100, heads=2, kv_heads=2, pages=PAGES, page_size=PAGE, table=(1100, 2), window=None)
     text = lowered_for("NVIDIA H200", functools.partial(plan, shape=shape), *avals_of(shape))
@@ -149,17 +149,22 @@ def on_hopper(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize(("sharded", "kernels"), [(True, 1), (False, 0)], ids=["shard_map", "jit"])
-def test_shards_have_the_kernel_and_programs_that_xla_partitions_have_not(monkeypatch, mode, sharded, kernels):
-    monkeypatch.setattr(one_block, "run", one_block.run.func)
-    mesh, function, lead = mesh_of(mode), plan, ()
+@pytest.mark.parametrize(
+    ("sharded", "devices", "kernels"),
+    [(True, (2, 4), 1), (False, (2, 4), 0), (False, (1, 1), 1)],
+    ids=["shard_map", "jit", "one device"],
+)
+def test_shards_have_the_kernel_and_programs_that_xla_partitions_have_not(monkeypatch, mode, sharded, devices, kernels):
+    monkeypatch.setattr(plan_kernel, "run", plan_kernel.run.func)
+    mesh, function, lead = mesh_of(mode, devices), plan, ()
     if sharded:
         lead = (2,)
         own = lambda *args: [x[None] for x in plan(*(x[0] for x in args))]  # noqa: E731
         function = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     sharding = NamedSharding(mesh, P("data") if sharded else P())
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in avals_of(lead=lead)]
-    text = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.set_mesh(mesh):
+        text = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
