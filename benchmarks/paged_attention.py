@@ -5,7 +5,7 @@ First the results of batches with random lengths (0, 1, whole pages) against pla
 slot of the cache without a key, and page indices outside of the cache behind each sequence. Then times. The contenders:
 `mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, and on contiguous caches cuDNN (of the same lengths,
 padded to the longest), our causal `flash_attention` or, for latent attention, plain JAX. The figure of `paged_plan` is
-that of the arrays that `mosaic_gpu` reads.
+that of the arrays that `mosaic_gpu` reads, computed by one kernel, or by XLA.
 
 Each case has its own process. With `--at-once`, several compile side by side, and then one at a time measures.
 `kernel_us` is the sum of the kernels of one call, the median of several; `us` is the host clock's time per call of
@@ -49,6 +49,7 @@ from benchmarks.paged_attention_cases import (
 )
 from benchmarks.paged_attention_checks import CHECKS, checked, relative_error
 from ejkernel import compat
+from ejkernel.kernels.paged_attention.plan import Schedules
 from ejkernel.modules import PagedAttentionConfig, flash_attention, paged_attention
 
 RUNS, CHECKED_TOKENS = 11, 12
@@ -199,7 +200,7 @@ class Prepared(NamedTuple):
     args: Any
     plan: Any
     ours: dict[str, Any]
-    read: Any  # the arrays of a plan that `mosaic_gpu` reads
+    read: dict[str, Any]  # the arrays of a plan that `mosaic_gpu` reads
     dense: dict[str, tuple[Any, Any]]  # the program, and that of its arguments
 
 
@@ -222,9 +223,15 @@ def prepared(name: str, page_size: int, only: Sequence[str] = ()) -> Prepared:
             programs[contender] = _reason(error)
     others = [contender for contender in case.contenders if contender in DENSE and (not only or contender in only)]
     dense = {contender: _dense(case, contender, args) for contender in others}
-    read = jax.jit(lambda *args: read_by_ours(make_plan(*args).arrays)).lower(*args).compile()
+    by_token = case.value_dim is not None and case.queries is not None
+    schedules = Schedules(plan.shape, by_token=by_token)
+    read = {
+        PLAN: lambda *args: read_by_ours(make_plan(*args).arrays, by_token=by_token),
+        f"{PLAN}, xla": lambda *args: schedules.plain(args[3], args[4], args[2])[2:],
+    }
+    plans = {contender: jax.jit(function).lower(*args).compile() for contender, function in read.items()}
     own_plan = jax.jit(make_plan).lower(*args).compile()
-    return Prepared(case, page_size, batch.compile(), own_plan, programs, read, dense)
+    return Prepared(case, page_size, batch.compile(), own_plan, programs, plans, dense)
 
 
 def _dense(case: Case, contender: str, args: Any) -> tuple[Any, Any]:
@@ -256,7 +263,8 @@ def measured(given: Prepared) -> Iterator[tuple[str, dict[str, Any]]]:
         except Exception as failure:  # noqa: BLE001  # as above
             row = {"reason": _reason(failure)}
         yield contender, _with_rate(case, row)
-    yield PLAN, timed(lambda: given.read(*args))
+    for contender, program in given.read.items():
+        yield contender, timed(functools.partial(program, *args))
     for contender, (program, make) in given.dense.items():
         own = make(args)
         yield contender, _with_rate(case, timed(functools.partial(program, *own)))
@@ -266,11 +274,13 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def read_by_ours(plan: Any) -> tuple[jax.Array, ...]:
+def read_by_ours(plan: Any, *, by_token: bool) -> tuple[jax.Array, ...]:
     """Return the arrays of a plan that `mosaic_gpu` reads; `jax.jit` of a whole step computes no others.
 
     With `return_lse` it also reads the offsets, and the lengths with an 8-bit cache.
     """
+    if by_token:
+        return plan.token_tiles, plan.token_programs
     return plan.short_tiles, plan.short_programs, plan.prefill_tiles, plan.prefill_ends
 
 

@@ -82,6 +82,7 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
 
     names = (
         "EJKERNEL_AUTOTUNE",
+        "EJKERNEL_BATCHES",
         "EJKERNEL_CACHE_LAYERS",
         "EJKERNEL_ON_MISS",
         "EJKERNEL_NOTE_MISSES",

@@ -18,6 +18,7 @@ _ON_MISS = ("heuristic", "tune", "error")
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _READ = (  # all variables that settings depend on; `~` expands to one of the home folders
     "EJKERNEL_AUTOTUNE",
+    "EJKERNEL_BATCHES",
     "EJKERNEL_CACHE_DIR",
     "EJKERNEL_CACHE_LAYERS",
     "EJKERNEL_CACHE_PROTOCOLS",
@@ -68,6 +69,14 @@ class Settings:
                 ) from error
         base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
         return Path(base).expanduser() / "ejkernel" / "configs"
+
+    @functools.cached_property
+    def batches(self) -> Path | None:
+        """The file of recorded batches with which tuning measures `paged_attention` (`EJKERNEL_BATCHES`)."""
+        given = self._env.get("EJKERNEL_BATCHES", "").strip()
+        if "://" in given:
+            raise _error(f"EJKERNEL_BATCHES must be a file, got {given!r}; download it first.")
+        return Path(given).expanduser() if given else None
 
     @functools.cached_property
     def cache_layers(self) -> tuple[str, ...]:

@@ -188,6 +188,51 @@ def test_example_batches_fit_the_call(sequences, tokens):
         assert table.max() < 16
 
 
+def draws_of(sequences, tokens, columns=8):
+    kernel, like = PagedAttention(), jax.ShapeDtypeStruct
+    integers = (like(shape, "int32") for shape in ((sequences, columns), (sequences + 1,), (sequences,)))
+    args, options = kernel.prepare(like((tokens, 4, 8), "float32"), like((16, 16, 2, 2, 8), "float32"), *integers)
+    inv = Invocation(kernel=kernel, args=args, kwargs=options)
+    draws = kernel.example_draws(inv, np.random.default_rng(0))
+    return {name: [np.asarray(x).tolist() for x in drawn[3:5]] for name, (drawn, _) in draws.items()}
+
+
+def test_recorded_batches_are_measured_in_the_calls_that_they_round_up_to(tmp_path, monkeypatch):
+    (tmp_path / "batches.jsonl").write_text(
+        '{"query_lengths": [1, 1, 1], "kv_lengths": [20, 7, 128]}\n\n'
+        '{"query_lengths": [9, 1, 1], "kv_lengths": [9, 1, 3]}\n'
+        '{"query_lengths": [1, 0, 1], "kv_lengths": [20, 7, 99]}\n{"query_lengths": [1], "kv_lengths": [900]}\n'
+    )
+    monkeypatch.setenv("EJKERNEL_BATCHES", str(tmp_path / "batches.jsonl"))
+    assert draws_of(4, 4) == {"recorded 1 of 1": [[0, 1, 2, 3, 3], [20, 7, 128, 0]]}
+    assert draws_of(4, 16) == {"recorded 1 of 1": [[0, 9, 10, 11, 11], [9, 1, 3, 0]]}
+    assert draws_of(4, 2) == {"recorded 1 of 1": [[0, 1, 1, 2, 2], [20, 7, 99, 0]]}
+    assert set(draws_of(1, 1)) == {"uniform", "long-tailed", "mixed"}  # 900 keys do not fit
+    assert set(draws_of(64, 64)) == {"uniform", "long-tailed", "mixed"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: .*No such file"),
+        ("{", r"line 1 must be a batch such as \{"),
+        ('{"query_lengths": [1]}', r"line 1 must be a batch .* got \{\"query_lengths\": \[1\]\}"),
+        ('\n{"query_lengths": [1], "kv_lengths": [1, 2]}', "line 2 must .* with as many integers"),
+        ('{"query_lengths": [-1], "kv_lengths": [1]}', "with as many integers of at least 0"),
+        ('{"query_lengths": [true], "kv_lengths": [1]}', "with as many integers"),
+        ('{"query_lengths": [3], "kv_lengths": [2]}', "kv_lengths count the new tokens as well"),
+        ('{"query_lengths": [0], "kv_lengths": [2]}', "of which there is at least one"),
+    ],
+)
+def test_a_wrong_file_of_recorded_batches_is_an_error_with_the_line(tmp_path, monkeypatch, text, words):
+    path = tmp_path / "batches.jsonl"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("EJKERNEL_BATCHES", str(path))
+    with pytest.raises(ArgumentError, match=f"EJKERNEL_BATCHES: .*{words}"):
+        draws_of(4, 4)
+
+
 FORMS = {
     "alternating heads": lambda pages: pages.reshape(*pages.shape[:2], -1, pages.shape[-1]),
     "packed": lambda pages: pages.reshape(*pages.shape[:2], 1, 4, pages.shape[-1]),

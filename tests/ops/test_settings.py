@@ -20,6 +20,7 @@ def test_an_empty_environment_gives_the_defaults():
 
 FIELDS = {  # dependents of each variable
     "EJKERNEL_AUTOTUNE": ("on_miss",),
+    "EJKERNEL_BATCHES": ("batches",),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
     "EJKERNEL_CACHE_PROTOCOLS": ("cache_protocols",),
@@ -180,7 +181,7 @@ def untold(monkeypatch):
         ("EJKERNEL_CACHEDIR", "did you mean EJKERNEL_CACHE_DIR?"),
         ("EJKERNEL_ONMISS", "did you mean EJKERNEL_ON_MISS?"),
         ("ejkernel_stale", "did you mean EJKERNEL_STALE?"),
-        ("EJKERNEL_ZZZ", "the variables are EJKERNEL_AUTOTUNE, EJKERNEL_CACHE_DIR"),
+        ("EJKERNEL_ZZZ", "the variables are EJKERNEL_AUTOTUNE, EJKERNEL_BATCHES"),
     ],
 )
 def test_a_misspelt_variable_is_one_warning_with_the_nearest_name(monkeypatch, untold, name, advice):

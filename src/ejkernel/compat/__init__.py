@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from ejkernel.compat.alternatives import Alternatives as Alternatives
+from ejkernel.compat.alternatives import on_hopper_or_plain as on_hopper_or_plain
 from ejkernel.compat.executables import abstract_device as abstract_device
 from ejkernel.compat.executables import compiled_for_one_run as compiled_for_one_run
 from ejkernel.compat.executables import compiled_to_be_checked as compiled_to_be_checked

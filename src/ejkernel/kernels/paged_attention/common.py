@@ -90,17 +90,19 @@ def valid(call: PagedCall, args: tuple[Any, ...]) -> Operands:
     """Return the operands with valid offsets and lengths, those of the plan if there is one; see `valid_batch`."""
     given = Operands(*args)
     if given.plan is not None:
-        plan = PlanArrays(*given.plan)
-        return given._replace(query_offsets=plan.offsets, kv_lengths=plan.lengths, plan=plan)
+        return planned(call, args)[0]
     offsets, lengths = valid_batch(call.batch_shape, given.page_table, given.query_offsets, given.kv_lengths)
     return given._replace(query_offsets=offsets, kv_lengths=lengths)
 
 
-def plan_of(call: PagedCall, operands: Operands) -> PlanArrays:
-    """Return the call's plan, computed if it has none."""
-    if operands.plan is not None:
-        return operands.plan
-    return plan_arrays(call.batch_shape, operands.page_table, operands.query_offsets, operands.kv_lengths)
+def planned(call: PagedCall, args: tuple[Any, ...]) -> tuple[Operands, PlanArrays]:
+    """Return the operands with the offsets and lengths of a plan, and the plan, computed if the call has none."""
+    given = Operands(*args)
+    if given.plan is None:
+        plan = plan_arrays(call.batch_shape, given.page_table, given.query_offsets, given.kv_lengths)
+    else:
+        plan = PlanArrays(*given.plan)
+    return given._replace(query_offsets=plan.offsets, kv_lengths=plan.lengths, plan=plan), plan
 
 
 def within_cache(call: PagedCall, pages: jax.Array) -> jax.Array:

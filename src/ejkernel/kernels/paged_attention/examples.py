@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for measuring: the lengths of sequences as servers meet them."""
+"""Batches for measuring: the lengths of sequences as servers meet them, or as a server has recorded them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ejkernel import settings
+from ejkernel.ops.errors import ArgumentError, SerializationError
+from ejkernel.ops.utils.storage.serialize import parse_json
+
+_LARGEST = 1 << 26  # bytes of a file of batches
+_RECORDED = 4  # recorded batches with which a call is measured
+_FORM = '{"query_lengths": [1, 1, 512], "kv_lengths": [4096, 70, 512]}'
 _CHUNK_SHARE = 0.25  # share of the sequences that prefill in a mixed batch
 
 
@@ -15,6 +25,56 @@ class Batch(NamedTuple):
 
     offsets: np.ndarray[Any, Any]
     lengths: np.ndarray[Any, Any]
+
+
+def measured_batches(tokens: int, sequences: int, most: int, rng: np.random.Generator) -> dict[str, Batch]:
+    """Return the recorded batches that belong to a call, or those of `example_batches` if there is none."""
+    path = settings.current().batches
+    found = [] if path is None else _fitting(path, tokens, sequences, most)
+    return dict(found) or example_batches(tokens, sequences, most, rng)
+
+
+def _fitting(path: Path, tokens: int, sequences: int, most: int) -> Iterator[tuple[str, Batch]]:
+    """Yield some batches that round up to these numbers of tokens and sequences, with few keys and with many."""
+    fits = []
+    for queries, lengths in _recorded(path):
+        near = tokens < 2 * queries.sum() and sequences < 2 * len(lengths)
+        if near and queries.sum() <= tokens and len(lengths) <= sequences and lengths.max() <= most:
+            fits.append((queries, lengths))
+    fits.sort(key=lambda batch: int(batch[1].sum()))
+    for index in sorted({round(at) for at in np.linspace(0, len(fits) - 1, min(_RECORDED, len(fits)))}):
+        queries, lengths = (np.pad(x, (0, sequences - len(x))) for x in fits[index])
+        yield f"recorded {index + 1} of {len(fits)}", _batch(queries, lengths, most)
+
+
+@functools.lru_cache(maxsize=1)
+def _recorded(path: Path) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Return the new tokens and the keys of each sequence, of all batches of a file."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ArgumentError(f"EJKERNEL_BATCHES: {path} is larger than the limit of {_LARGEST} bytes.")
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"EJKERNEL_BATCHES: {path} cannot be read: {error}") from error
+    return [_parsed(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(path: Path, number: int, line: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    problem, got = f"EJKERNEL_BATCHES: {path}, line {number} must be a batch such as {_FORM}", line.strip()[:80]
+    try:
+        data = parse_json(line)
+    except SerializationError as error:
+        raise ArgumentError(f"{problem}; got {got}") from error
+    if not isinstance(data, dict) or data.keys() != {"query_lengths", "kv_lengths"}:
+        raise ArgumentError(f"{problem}; got {got}")
+    for value in data.values():
+        is_list = isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 31 for x in value)
+        if not is_list or not value or len(value) != len(data["kv_lengths"]):
+            raise ArgumentError(f"{problem}, with as many integers of at least 0 in both lists; got {got}")
+    queries, lengths = (np.asarray(data[name], np.int64) for name in ("query_lengths", "kv_lengths"))
+    if (queries > lengths).any() or not queries.sum():
+        raise ArgumentError(f"{problem}: kv_lengths count the new tokens as well, of which there is at least one.")
+    return queries, lengths
 
 
 def example_batches(tokens: int, sequences: int, most: int, rng: np.random.Generator) -> dict[str, Batch]:

@@ -23,7 +23,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from . import _arguments as arguments
 from . import reference
 from .common import Operands, PagedCall
-from .examples import Batch, example_batches
+from .examples import Batch, measured_batches
 from .plan import PagedPlan, plan_arrays
 
 _Invocation = Invocation["PagedAttentionConfig", Any]
@@ -155,7 +155,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
     def example_draws(
         self, inv: _Invocation, rng: np.random.Generator
     ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the same random queries and cache with each kind of batch that a server meets."""
+        """Return the same random queries and cache with each kind of batch that a server meets, or has recorded."""
         args, kwargs = super().example_inputs(inv, rng)
         given, call = Operands(*args), self.call_of(inv)
         table = rng.permutation(call.table[0] * call.table[1]).reshape(call.table) % max(call.pages[0], 1)
@@ -168,7 +168,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
         given = given._replace(k_scale=scales[0], v_scale=scales[1])
         if call.cache_dtype == "int8":
             given = given._replace(kv_pages=jnp.asarray(rng.integers(-127, 128, call.pages), jnp.int8))
-        batches = example_batches(call.q[0], call.table[0], call.table[1] * call.pages[1], rng)
+        batches = measured_batches(call.q[0], call.table[0], call.table[1] * call.pages[1], rng)
         return {name: (tuple(_with_batch(call, given, batch)), kwargs) for name, batch in batches.items()}
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:

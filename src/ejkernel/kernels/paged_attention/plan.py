@@ -6,22 +6,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel import compat
+
 from .schedule import (
     SHORT,
+    Prefill,
     Schedule,
+    TileSizes,
     first_ones,
+    no_prefill,
     no_schedule,
     running_max,
     running_sum,
     schedules,
     searches,
+    tile_sizes,
     token_schedule,
 )
+
+if TYPE_CHECKING:
+    from . import plan_kernel
 
 _PART, _MOST_PARTS = 64, 32  # columns of a part of a row of the page table, and parts of a row
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
@@ -92,6 +102,11 @@ class BatchShape:
     def tile_queries(self) -> int:
         """Tokens of a prefill tile."""
         return max(1, TILE_ROWS * self.kv_heads // self.heads)
+
+    @property
+    def tile_sizes(self) -> TileSizes:
+        """Query tokens of the tiles of `mosaic_gpu`."""
+        return tile_sizes(self.tokens, self.table[0], self.heads, self.kv_heads)
 
     def differences(self, other: BatchShape) -> dict[str, tuple[Any, Any]]:
         """Return the sizes that differ and change a plan, with both values."""
@@ -199,7 +214,8 @@ def plan_arrays(
     shape: BatchShape, page_table: jax.Array, query_offsets: jax.Array, kv_lengths: jax.Array
 ) -> PlanArrays:
     """Return the schedule of a batch."""
-    offsets, lengths, sequence = _checked(shape, page_table, query_offsets, kv_lengths)
+    arrays = query_offsets, kv_lengths, page_table
+    offsets, lengths, *tables = compat.on_hopper_or_plain(Schedules(shape), *arrays)
     count = jnp.diff(offsets)
     zero = jnp.zeros_like(lengths)
     first = zero if shape.window is None else jnp.maximum(lengths - count - shape.window, 0) // shape.page_size
@@ -209,17 +225,89 @@ def plan_arrays(
     tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
     ends = jnp.pad(running_sum(tiles), (1, 0))
-    # Tiles of one token do not need ascending offsets, so their kernels need not wait for them.
-    given = _clipped(shape, query_offsets) if shape.tokens <= shape.table[0] else offsets
-    sizes = shape.tokens, shape.heads, shape.kv_heads, shape.window
-    short, prefill = schedules(given, lengths, *sizes, sequence)
-    single = _single_tokens(shape, offsets, lengths)
+    # Latent attention needs a schedule of its own if it differs from that of decode.
+    has_tokens = shape.kv_heads == 1 and shape.tokens > shape.table[0]
+    single = token_tiles(shape, *arrays) if has_tokens else no_schedule()
     pages = first.astype(jnp.int32), end.astype(jnp.int32)
-    return PlanArrays(offsets, lengths, order, decodes, ends, *pages, *short, *prefill, *single)
+    return PlanArrays(
+        offsets, lengths, order, decodes, ends, *pages, *Schedule(*tables[:2]), *Prefill(*tables[2:]), *single
+    )
 
 
-def _single_tokens(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -> Schedule:
-    """Return the schedule of latent attention if it differs from that of decode."""
-    if shape.kv_heads > 1 or shape.tokens <= shape.table[0]:
-        return no_schedule()
-    return token_schedule(offsets, lengths, shape.tokens, 1, shape.window)
+def batch_schedules(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -> tuple[Schedule, Prefill]:
+    """Return the schedules of a batch with valid offsets and lengths."""
+    _, _, *tables = compat.on_hopper_or_plain(Schedules(shape), offsets, lengths)
+    return Schedule(*tables[:2]), Prefill(*tables[2:])
+
+
+def token_tiles(shape: BatchShape, *arrays: jax.Array) -> Schedule:
+    """Return the schedule of tiles of one token each, for one KV head.
+
+    Args:
+        shape: The sizes of the batch.
+        arrays: Valid offsets and lengths; or any, and the page table.
+    """
+    return Schedule(*compat.on_hopper_or_plain(Schedules(shape, by_token=True), *arrays)[2:4])
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedules(compat.Alternatives):
+    """Both forms of the schedules of `mosaic_gpu`; with a page table, of any offsets and lengths.
+
+    Attributes:
+        shape: The sizes of the batch.
+        by_token: Whether each token has a tile of its own, for one KV head.
+    """
+
+    shape: BatchShape
+    by_token: bool = False
+
+    def plain(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        """Return offsets, lengths, and the tables of both kinds of tiles."""
+        with jax.enable_x64(False):  # all numbers are int32
+            return self._plain(*arrays)
+
+    def _plain(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        shape, (offsets, lengths, *table), sequence = self.shape, arrays, None
+        given = offsets
+        if table:
+            # Tiles of one token do not need ascending offsets, so their kernels need not wait for them.
+            given = _clipped(shape, offsets)
+            offsets, lengths, sequence = _checked(shape, table[0], offsets, lengths)
+        if self.by_token:
+            single = token_schedule(offsets, lengths, shape.tokens, 1, shape.window)
+            return offsets, lengths, *single, *no_prefill()
+        given = given if shape.tokens <= len(lengths) else offsets
+        short, prefill = schedules(given, lengths, shape.tokens, shape.heads, shape.kv_heads, shape.window, sequence)
+        return offsets, lengths, *short, *prefill
+
+    def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        """Return the same by one kernel, or by one behind the check of a large page table."""
+        from . import plan_kernel  # Pallas is slow to import
+
+        sizes, given = self._sizes, arrays
+        if len(arrays) == 2 or not sizes.checks_quickly:
+            sizes = dataclasses.replace(sizes, columns=None)
+        if not sizes.fits:
+            return self.plain(*arrays)
+        with jax.enable_x64(False):
+            if sizes.columns is None and len(arrays) > 2:
+                given = _checked(self.shape, arrays[2], *arrays[:2])[:2]
+            found = plan_kernel.run(sizes, given)
+        return found.offsets, found.lengths, *found.short, *found.prefill
+
+    @property
+    def _sizes(self) -> plan_kernel.Sizes:
+        from . import plan_kernel
+
+        shape = self.shape
+        return plan_kernel.Sizes(
+            tokens=shape.tokens,
+            sequences=shape.table[0],
+            columns=shape.table[1],
+            pages=shape.pages,
+            page_size=shape.page_size,
+            kv_heads=1 if self.by_token else shape.kv_heads,
+            tile=TileSizes(1, None) if self.by_token else shape.tile_sizes,
+            window=shape.window,
+        )

@@ -9,7 +9,7 @@ whole tiles, those with the most keys first.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,15 @@ class Prefill(NamedTuple):
 
     tiles: jax.Array  # [tiles, 5]
     ends: jax.Array  # [sequences + 1], of the tiles of each sequence and of the padding; without tiles empty
+
+
+class Found(NamedTuple):
+    """Valid offsets and lengths of a batch, and its schedules."""
+
+    offsets: jax.Array
+    lengths: jax.Array
+    short: Schedule
+    prefill: Prefill
 
 
 class TileSizes(NamedTuple):
@@ -139,8 +148,7 @@ def schedules(  # noqa: PLR0917
     sizes = tile_sizes(tokens, len(lengths), heads, kv_heads)
     given = _ranges(offsets, lengths, tokens)
     if sizes.long is None:
-        none = Prefill(*(jnp.zeros(shape, jnp.int32) for shape in ((0, len(PrefillTile)), (0,))))
-        return _dealt(_token_tiles(given, tokens, window, sequence), kv_heads), none
+        return _dealt(_token_tiles(given, tokens, window, sequence), kv_heads), no_prefill()
     short = _dealt(_short_tiles(given, sizes.short, window), kv_heads)
     return short, _prefill(given, tokens, TileSizes(sizes.short, sizes.long), window)
 
@@ -150,23 +158,36 @@ def no_schedule() -> Schedule:
     return Schedule(jnp.zeros((0, len(Tile)), jnp.int32), jnp.zeros((0, len(Share)), jnp.int32))
 
 
+def no_prefill() -> Prefill:
+    """Return a schedule without tiles of prefill."""
+    return Prefill(jnp.zeros((0, len(PrefillTile)), jnp.int32), jnp.zeros((0,), jnp.int32))
+
+
 def token_schedule(offsets: jax.Array, lengths: jax.Array, tokens: int, kv_heads: int, window: int | None) -> Schedule:
     """Return the schedule of tiles of one token each, for any number of tokens of a sequence; see `schedules`."""
     return _dealt(_token_tiles(_ranges(offsets, lengths, tokens), tokens, window), kv_heads)
 
 
-class _Ranges(NamedTuple):
-    """The query tokens of each sequence, and its keys; the last sequence is the padding, without keys."""
+class Ranges(NamedTuple):
+    """The query tokens of each sequence, and its keys; the last sequence is the padding, without keys.
 
-    begin: jax.Array
-    end: jax.Array
-    lengths: jax.Array
+    The vectors are arrays, or references inside of a kernel.
+    """
+
+    begin: Any
+    end: Any
+    lengths: Any
+
+    def positions(self, sequence: jax.Array, token: jax.Array) -> jax.Array:
+        """Return the positions of tokens in their sequences."""
+        position: jax.Array = self.lengths[sequence] - (self.end[sequence] - token)
+        return position
 
 
-def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> _Ranges:
+def _ranges(offsets: jax.Array, lengths: jax.Array, tokens: int) -> Ranges:
     """Return the ranges of all sequences and of the padding behind them."""
     last = jnp.full((1,), tokens, jnp.int32)
-    return _Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
+    return Ranges(offsets, jnp.concatenate([offsets[1:], last]), jnp.pad(lengths, (0, 1)))
 
 
 def searches(offsets: jax.Array, tokens: int) -> jax.Array:
@@ -179,40 +200,76 @@ def searches(offsets: jax.Array, tokens: int) -> jax.Array:
     return jnp.where(offsets[None, 1:] > token[:, None], number[None, :], len(number))
 
 
-def _token_tiles(given: _Ranges, tokens: int, window: int | None, sequence: jax.Array | None = None) -> jax.Array:
+def _token_tiles(given: Ranges, tokens: int, window: int | None, sequence: jax.Array | None = None) -> jax.Array:
     """Return tiles of one token each; tile `i` has token `i`. The offsets need not ascend."""
     if sequence is None:
         sequence = jnp.min(searches(given.begin, tokens), axis=1)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    return _table(given, sequence, token, jnp.ones_like(token), window)
+    last = len(given.lengths) - 2
+    return jnp.stack(tile_columns(given, sequence, token, jnp.ones_like(token), window, last), axis=1)
 
 
-def _short_tiles(given: _Ranges, most: int, window: int | None) -> jax.Array:
+def _short_tiles(given: Ranges, most: int, window: int | None) -> jax.Array:
     """Return one tile for each sequence with at most `most` query tokens."""
     count = given.end[:-1] - given.begin[:-1]
     sequence = jnp.arange(len(count), dtype=jnp.int32)
-    return _table(given, sequence, given.begin[:-1], jnp.where(count > most, 0, count), window)
+    count = jnp.where(count > most, 0, count)
+    return jnp.stack(tile_columns(given, sequence, given.begin[:-1], count, window, len(count) - 1), axis=1)
 
 
-def _prefill(given: _Ranges, tokens: int, sizes: TileSizes, window: int | None) -> Prefill:
+def tile_columns(
+    given: Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None, last: int
+) -> tuple[jax.Array, ...]:
+    """Return the columns of the table of tiles; those of padding have the number of the last sequence."""
+    position = given.positions(sequence, token)
+    first = jnp.zeros_like(token) if window is None else lax.div(jnp.maximum(position - window, 0), BLOCK)
+    end = lax.div(jnp.maximum(position + count, 0) + (BLOCK - 1), BLOCK)
+    return jnp.minimum(sequence, last), token, count, position, first, end
+
+
+def _prefill(given: Ranges, tokens: int, sizes: TileSizes, window: int | None) -> Prefill:
     """Return tiles for the padding, and for sequences with more query tokens than the short ones."""
-    size = sizes.long or 1
-    count = given.end - given.begin
-    is_long = (count > sizes.short).at[-1].set(True)
-    ends = running_sum(jnp.where(is_long, -(-count // size), 0))
-    # In reverse: the last tiles of a sequence have the most keys.
-    number = ends[-1] - 1 - jnp.arange(min(tokens, len(count) + tokens // size), dtype=jnp.int32)
+    size, sequences = sizes.long or 1, len(given.lengths) - 1
+    ends = running_sum(long_tiles(given.end - given.begin, jnp.arange(sequences + 1) == sequences, sizes))
+    number = ends[-1] - 1 - jnp.arange(most_prefill_tiles(tokens, sequences, size), dtype=jnp.int32)
     sequence = jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-    before = jnp.where(sequence > 0, ends[sequence - 1], 0)
-    token = given.begin[sequence] + (number - before) * size
-    own = jnp.where(number >= 0, jnp.minimum(given.end[sequence] - token, size), 0)
-    position = _position(given, sequence, token)
-    columns = jnp.minimum(sequence, len(given.lengths) - 2), token, own, position, given.lengths[sequence]
-    stop = jnp.maximum(position + own, 0)
-    keys = stop if window is None else stop - jnp.clip(position - window, 0, stop)
-    order = jnp.where(own > 0, -keys, 1)  # the longest first, and tiles that are not used last
+    columns, order = prefill_columns(given, PrefillTiles(number, sequence, ends), size, window, sequences - 1)
     table = lax.optimization_barrier(jnp.stack([*columns, order], axis=1))  # one kernel
     return Prefill(_by_last_column(table), ends)
+
+
+def most_prefill_tiles(tokens: int, sequences: int, size: int) -> int:
+    """Return the length of the table of prefill tiles."""
+    return min(tokens, sequences + 1 + tokens // size)
+
+
+def long_tiles(count: jax.Array, is_padding: jax.Array, sizes: TileSizes) -> jax.Array:
+    """Return the number of prefill tiles of sequences with so many query tokens."""
+    size = sizes.long or 1
+    return jnp.where((count > sizes.short) | is_padding, lax.div(count + (size - 1), size), 0)
+
+
+class PrefillTiles(NamedTuple):
+    """Tiles in reverse order, because the last tiles of a sequence have the most keys."""
+
+    number: jax.Array  # of each tile; negative: the tile is not used
+    sequence: jax.Array
+    ends: Any  # of the tiles of each sequence
+
+
+def prefill_columns(
+    given: Ranges, tiles: PrefillTiles, size: int, window: int | None, last: int
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the columns of the table of prefill tiles, and numbers in whose ascending order the tiles are taken."""
+    number, sequence, ends = tiles
+    before = jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
+    token = given.begin[sequence] + (number - before) * size
+    own = jnp.where(number >= 0, jnp.minimum(given.end[sequence] - token, size), 0)
+    position = given.positions(sequence, token)
+    columns = jnp.minimum(sequence, last), token, own, position, given.lengths[sequence]
+    stop = jnp.maximum(position + own, 0)
+    keys = stop if window is None else stop - jnp.minimum(jnp.maximum(position - window, 0), stop)
+    return columns, jnp.where(own > 0, -keys, 1)  # the longest first, and tiles that are not used last
 
 
 def _by_last_column(table: jax.Array) -> jax.Array:
@@ -227,44 +284,58 @@ def _by_last_column(table: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(rank == number[:, None, None], others.T[None], 0), axis=2, dtype=jnp.int32)
 
 
-def _table(given: _Ranges, sequence: jax.Array, token: jax.Array, count: jax.Array, window: int | None) -> jax.Array:
-    position = _position(given, sequence, token)
-    first = jnp.zeros_like(token) if window is None else jnp.maximum(position - window, 0) // BLOCK
-    end = -(-jnp.maximum(position + count, 0) // BLOCK)
-    sequence = jnp.minimum(sequence, len(given.lengths) - 2)
-    return jnp.stack([sequence, token, count, position, first, end], axis=1)
-
-
-def _position(given: _Ranges, sequence: jax.Array, token: jax.Array) -> jax.Array:
-    """Return the positions of tokens in their sequences."""
-    return given.lengths[sequence] - (given.end[sequence] - token)
-
-
 def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:
     """Return the schedule of these tiles."""
-    programs, tiles = PROGRAMS, lax.optimization_barrier(tiles)  # otherwise another kernel computes two columns again
-    count, first, end = (tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))
-    # A tile without keys counts as one block, so that a program writes its zeros.
-    blocks = jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
-    ends = running_sum(blocks * kv_heads)
-    share = jnp.maximum(lax.div(ends[-1] + (programs - 1), programs), 1)
-    begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, ends[-1])
-    stop = jnp.minimum(begin + share, ends[-1])
-
+    tiles = lax.optimization_barrier(tiles)  # otherwise another kernel computes two columns again
+    ends = running_sum(blocks_of(*(tiles[:, column] for column in (Tile.COUNT, Tile.FIRST, Tile.END))) * kv_heads)
+    own = shares(ends[-1], jnp.arange(PROGRAMS, dtype=jnp.int32))
     # One search for both ends takes fewer kernels than two.
-    at = jnp.concatenate([begin, stop - 1])
+    at = jnp.concatenate([own.begin, own.stop - 1])
     tile = jnp.minimum(jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32), len(ends) - 1)
-    rest, size = at - (ends[tile] - blocks[tile] * kv_heads), jnp.maximum(blocks[tile], 1)
-    head = lax.div(rest, size)  # `//` would take care of negative numbers
-    items, numbers = tile * kv_heads + head, rest - head * size
+    items, numbers = items_at(ends, tile, at, kv_heads)
     first_item, last_item = jnp.split(items, 2)
     first_block, last_block = jnp.split(numbers, 2)
-    idle = stop <= begin
+    idle = own.stop <= own.begin
     columns = (
         jnp.where(idle, 0, first_item),
         jnp.where(idle, 0, first_block),
         jnp.where(idle, -1, last_item),
         last_block + 1,
-        jnp.full_like(begin, share),
+        jnp.full_like(own.begin, own.size),
     )
     return Schedule(tiles, jnp.stack(columns, axis=1).astype(jnp.int32))
+
+
+def blocks_of(count: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+    """Return the blocks of keys of tiles. A tile without keys counts as one, so that a program writes its zeros."""
+    return jnp.where(count > 0, jnp.maximum(end - first, 1), 0)
+
+
+class Shares(NamedTuple):
+    """The blocks of keys of all items that each program takes, from `begin` to before `stop`, and their number."""
+
+    begin: jax.Array
+    stop: jax.Array
+    size: jax.Array
+
+
+def shares(blocks: jax.Array, programs: jax.Array) -> Shares:
+    """Return the shares of these programs of so many blocks."""
+    size = jnp.maximum(lax.div(blocks + (PROGRAMS - 1), PROGRAMS), 1)
+    begin = jnp.minimum(programs * size, blocks)
+    return Shares(begin, jnp.minimum(begin + size, blocks), size)
+
+
+def items_at(ends: Any, tile: jax.Array, at: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """Return the items of blocks of keys, and the numbers of the blocks within them.
+
+    Args:
+        ends: The ends of the blocks of each tile, for all KV heads.
+        tile: The tile of each block.
+        at: The number of each block.
+        kv_heads: KV heads.
+    """
+    begin = jnp.where(tile > 0, ends[jnp.maximum(tile - 1, 0)], 0)
+    size = jnp.maximum(lax.div(ends[tile] - begin, kv_heads), 1)
+    head = lax.div(at - begin, size)  # `//` would take care of negative numbers
+    return tile * kv_heads + head, at - begin - head * size

@@ -21,7 +21,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 
-from .common import Operands, PagedCall, as_bits, from_bits, plan_of, sorted_before, valid, within_cache
+from .common import Operands, PagedCall, as_bits, from_bits, planned, sorted_before, within_cache
 from .plan import PlanArrays
 
 _BLOCK_TOKENS = 512
@@ -70,7 +70,7 @@ class Xla(Implementation[PagedCall]):
 
     def forward(self, call: PagedCall, /, *args: Any, params: XlaParams) -> tuple[Any, Any]:
         """Return the output, and the log-sum-exp if the call returns it."""
-        out, lse = _attention(call, unify_varying(valid(call, args)), params)
+        out, lse = _attention(call, unify_varying(Operands(*args)), params)
         return (out, lse) if call.return_lse else out, ()
 
 
@@ -107,7 +107,7 @@ def _attention(call: PagedCall, operands: Operands, params: XlaParams) -> tuple[
     out, lse, _ = unify_varying((out, lse, operands.q))
     if 0 in (*call.q, *call.table, *call.pages):
         return out, lse
-    plan = plan_of(call, operands)
+    operands, plan = planned(call, operands)
     run = _Run(call, operands, plan, params)
     out, lse = run.all_tiles(plan.decodes[0], (out, lse), decode=True)
     return run.all_tiles(plan.tiles[-1], (out, lse), decode=False) if call.q[0] > 1 else (out, lse)

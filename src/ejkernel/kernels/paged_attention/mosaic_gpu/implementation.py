@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels.paged_attention.common import Operands, PagedCall, valid
+from ejkernel.kernels.paged_attention.common import Operands, PagedCall, planned
 from ejkernel.kernels.paged_attention.plan import PlanArrays
 from ejkernel.ops.implementation import Implementation
 
@@ -41,14 +41,13 @@ class MosaicGpu(Implementation[PagedCall]):
 
     def forward(self, call: PagedCall, /, *args: Any, params: MosaicGpuParams) -> tuple[Any, Any]:
         """Return the output, and the log-sum-exp if the call returns it."""
-        operands = valid(call, args)
-        leaves, structure = jax.tree.flatten(operands)
+        operands, plan = planned(call, args)
+        leaves, structure = jax.tree.flatten((operands._replace(plan=None), plan))
 
         def run(*leaves: jax.Array) -> Any:
-            own: Operands = jax.tree.unflatten(structure, leaves)
-            plan = None if own.plan is None else PlanArrays(*own.plan)
+            own: tuple[Operands, PlanArrays] = jax.tree.unflatten(structure, leaves)
             with jax.enable_x64(False):  # the kernel counts in int32
-                out, lse = launch.attention(call, own._replace(plan=plan), params, self.interpret)
+                out, lse = launch.attention(call, own, params, self.interpret)
             return (out, lse) if call.return_lse else out
 
         return one_by_one(run, *leaves), ()

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.paged_attention.common import Operands, PagedCall, within_cache
-from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, schedules, tile_sizes, token_schedule
+from ejkernel.kernels.paged_attention.plan import PlanArrays, batch_schedules, token_tiles
+from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, tile_sizes
 
 from . import support
 from .latent_plan import ROWS, latent_plan
@@ -21,26 +22,26 @@ from .plan import LaunchPlan, launch_plan, prefill_plan
 
 
 def attention(
-    call: PagedCall, operands: Operands, params: MosaicGpuParams, interpret: Any = None
+    call: PagedCall, given: tuple[Operands, PlanArrays], params: MosaicGpuParams, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the output and the log-sum-exp."""
+    """Return the output and the log-sum-exp of operands without a plan, and a plan."""
     from ejkernel.kernels._hopper.launch import unsliced  # Mosaic GPU is not available in every environment
 
     from .widen import widened
 
+    operands, plan_arrays = given
     if call.value_dim is not None:
         if support.is_widened(call):
             operands, call = _widened(call, operands), support.as_run(call)
-        return _latent(call, operands, interpret)
-    operands, made = unsliced((operands._replace(plan=None), _schedules(call, operands)))  # no more of the plan
-    short, prefill = made
+        return _latent(call, operands, _token_schedule(call, plan_arrays), interpret)
+    operands, (short, prefill) = unsliced((operands, _schedules(call, plan_arrays)))
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
-    plan, given, tiles = launch_plan(call, params, sizes.short), operands, short
+    plan, decoded, tiles = launch_plan(call, params, sizes.short), operands, short
     apart = plan.is_narrow and sizes.long is not None
     if apart:
         plan = dataclasses.replace(plan, tokens=short.tiles.shape[0] * sizes.short)
-        given, tiles = unsliced(_apart(short, sizes.short, operands))
-    out, rows = _decoded(plan, given, tiles, interpret)
+        decoded, tiles = unsliced(_apart(short, sizes.short, operands))
+    out, rows = _decoded(plan, decoded, tiles, interpret)
     lse = None
     if rows is not None:
         shape = plan.kv_heads, plan.tile_tokens, plan.group_rows
@@ -48,11 +49,11 @@ def attention(
         lse = _by_token(lse, short.tiles, rows.reshape(-1, *shape)[..., : plan.group])
     target: Any = out
     if sizes.long is not None:
-        given, own = operands, call
+        prefilled, own = operands, call
         if apart:
-            given, empty = unsliced(widened(call, operands, sizes.short, interpret))
+            prefilled, empty = unsliced(widened(call, operands, sizes.short, interpret))
             own, target = support.as_run(call), jax.new_ref(empty)
-        rows = _prefilled(own, given, prefill, target, interpret)
+        rows = _prefilled(own, prefilled, prefill, target, interpret)
         lse = None if lse is None else _by_token(lse, prefill.tiles, rows)
     if lse is not None:
         padding = jnp.arange(call.q[0])[:, None] >= operands.query_offsets[-1]
@@ -96,24 +97,22 @@ def _widened(call: PagedCall, operands: Operands) -> Operands:
     return operands._replace(kv_pages=cache.astype(call.dtype), page_table=table)
 
 
-def _schedules(call: PagedCall, operands: Operands) -> tuple[Schedule, Prefill]:
-    plan = operands.plan
-    if plan is not None and call.planned_for == (call.pages[2], call.window):
+def _schedules(call: PagedCall, plan: PlanArrays) -> tuple[Schedule, Prefill]:
+    if call.planned_for in (None, (call.pages[2], call.window)):
         return Schedule(plan.short_tiles, plan.short_programs), Prefill(plan.prefill_tiles, plan.prefill_ends)
-    return schedules(operands.query_offsets, operands.kv_lengths, call.q[0], call.q[1], call.pages[2], call.window)
+    return batch_schedules(call.batch_shape, plan.offsets, plan.lengths)
 
 
-def _token_schedule(call: PagedCall, operands: Operands) -> Schedule:
+def _token_schedule(call: PagedCall, plan: PlanArrays) -> Schedule:
     """Return a schedule of tiles of one token each."""
-    plan = operands.plan
     if call.q[0] <= call.table[0]:
-        return _schedules(call, operands)[0]
-    if plan is not None and call.planned_for == (1, call.window):
+        return _schedules(call, plan)[0]
+    if call.planned_for in (None, (1, call.window)):
         return Schedule(plan.token_tiles, plan.token_programs)
-    return token_schedule(operands.query_offsets, operands.kv_lengths, call.q[0], 1, call.window)
+    return token_tiles(call.batch_shape, plan.offsets, plan.lengths)
 
 
-def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+def _latent(call: PagedCall, operands: Operands, made: Schedule, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp of latent attention."""
     from ejkernel.kernels._hopper.launch import unsliced
 
@@ -122,7 +121,7 @@ def _latent(call: PagedCall, operands: Operands, interpret: Any = None) -> tuple
     from .shares import SumInputs
 
     plan, heads = latent_plan(call), call.q[1]
-    operands, made = unsliced((operands._replace(plan=None), _token_schedule(call, operands)))
+    operands, made = unsliced((operands, made))
     padding, sinks = plan.heads - heads, operands.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.astype(jnp.float32) * LOG2_E, (0, padding)).reshape(plan.parts, -1)
