@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.linear_cross_entropy import plain_kernel
 
 from ejkernel import compat
+from ejkernel.kernels._hopper.tile_shapes import PIECE
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import gradients, plan, support
 from ejkernel.kernels.linear_cross_entropy.mosaic_gpu.implementation import MosaicGpu, MosaicGpuGradients
@@ -157,7 +158,7 @@ def test_a_kernel_multiplies_by_the_weight_where_it_is_fast(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing():
-    x, weight, *per_row = arrays(columns=5 * plan.PIECE)
+    x, weight, *per_row = arrays(columns=5 * PIECE)
     x, *per_row = (y[:60] for y in (x, *per_row))
     args = abs(x), -abs(weight), *per_row  # logits far below those of zeros
     run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), statistics=("max",))

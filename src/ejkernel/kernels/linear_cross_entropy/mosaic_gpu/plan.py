@@ -8,14 +8,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, PIECE, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 
 from .params import MosaicGpuParams
 
 TILE_ROWS = WARPGROUPS * ROWS
 WIDEST_TILE = 256  # columns
-PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
 MAXIMA = "maxima"  # the largest logits alone
