@@ -9,6 +9,7 @@ STEP = 64  # of the summed axis, per step of the mainloop: one swizzle wide, so 
 WARPGROUPS = 2  # consumers
 ROWS = 64  # of one WGMMA instruction
 ROW_BYTES = 128  # of a piece of the result in the epilogue: one swizzle
+PIECE = 64  # columns that an epilogue handles at once: one swizzle of 16-bit numbers
 TILE = (8, 64)  # rows and columns of a tile of shared memory
 ALIGNED = 64  # columns are padded to whole tiles of shared memory
 REGISTERS = Registers(producer=40, consumer=232)

@@ -21,10 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
+from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
@@ -32,7 +33,7 @@ from ejkernel.kernels.flash_attention._xla_blocks import over_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
 from .params import BackwardParams, ForwardParams
-from .wide_support import PIECE, WidePlan, examples_at_once, plan_of
+from .wide_support import WidePlan, examples_at_once, plan_of
 
 STATISTICS, WEIGHTS, GRADIENTS = "statistics", "weights", "gradients"  # what a launch stores
 _TILE_ROWS = ROWS * WARPGROUPS
@@ -321,35 +322,31 @@ class _WideKernel:
             highest = jnp.maximum(highest, piece)
         top = highest.max(axis=1)
         finite = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_hide else top
-        parts = [jnp.exp2(piece - _wide(finite)) for piece in logits]
+        parts = [jnp.exp2(piece - across(finite)) for piece in logits]
         total = functools.reduce(jnp.add, parts).sum(axis=1)
         self._store_parts(tile, warpgroup, top, total)
 
     def _weights(self, tile: _Tile, step: Any, warpgroup: Any) -> list[Any]:
         """Store and return the weights of a tile, in pieces."""
-        lse, found = self._of_rows(self.inputs.lse, tile, warpgroup), []
+        lse, found = load_rows(self.inputs.lse, tile.example, tile.head, tile.query + warpgroup * ROWS), []
         for i, piece in enumerate(self._logits(tile, step, warpgroup)):
-            found.append(jnp.exp2(piece - _wide(lse)).astype(self.plan.dtype))
+            found.append(jnp.exp2(piece - across(lse)).astype(self.plan.dtype))
             self._store(0, found[i], tile, warpgroup, i)
         return found
 
     def _gradients(self, tile: _Tile, step: Any, warpgroup: Any) -> None:
-        delta = self._of_rows(self.inputs.delta, tile, warpgroup)
+        delta = load_rows(self.inputs.delta, tile.example, tile.head, tile.query + warpgroup * ROWS)
         weights = self._weights(tile, step, warpgroup)
         products = self._product(step + self.steps[0], self.steps[1], warpgroup)
         for i, weight in enumerate(weights):
-            slope = (_piece(products, i) - _wide(delta)) * self.plan.rules.scale
+            slope = (piece_of(products, i) - across(delta)) * self.plan.rules.scale
             self._store(1, (weight.astype(jnp.float32) * slope).astype(self.plan.dtype), tile, warpgroup, i)
-
-    def _of_rows(self, ref: Any, tile: _Tile, warpgroup: Any) -> Any:
-        at = ref.at[tile.example, tile.head, pl.ds(tile.query + warpgroup * ROWS, ROWS)]
-        return plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _logits(self, tile: _Tile, step: Any, warpgroup: Any) -> list[Any]:
         """Return the logits of a tile in base 2, in pieces; -inf where hidden."""
         scores, found = self._product(step, self.steps[0], warpgroup), []
         for i in range(self.plan.kv_block // PIECE):
-            piece, visible = _piece(scores, i) * (self.plan.rules.scale * LOG2_E), self._visible(tile, warpgroup, i)
+            piece, visible = piece_of(scores, i) * (self.plan.rules.scale * LOG2_E), self._visible(tile, warpgroup, i)
             found.append(piece if visible is None else jnp.where(visible, piece, -jnp.inf))
         return found
 
@@ -368,10 +365,8 @@ class _WideKernel:
     def _visible(self, tile: _Tile, warpgroup: Any, index: int) -> Any:
         """Return which weights of a piece are not zero; `None`: all."""
         plan, rules = self.plan, self.plan.rules
-        keys, queries = (
-            plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), axis, layout=plgpu.Layout.WGMMA) for axis in (1, 0)
-        )
-        ahead = keys - queries  # plus this number:
+        keys = numbered(1)
+        ahead = keys - numbered(0)  # plus this number:
         offset = tile.key + index * PIECE - (tile.query + warpgroup * ROWS + (plan.keys - plan.queries))
         found = []
         if rules.right is not None:
@@ -403,18 +398,9 @@ class _WideKernel:
             ref.at[lax.div(tile.key, self.plan.kv_block), tile.example, tile.head, rows][...] = value
 
     def _store(self, result: int, values: Any, tile: _Tile, warpgroup: Any, index: int) -> None:
-        slot = self.memory.out.at[warpgroup, (result * (self.plan.kv_block // PIECE) + index) % self.plan.slots]
-        # Of the last `slots` copies, the oldest read this slot.
-        plgpu.wait_smem_to_gmem(self.plan.slots - 1, wait_read_only=True)
-        slot[...] = values
-        plgpu.commit_smem()
-        at = pl.ds(tile.query + warpgroup * ROWS, ROWS), pl.ds(tile.key + index * PIECE, PIECE)
-        plgpu.copy_smem_to_gmem(slot, self.results[result].at[tile.example, tile.head, *at])
+        def copy(buffer: Any) -> None:
+            at = pl.ds(tile.query + warpgroup * ROWS, ROWS), pl.ds(tile.key + index * PIECE, PIECE)
+            plgpu.copy_smem_to_gmem(buffer, self.results[result].at[tile.example, tile.head, *at])
 
-
-def _piece(product: Any, index: int) -> Any:
-    return product[:, index * PIECE : (index + 1) * PIECE]
-
-
-def _wide(values: Any) -> Any:
-    return lax.broadcast_in_dim(values, (ROWS, PIECE), [0])
+        place = warpgroup, result * (self.plan.kv_block // PIECE) + index
+        store_piece(values, self.memory.out, place, copy)

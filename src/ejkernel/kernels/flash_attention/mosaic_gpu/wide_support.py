@@ -12,14 +12,13 @@ import math
 from typing import NamedTuple
 
 from ejkernel.kernels._hopper import SHARED_MEMORY
-from ejkernel.kernels._hopper.tile_shapes import OVERHEAD, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import OVERHEAD, PIECE, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 
 from .params import BackwardParams, ForwardParams
 from .plan import unavailable
 
 NARROWEST = 257  # columns; the other kernels run narrower heads
-PIECE = 64  # columns of a store
 _SLOTS = 2  # staging buffers of each consumer
 _WIDEST = 1024
 _AT_ONCE = 512 << 20  # bytes of weights; their gradient takes as much again

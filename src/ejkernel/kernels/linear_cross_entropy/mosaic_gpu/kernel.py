@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel: a product whose epilogue turns a tile of logits into statistics, exponentials, or a gradient.
 
-The epilogue works in pieces of 64 columns. Its stores overlap with the arithmetic of the next piece, and few values are
-live at once: with whole tiles, a soft cap spilled registers.
-
-Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
+have neighbouring tiles of one column; each copies its share of the weight to all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
+from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
+from ejkernel.kernels._hopper.launch import (
+    CLUSTER,
+    PROGRAM,
+    WARPGROUP,
+    dispatch_warpgroup,
+    launch,
+    plgpu,
+    tiled,
+    unsliced,
+)
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
+from ejkernel.kernels._hopper.products import Lag, accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
 
-from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PIECE, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
+from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
 
 LOG2E = 1.4426950408889634
 DTYPE = jnp.bfloat16
@@ -37,12 +45,14 @@ class HeadMemory(NamedTuple):
         rhs: Pipeline stages of the weight.
         out: Staging buffers of the epilogue, per consumer warpgroup; `None` without a matrix to store.
         pipeline: The barriers of the stages.
+        lag: The barrier of `Lag`; `None` without a lag.
     """
 
     lhs: Any
     rhs: Any
     out: Any
     pipeline: Pipeline
+    lag: Any
 
 
 class _Tile(NamedTuple):
@@ -85,6 +95,7 @@ def run_head(
             programs=plan.programs,
             memory=kernel.memory_types(),
             consumers=WARPGROUPS,
+            cluster=plan.cluster,
             lane_semantics=True,
             interpret=interpret,
         )
@@ -110,10 +121,9 @@ class HeadKernel:
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
-        return HeadMemory(
-            tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
-        )
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
+        lhs, rhs = tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE)
+        return HeadMemory(lhs, rhs, out, pipeline, Lag.barrier_type() if plan.lag else None)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
@@ -121,7 +131,8 @@ class HeadKernel:
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
-        tiles = plan.row_tiles * plan.column_tiles
+        self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
+        tiles = plan.row_tiles // plan.cluster * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
         if plan.conditional:
             self.tiles = jnp.where(self.condition[0] != 0, self.tiles, 0)
@@ -150,7 +161,9 @@ class HeadKernel:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
+        panel = max(1, plan.panel // plan.cluster)
+        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, panel)
+        return rows * plan.cluster + self.rank, column
 
     # Producer.
 
@@ -176,7 +189,8 @@ class HeadKernel:
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
 
     # Consumers.
 
@@ -197,6 +211,7 @@ class HeadKernel:
     def _compute_tile(self, tile: _Tile, step: Any) -> None:
         plan = self.plan
         known = self._known(tile)  # loaded long before it is needed
+        lag = Lag(self.memory.lag, tile.warpgroup, plan.lag) if plan.lag else None
 
         def multiply(accumulator: Any) -> None:
             def one(stage: Any) -> None:
@@ -204,7 +219,7 @@ class HeadKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
                 plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
 
-            multiply_stages(self.pipeline, step, plan.steps, one)
+            multiply_stages(self.pipeline, step, plan.steps, one, lag=lag)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
         epilogues: dict[str, Any] = {
@@ -218,14 +233,11 @@ class HeadKernel:
 
     def _known(self, tile: _Tile) -> list[Any]:
         if self.plan.mode == PRODUCT:
-            return [self._of_rows(ref, tile) for ref in self.coefficients]
+            return [load_rows(ref, tile.row) for ref in self.coefficients]
         if self.plan.mode == GRADIENT:
-            return [self._of_rows(ref, tile) for ref in (self.labels, *self.coefficients)]
+            return [load_rows(ref, tile.row) for ref in (self.labels, *self.coefficients)]
         found = [self.has_labels[lax.div(tile.row, ROWS), tile.column_tile]]
-        return found if self.relative_to is None else [*found, self._of_rows(self.relative_to, tile)]
-
-    def _of_rows(self, ref: Any, tile: _Tile) -> Any:
-        return plgpu.load(ref.at[pl.ds(tile.row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return found if self.relative_to is None else [*found, load_rows(self.relative_to, tile.row)]
 
     # Logits.
 
@@ -236,7 +248,7 @@ class HeadKernel:
 
     def _raw(self, product: Any, tile: _Tile, index: int) -> Any:
         """Return a piece of the product, with its bias."""
-        raw = product[:, index * PIECE : (index + 1) * PIECE]
+        raw = piece_of(product, index)
         if self.bias is None:
             return raw
         at = self.bias.at[pl.ds(tile.first + index * PIECE, PIECE)]
@@ -254,7 +266,7 @@ class HeadKernel:
         if plan.bias and plan.soft_cap is not None:
             return jnp.where(raw == -jnp.inf, -jnp.inf, squashed), squashed
         if plan.may_exceed and not (plan.exceeds_by_pieces and plan.mode == EXPONENTIALS):
-            inside = _column_numbers() < plan.last - tile.first - index * PIECE
+            inside = numbered(1) < plan.last - tile.first - index * PIECE
             return jnp.where(inside, squashed, -jnp.inf), squashed
         return squashed, squashed
 
@@ -277,10 +289,10 @@ class HeadKernel:
 
         @pl.when(has_label != 0)
         def _here() -> None:
-            place = self._of_rows(self.labels, tile) - tile.first
+            place = load_rows(self.labels, tile.row) - tile.first
             found: Any = None
             for i in range(self.plan.pieces):
-                hit = _column_numbers() == _wide(place - i * PIECE)
+                hit = numbered(1) == across(place - i * PIECE)
                 raw = self._raw(product, tile, i)
                 here = jnp.where(hit, raw, jnp.zeros_like(raw))
                 found = here if found is None else found + here
@@ -312,7 +324,7 @@ class HeadKernel:
         finite_top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if self._may_be_removed else top
         sums: dict[str, Any] = {}
         for piece in pieces:
-            e = jnp.exp2(piece * (unit * LOG2E) - _wide(finite_top * LOG2E))
+            e = jnp.exp2(piece * (unit * LOG2E) - across(finite_top * LOG2E))
             values = {"total": e}
             if "sum" in self.parts or "expected" in self.parts:
                 finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
@@ -333,7 +345,7 @@ class HeadKernel:
         highest: Any = None
         for i in range(plan.pieces):
             piece, squashed = self._logits(product, tile, i)
-            e = jnp.exp2(piece * (unit * LOG2E) - _wide(self._without_last(relative_to, jnp.inf, tile, i)))
+            e = jnp.exp2(piece * (unit * LOG2E) - across(self._without_last(relative_to, jnp.inf, tile, i)))
             if "max" in self.parts:
                 top = self._without_last(piece.max(axis=1), -jnp.inf, tile, i)
                 highest = top if highest is None else jnp.maximum(highest, top)
@@ -350,16 +362,16 @@ class HeadKernel:
         expected = more[-1] if plan.has_expected else None
         for i in range(plan.pieces):
             piece, squashed = self._logits(product, tile, i)
-            p = jnp.exp2(piece * (unit * LOG2E) - _wide(lse))
+            p = jnp.exp2(piece * (unit * LOG2E) - across(lse))
             if expected is None:
-                d = p * _wide(softmax)
+                d = p * across(softmax)
             else:
                 finite = jnp.where(piece == -jnp.inf, 0.0, piece) if self._may_be_removed else piece
-                d = p * (_wide(softmax) + _wide(expected * unit) * finite)
-            hit = _column_numbers() == _wide(labels - tile.first - i * PIECE)
-            d = d + jnp.where(hit, _wide(label), 0.0)
+                d = p * (across(softmax) + across(expected * unit) * finite)
+            hit = numbered(1) == across(labels - tile.first - i * PIECE)
+            d = d + jnp.where(hit, across(label), 0.0)
             if constant is not None:
-                d = d + _wide(constant)
+                d = d + across(constant)
             if plan.soft_cap is not None:
                 d = d * self._slope(squashed)
             if self._may_be_removed:
@@ -368,23 +380,11 @@ class HeadKernel:
 
     def _product(self, product: Any, tile: _Tile, factor: Any) -> None:
         for i in range(self.plan.pieces):
-            self._store_piece(product[:, i * PIECE : (i + 1) * PIECE] * _wide(factor), tile, i)
+            self._store_piece(piece_of(product, i) * across(factor), tile, i)
 
     def _store_piece(self, values: Any, tile: _Tile, index: int) -> None:
-        plan = self.plan
-        slot = self.memory.out.at[tile.warpgroup, index % plan.out_slots]
-        values = values.astype(DTYPE)
-        # The copy that last read this slot is the oldest of `out_slots` copies.
-        plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
-        slot[...] = values
-        plgpu.commit_smem()
-        at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
-        plgpu.copy_smem_to_gmem(slot, self.out.at[at])
+        def copy(buffer: Any) -> None:
+            at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[at])
 
-
-def _column_numbers() -> Any:
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
-
-
-def _wide(values: Any) -> Any:
-    return lax.broadcast_in_dim(values, (ROWS, PIECE), [0])
+        store_piece(values.astype(DTYPE), self.memory.out, (tile.warpgroup, index), copy)

@@ -8,14 +8,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, PIECE, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 
 from .params import MosaicGpuParams
 
 TILE_ROWS = WARPGROUPS * ROWS
 WIDEST_TILE = 256  # columns
-PIECE = 64  # columns that the epilogue handles at once: one swizzle of 16-bit numbers
 
 STATISTICS = "statistics"  # statistics of the logits
 MAXIMA = "maxima"  # the largest logits alone
@@ -40,7 +39,8 @@ class HeadPlan:
         statistics: Optional results, members of `STATISTICS` of the operation.
         conditional: Whether the launch does nothing unless an operand says so.
         has_constant, has_expected: Whether the gradient has these coefficients.
-        block_n, stages, panel, out_slots: As in the parameters.
+        block_n, stages, panel, out_slots, lag: As in the parameters.
+        cluster: As in the parameters; 1 if the rows of tiles are not a multiple.
     """
 
     mode: str
@@ -60,6 +60,8 @@ class HeadPlan:
     stages: int
     panel: int
     out_slots: int
+    lag: int = 0
+    cluster: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -83,8 +85,8 @@ class HeadPlan:
 
     @property
     def programs(self) -> int:
-        """Blocks of threads."""
-        return MULTIPROCESSORS
+        """Clusters of blocks of threads."""
+        return MULTIPROCESSORS // self.cluster
 
     @property
     def may_exceed(self) -> bool:
@@ -193,6 +195,8 @@ def head_plan(
         stages=params.stages,
         panel=params.panel,
         out_slots=params.out_slots,
+        lag=params.lag,
+        cluster=params.cluster if rows // TILE_ROWS % params.cluster == 0 else 1,
     )
 
 

@@ -9,6 +9,7 @@ Producer and consumers visit the same tiles and steps in the same order, so they
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.epilogue import store_piece
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
@@ -153,12 +155,11 @@ class SumKernel:
 
     def _add(self, product: Any, row: Any, column: Any, warpgroup: Any) -> None:
         plan, width = self.plan, self.plan.piece
+
+        def copy(buffer: Any, index: int) -> None:
+            target = self.total.at[pl.ds(row, ROWS), pl.ds(column + index * width, width)]
+            self.backend.add_to_memory(buffer, target)
+
         for i in range(plan.block_n // width):
-            slot = self.memory.out.at[warpgroup, i % OUT_SLOTS]
             values = product[:, i * width : (i + 1) * width].astype(plan.sum_dtype)
-            # The copy that last read this slot is the oldest of `OUT_SLOTS` copies.
-            plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
-            slot[...] = values
-            plgpu.commit_smem()
-            target = self.total.at[pl.ds(row, ROWS), pl.ds(column + i * width, width)]
-            self.backend.add_to_memory(slot, target)
+            store_piece(values, self.memory.out, (warpgroup, i), functools.partial(copy, index=i))
