@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
 from tests.cli.searches import found, save
 
-from ejkernel.cli import main
+from ejkernel.cli import main, programs
+from ejkernel.ops import PersistentCache
+from ejkernel.ops.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,21 @@ def test_a_wrong_option_or_folder_is_an_error_that_says_what_to_do(
     assert main(command.format(folder=folder).split()) == status
     error = " ".join(capsys.readouterr().err.split())
     assert message in error
+
+
+@pytest.mark.parametrize(("below", "what"), [("", "it"), ("/below/it", "file")])
+def test_a_file_in_place_of_the_folder_to_write_is_named(below, what, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    place = "it" if what == "it" else str(file)
+    assert PersistentCache(f"{file}{below}", shipped=False).why_not_writable() == f"{place} is a file, not a folder"
+
+
+def test_arguments_of_a_program_that_are_no_tuple_are_named():
+    with pytest.raises(
+        ArgumentError, match=re.escape("must return the arguments as a tuple, e.g. `return step, (x,)`")
+    ):
+        programs._check_program("train:step", (print, 3))
 
 
 @pytest.mark.parametrize("command", ["report", "show rms_norm"])

@@ -90,7 +90,7 @@ def test_keywords_have_their_json_values(tmp_path):
         (NORM.replace("f32", "f33") % (8, ""), r"line 2: 'f33\[8,64\]' has an unknown dtype"),
         ('{"kernel": "rms_norm", "args": ["f32[8,64]", "f32[32]"]}', "line 2: weight must"),
         ('{"kernel": "rms_norm", "args": []}', "line 2: "),
-        ('{"kernel": "rms_norm", "args": ["f32[8"]}', r"line 2: 'f32\[8' must have numbers as sizes in brackets"),
+        ('{"kernel": "rms_norm", "args": ["f32[8"]}', r"line 2: 'f32\[8' has no closing bracket"),
         ('{"kernel": "rms_norm", "args": ["f32[8,,4]"]}', r"line 2: 'f32\[8,,4\]' must have numbers as sizes"),
         ('{"kernel": "rms_norm", "args": ["f32[-1]"]}', r"line 2: 'f32\[-1\]' must have numbers as sizes"),
         (NORM % (8, ', "kwargs": {"cfg": 1}'), "line 2: kwargs contain cfg"),

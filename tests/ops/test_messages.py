@@ -55,6 +55,13 @@ class Failing(Scale):
         return boom()
 
 
+def test_a_name_that_is_not_close_to_an_implementation_gets_no_suggestion():
+    with pytest.raises(ConfigError, match=r"got 'flash3'[.]$"):
+        FlashAttentionConfig(implementation="flash3")
+    with pytest.raises(ConfigError, match="did you mean 'cudnn'"):
+        FlashAttentionConfig(implementation="cudn")
+
+
 @dataclasses.dataclass(eq=False)
 class WithField(Scale):
     factor: int

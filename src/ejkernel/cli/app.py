@@ -58,8 +58,8 @@ class _Commands(commands.Group):
 def cli() -> None:
     """Tune the kernels of JAX programs on this machine and show the results.
 
-    Exit status: 0 on success, 1 on failure (also for an unknown operation, target or module) or if nothing usable was
-    found, 2 if an option or argument is missing or malformed, 130 if interrupted.
+    Exit status: 0 on success, 1 on failure (also for an unknown or malformed operation, target or shape) or if nothing
+    usable was found, 2 if an option or argument is missing or not an option's value, 130 if interrupted.
     """
 
 

@@ -49,7 +49,9 @@ def run_estimate(options: EstimateOptions) -> int:
     store = PersistentCache(options.cache)
     reason = store.why_not_writable()
     if reason is not None or store.path is None:
-        raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
+        raise ConfigError(
+            f"{store.path} cannot be written: {reason}; choose a folder with --cache or EJKERNEL_CACHE_DIR."
+        )
     found = find_on(Source.of(options.target, options.imports, shapes=options.shapes), aim)
     console.print(report.found(found.name, found.calls, aim.fingerprint))
     if not found.calls:

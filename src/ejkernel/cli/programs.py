@@ -283,9 +283,14 @@ def _told(error: Exception) -> str:
 
 def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     is_program = isinstance(returned, tuple) and len(returned) in (2, 3) and callable(returned[0])
-    if not is_program or not isinstance(returned[1], tuple | list):
+    if is_program and not isinstance(returned[1], tuple | list):
         raise ArgumentError(
-            f"{target} must return (callable, args) or (callable, args, kwargs) with a tuple args; got "
+            f"{target} must return the arguments as a tuple, e.g. `return step, (x,)`; got "
+            f"{type(returned[1]).__name__}."
+        )
+    if not is_program:
+        raise ArgumentError(
+            f"{target} must return (callable, args) or (callable, args, kwargs), e.g. `return step, (x,)`; got "
             f"{_shape_of(returned)}."
         )
     kwargs: dict[str, Any] = {}

@@ -106,7 +106,9 @@ def _run(options: TuneOptions) -> int:
     # Check first: a search of hours must not end without saving.
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
-        raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
+        raise ConfigError(
+            f"{store.path} cannot be written: {reason}; choose a folder with --cache or EJKERNEL_CACHE_DIR."
+        )
     source = _source(options, store)
     with _executor_of(options) as executor:  # after `_source`, because Ray copies the module path to local workers
         return _find_and_tune(options, source, store, executor)

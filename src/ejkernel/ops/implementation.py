@@ -18,6 +18,8 @@ from ejkernel.ops.utils.error_text import error_text, example_text
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
+_CLOSE: Final = 0.7  # similarity of a misspelt implementation's name: `flash3` does not mean `splash`
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCall:
@@ -222,7 +224,9 @@ class Implementations(Mapping[str, Implementation[Any]]):
             UnsupportedError: Its module cannot be imported here.
         """
         if name not in self._declared:
-            raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self)}")
+            raise ArgumentError(
+                f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self, _CLOSE)}"
+            )
         if name not in self._loaded:
             self._loaded[name] = _loaded(name, self._declared[name])
         return self._loaded[name]
@@ -345,7 +349,7 @@ class OperationConfig(NamedFields, Shown):
         if self.implementation not in self.implementations:
             raise ConfigError(
                 f"implementation must be one of {self.implementations.names}; got {self.implementation!r}"
-                f"{did_you_mean(self.implementation, self.implementations)}"
+                f"{did_you_mean(self.implementation, self.implementations, _CLOSE)}"
             )
         for name, params in (("fwd", self.fwd), ("bwd", self.bwd)):
             if params is None:

@@ -125,11 +125,16 @@ class PersistentCache(Shown):
         """Return why the folder is not writable; `None` if a test write succeeds."""
         if self.path is None:
             return "the user has no home folder"
+        existing = next((place for place in (self.path, *self.path.parents) if place.exists()), None)
+        if existing is not None and not existing.is_dir():
+            return f"{existing} is a file, not a folder" if existing != self.path else "it is a file, not a folder"
         try:
             probe = self.path / f".{secrets.token_hex(8)}"
             # Permissions say nothing about read-only file systems, quotas or root, so write a file.
             write_file(probe, "", durable=False)
             probe.unlink()
+        except FileNotFoundError:
+            return f"no folder can be created in {existing}"
         except OSError as error:
             return str(error)
         return None

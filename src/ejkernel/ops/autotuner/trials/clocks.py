@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
 
-if TYPE_CHECKING:
-    from ejkernel.ops.autotuner.trials.outcome import Outcome
+
+class _Timed(Protocol):
+    """An `Outcome`."""
+
+    @property
+    def measurement(self) -> Measurement | None: ...
 
 
-def clock_of(outcomes: Sequence[Outcome]) -> str:
+def clock_of(outcomes: Sequence[_Timed]) -> str:
     """Return the timer (`Measurement.method`) of the heuristic's time or, without one, of the first program's.
 
     If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
@@ -21,7 +26,7 @@ def clock_of(outcomes: Sequence[Outcome]) -> str:
     return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
 
 
-def clock_note(outcome: Outcome, clock: str = "") -> str:
+def clock_note(outcome: _Timed, clock: str = "") -> str:
     """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing."""
     method = "" if outcome.measurement is None else outcome.measurement.method
     if method == PROCESSOR:
@@ -29,6 +34,6 @@ def clock_note(outcome: Outcome, clock: str = "") -> str:
     return f" by {method}" if clock and method and method != clock else ""
 
 
-def is_by_another(outcome: Outcome, clock: str) -> bool:
+def is_by_another(outcome: _Timed, clock: str) -> bool:
     """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
     return outcome.measurement is not None and outcome.measurement.method != clock

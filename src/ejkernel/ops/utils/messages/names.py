@@ -26,18 +26,18 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def nearest(name: object, names: Iterable[str]) -> str | None:
-    """Return the known name closest to a misspelt name; `None` if no name is close."""
+def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the known name closest to a misspelt name; `None` if none has a similarity of `least`."""
     if not isinstance(name, str):
         return None
     by_lower = {known.lower(): known for known in names}
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=least)
     return by_lower[close[0]] if close else None
 
 
-def did_you_mean(name: object, names: Iterable[str]) -> str:
+def did_you_mean(name: object, names: Iterable[str], least: float = 0.6) -> str:
     """Return the end of a message about an unknown name: `"; did you mean 'cudnn'?"`, or `"."` if no name is close."""
-    found = nearest(name, names)
+    found = nearest(name, names, least)
     return "." if found is None else f"; did you mean {found!r}?"
 
 
