@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-SAMPLED = tuple(Path(__file__).parent / folder for folder in ("kernels", "modules", "ops/core", "ops/execution", "tpu"))
+SAMPLED = tuple(Path(__file__).parent / folder for folder in ("kernels", "modules", "tpu"))
 
 
 def pytest_addoption(parser):

@@ -36,7 +36,7 @@ from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.registry import recording
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 W = np.ones((4, 2), np.float32)
 

@@ -93,6 +93,7 @@ def types_of(inv):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_call_of_a_program_is_rebuilt_as_it_was(kernel, program):

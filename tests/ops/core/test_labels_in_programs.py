@@ -104,6 +104,7 @@ def operations(program):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", FORWARD)
 def test_a_call_is_labelled_in_lowered_text(program, kernel):
@@ -114,6 +115,7 @@ def test_a_call_is_labelled_in_lowered_text(program, kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", BOTH)
 def test_both_directions_are_labelled_in_the_text_of_a_gradient(program, kernel):

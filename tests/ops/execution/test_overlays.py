@@ -122,6 +122,7 @@ def shown(function):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @each_program
 @pytest.mark.parametrize("put_in_force", [as_overlay, as_result], ids=["overlay", "result"])
 def test_a_configuration_holds_inside_its_block_and_nowhere_else(program, put_in_force, kernel, f):

@@ -26,7 +26,7 @@ from tests.ops.sample_kernels import (
 
 from ejkernel.ops import ConfigKey, ConfigSelectorChain, Executor, Invocation, Kernel, overlay_cache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 KERNELS = [Plain("plain"), WithRule("rule"), WithResiduals("residuals")]
 

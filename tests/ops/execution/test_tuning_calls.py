@@ -24,7 +24,7 @@ from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 4
