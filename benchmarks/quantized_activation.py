@@ -4,29 +4,27 @@
 `silu(x @ w) * (x @ gate)` in float8, with a scale for 128 columns of a row, from operands with scales of rows and
 columns ("rows") or of blocks ("blocks"). "apart" is what a layer does otherwise: a product with both matrices joined,
 whose bfloat16 result XLA activates and our kernel quantises. "bfloat16" is our gated kernel on bfloat16 operands, and
-the same kernel that quantises. Each process compiles the contenders of one shape, then runs them interleaved, as
-`benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 activation of the dequantised operands in
-some rows; rounding to 8 bits is most of them. "name / rows" is the time of a contender relative to that of the kernel.
+the same kernel that quantises. `benchmarks.quantized` times the contenders. `errors` are norms
+relative to the float32 activation of the dequantised operands in some rows; rounding to 8 bits is most of them. "name /
+rows" is the time of a contender relative to that of the kernel.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, sizes_of
-from benchmarks.quantized_matmul import add_times, run_shapes
 from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
 
 E4M3 = "float8_e4m3fn"
-Function = Callable[..., Any]
 
 SHAPES = {
     "8 groups": Shape(8192, 14336, 4096, 8),
@@ -91,22 +89,15 @@ def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
 
 def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
-    kinds = list(dict.fromkeys(name.split(",")[0] for name in names))
-    given = {kind: operands(shape, kind) for kind in kinds}
-    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[name.split(",")[0]], sizes).compile()  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {name: pool.submit(compile_one, name) for name in names}
-        for name, job in jobs.items():
-            try:
-                program, arrays = job.result(), given[name.split(",")[0]]
-                found[name] = {"errors": [error(program, shape, arrays)]}
-            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
-                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
-            else:
-                runs[name] = functools.partial(program, *arrays, sizes)
-            print(json.dumps(found), flush=True)
-    add_times(shape._replace(n=2 * shape.n), found, runs)
+    sizes, kinds = sizes_of(shape), {name: name.split(",")[0] for name in names}
+    given = {kind: operands(shape, kind) for kind in dict.fromkeys(kinds.values())}
+    found, runs = run_contenders(
+        names,
+        CONTENDERS.__getitem__,
+        lambda name: (*given[kinds[name]], sizes),
+        lambda name, program: {"errors": [error(program, shape, given[kinds[name]])]},
+    )
+    add_times(4 * math.prod(shape[:3]), found, runs)
     return found
 
 

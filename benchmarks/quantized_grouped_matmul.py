@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.quantized_grouped_matmul`: grouped products of 8-bit operands beside our bfloat16 product.
 
-Group sizes are drawn from a multinomial distribution. Each process compiles the contenders of one shape, then runs them
-interleaved, as `benchmarks.quantized_matmul` does. `errors` are norms relative to the float32 product of the
-dequantised operands in some rows: on normal numbers, and on their magnitudes, where coarse sums show.
-"bfloat16 / name" is the time of our bfloat16 product relative to that of a contender.
+Group sizes are drawn from a multinomial distribution. `benchmarks.quantized` times the contenders. `errors` are norms
+relative to the float32 product of the dequantised operands in some rows: on normal numbers, and on their magnitudes,
+where coarse sums show. "bfloat16 / name" is the time of our bfloat16 product relative to that of a contender.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized_matmul import add_times, run_shapes
+from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
 from ejkernel.modules import Quantized, QuantizedGroupedMatmulConfig, grouped_matmul, quantize
 
 BASE = "bfloat16"
 ROWS, COLUMNS = 64, 128  # compared with the float32 product
-Function = Callable[..., Any]
 
 
 class Shape(NamedTuple):
@@ -118,23 +115,14 @@ def sizes_of(shape: Shape) -> jax.Array:
 
 def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
-    kinds = list(dict.fromkeys(map(kind_of, names)))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        given = dict(zip(kinds, pool.map(lambda kind: operands(shape, kind, False), kinds), strict=True))
-        compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[kind_of(name)], sizes).compile()  # noqa: E731
-        jobs = {name: pool.submit(compile_one, name) for name in names}
-        for name, job in jobs.items():
-            try:
-                program, arrays = job.result(), given[kind_of(name)]
-                errors = [error(program, shape, arrays), error(program, shape, operands(shape, kind_of(name), True))]
-                found[name] = {"errors": errors}
-            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
-                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
-            else:
-                runs[name] = functools.partial(program, *arrays, sizes)
-            print(json.dumps(found), flush=True)
-    add_times(shape, found, runs)
+    sizes, given = sizes_of(shape), {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+
+    def row(name: str, program: Any) -> dict[str, Any]:
+        positive = operands(shape, kind_of(name), True)
+        return {"errors": [error(program, shape, arrays) for arrays in (given[kind_of(name)], positive)]}
+
+    found, runs = run_contenders(names, CONTENDERS.__getitem__, lambda name: (*given[kind_of(name)], sizes), row)
+    add_times(2 * math.prod(shape[:3]), found, runs)
     return found
 
 

@@ -3,27 +3,25 @@
 
 "blocks" reads rows and gradients that `quantize_both` made, with a scale for 128 numbers of either; "squares" reads
 gradients with a scale for 128x128 numbers. "from bfloat16" makes both of them first, with the rows' copies, which a
-layer needs anyway. "quantize" is one of these. Group sizes are drawn from a multinomial distribution. Each process
-compiles the contenders of one shape, then runs them interleaved, as `benchmarks.quantized_matmul` does. `errors` are
-norms relative to the float32 product, of the dequantised operands where these are in 8 bits, in a part of one group's
-result: on normal numbers, and on their magnitudes, where coarse sums show. "bfloat16 / name" is the time of our
-bfloat16 kernel relative to that of a contender.
+layer needs anyway. "quantize" is one of these. Group sizes are drawn from a multinomial distribution.
+`benchmarks.quantized` times the contenders. `errors` are norms relative to the float32 product, of the dequantised
+operands where these are in 8 bits, in a part of one group's result: on normal numbers, and on their magnitudes, where
+coarse sums show. "bfloat16 / name" is the time of our bfloat16 kernel relative to that of a contender.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import BASE, SHAPES, Shape, ratios, sizes_of
-from benchmarks.quantized_matmul import add_times, run_shapes
 from ejkernel.kernels.grouped_matmul.common import taken_apart
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.modules import Quantized, QuantizedGroupedWgradConfig, grouped_matmul_wgrad, quantize_both
@@ -31,7 +29,6 @@ from ejkernel.modules import Quantized, QuantizedGroupedWgradConfig, grouped_mat
 PART = 128  # rows and columns of a group's result that are compared
 GROUP = 1
 DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of rows and gradients
-Function = Callable[..., Any]
 
 
 def ours(**params: Any) -> Function:
@@ -120,25 +117,16 @@ def error(program: Function, arrays: Any, sizes: jax.Array) -> float:
 
 def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, found, runs = sizes_of(shape), dict[str, Any](), dict[str, Function]()
-    given = {kind: operands(shape, kind, False) for kind in sorted({kind_of(name) for name in names})}
-    compile_one = lambda name: jax.jit(CONTENDERS[name]).lower(*given[kind_of(name)], sizes).compile()  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {name: pool.submit(compile_one, name) for name in names}
-        for name, job in jobs.items():
-            try:
-                program, arrays = job.result(), given[kind_of(name)]
-                row: dict[str, Any] = {}
-                if not name.startswith("quantize"):
-                    positive = operands(shape, kind_of(name), True)
-                    row["errors"] = [error(program, each, sizes) for each in (arrays, positive)]
-                found[name] = row
-            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
-                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
-            else:
-                runs[name] = functools.partial(program, *arrays, sizes)
-            print(json.dumps(found), flush=True)
-    add_times(shape, found, runs)
+    sizes, given = sizes_of(shape), {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+
+    def row(name: str, program: Any) -> dict[str, Any]:
+        if name.startswith("quantize"):
+            return {}
+        positive = operands(shape, kind_of(name), True)
+        return {"errors": [error(program, arrays, sizes) for arrays in (given[kind_of(name)], positive)]}
+
+    found, runs = run_contenders(names, CONTENDERS.__getitem__, lambda name: (*given[kind_of(name)], sizes), row)
+    add_times(2 * math.prod(shape[:3]), found, runs)
     return found
 
 

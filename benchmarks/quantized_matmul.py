@@ -6,41 +6,35 @@ operands; XLA's cuBLASLt call for float8 with scalar scales, XLA's product of fl
 on bfloat16. "bfloat16 by" has rows of bfloat16; "thin blocks" are 1x128 of both operands. "quantize" makes the rows'
 numbers and scales from bfloat16, as a layer does before each product.
 
-Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
-times are those of a warm card, limited by power. `kernel_us` is the sum of the kernels of one call after a pause.
-`errors` are norms relative to the float32 product of the dequantised operands: on normal numbers, and on their
-magnitudes, where coarse sums show. "rival / ours" compares exact and fast sums with cuBLASLt's.
+`benchmarks.quantized` times the contenders. `errors` are norms relative to the float32 product of the dequantised
+operands: on normal numbers, and on their magnitudes, where coarse sums show. "rival / ours" compares exact and fast
+sums with cuBLASLt's.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from benchmarks import report
-from benchmarks.apart import run_apart
-from benchmarks.linear_cross_entropy_hopper import relative_error, seconds_per_call
-from ejkernel import compat
+from benchmarks.linear_cross_entropy_hopper import relative_error
+from benchmarks.quantized import Function, add_times, measured_apart, run_contenders, table
 from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
 
-SLICES, SLICE_S = 5, 0.08
 CHECKED = 512  # rows and columns
 SCALAR = 2.0**-6
 EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
-Function = Callable[..., Any]
-Ratios = Callable[[dict[str, Any]], dict[str, float]]
 
 
 class Shape(NamedTuple):
@@ -187,25 +181,14 @@ def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
     given = {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
     positive = {kind: operands(shape, kind, True) for kind in given}
-    found: dict[str, Any] = {}
-    runs: dict[str, Function] = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compile_one = lambda name: jax.jit(CONTENDERS[name](shape)).lower(*given[kind_of(name)]).compile()  # noqa: E731
-        jobs = {name: pool.submit(compile_one, name) for name in names}
-        for name, job in jobs.items():
-            own = given[kind_of(name)], positive[kind_of(name)]
-            try:
-                program = job.result()
-                found[name] = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
-                jax.block_until_ready(program(*own[0]))
-                if name != "quantize":
-                    found[name]["errors"] = [error(name, program, *pair) for pair in own]
-            except Exception as problem:  # noqa: BLE001  # a contender's failure is a result, with its reason
-                found[name] = {"reason": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
-            else:
-                runs[name] = functools.partial(program, *own[0])
-            print(json.dumps(found), flush=True)
-    add_times(shape, found, runs)
+
+    def row(name: str, program: Any) -> dict[str, Any]:
+        own = [arrays[kind_of(name)] for arrays in (given, positive)]
+        first = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
+        return first if name == "quantize" else first | {"errors": [error(name, program, *pair) for pair in own]}
+
+    found, runs = run_contenders(names, lambda name: CONTENDERS[name](shape), lambda name: given[kind_of(name)], row)
+    add_times(2 * math.prod(shape), found, runs)
     return found
 
 
@@ -213,26 +196,6 @@ def error(name: str, program: Function, x: Any, w: Any) -> float:
     """Return a contender's error on some operands."""
     factor = SCALAR if name == RIVAL else float(name.startswith("xla float8"))
     return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
-
-
-def add_times(shape: Any, found: dict[str, Any], runs: dict[str, Function]) -> None:
-    """Add the times of contenders that run, interleaved, and then of their kernels."""
-    numbers = {name: max(1, int(SLICE_S / seconds_per_call(run, 3))) for name, run in runs.items()}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    order = np.random.default_rng(0)
-    for _ in range(SLICES):
-        for name in order.permutation(list(runs)):
-            samples[str(name)].append(seconds_per_call(runs[str(name)], numbers[str(name)]))
-    for name, run in runs.items():
-        time.sleep(0.3)  # the card cools down
-        kernels = compat.cupti_seconds(run) if jax.default_backend() == "gpu" else None
-        times = {"us": 1e6 * float(np.median(samples[name])), "kernel_us": None if kernels is None else 1e6 * kernels}
-        flops = 2 * shape.m * shape.n * shape.k
-        for kind, us in times.items():
-            if us is not None:
-                found[name][kind] = round(us, 1)
-                if not name.startswith("quantize"):
-                    found[name][f"{kind.removesuffix('us')}tflops"] = round(flops / us / 1e6)
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
@@ -249,75 +212,6 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 def sizes_named(key: str) -> str:
     """Return the sizes of a shape, by the key of its result."""
     return " x ".join(map(str, SHAPES[key.rpartition("#")[0]]))
-
-
-def table(found: dict[str, Any], title: Callable[[str], str] = sizes_named) -> str:
-    """Return a Markdown table, a line per shape and contender; `title` names a shape."""
-    fields = ("us", "tflops", "kernel_us", "kernel_tflops")
-    lines = ["| | us | TFLOP/s | kernels us | TFLOP/s | errors: mean zero, positive |", "|---" * 6 + "|"]
-    for key, rows in found.items():
-        if key == "environment":
-            continue
-        for name, row in rows["contenders"].items():
-            cells = [f"{row[field]:,}" if row.get(field) else "" for field in fields]
-            said = row.get("errors", row.get("reason", ""))
-            lines.append(f"| {title(key)}, {name} | {' | '.join(cells)} | {said} |")
-        lines.append(f"| {key}, ratios | {rows['ratios']} {rows.get('reason', '')} | | | | |")
-    return "\n".join(lines) + "\n"
-
-
-def measured_apart(
-    shape: str, names: Sequence[str], seconds: float, module: str = "quantized_matmul", ratios: Ratios = ratios
-) -> dict[str, Any]:
-    """Return the result of measuring in a separate process, or the reason for having none."""
-    lines, reason = run_apart(f"benchmarks.{module}", "--one", shape, "--contenders", *names, seconds=seconds)
-    rows: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
-    return {"contenders": rows, "ratios": ratios(rows)} | ({"reason": reason} if reason else {})
-
-
-def run_shapes(
-    module: str,
-    doc: str | None,
-    shapes: Mapping[str, Any],
-    contenders: Mapping[str, Function],
-    *,
-    few: Sequence[str],
-    seconds: float,
-    measured: Callable[[Any, Sequence[str]], dict[str, Any]],
-    ratios: Ratios,
-    argv: Sequence[str] | None,
-) -> int:
-    """Run a benchmark of groups as a program: print its table, and write it with `--out`.
-
-    Args:
-        module: The benchmark's module, in this package.
-        doc: Its documentation.
-        shapes: Its shapes; the last one only by request.
-        contenders: Its contenders, of which `few` run by default.
-        few: See `contenders`.
-        seconds: The default limit of a process.
-        measured: Returns the figures of contenders for a shape, in this process.
-        ratios: Returns ratios of a shape's figures.
-        argv: The program's arguments; `None`: those of the command line.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=doc)
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"write {module}_<device>.json and .md")
-    parser.add_argument("--shapes", nargs="*", default=list(shapes)[:-1], choices=list(shapes), metavar="SHAPE")
-    parser.add_argument("--contenders", nargs="*", default=list(few), choices=list(contenders), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=seconds, help="limit of one process (default: %(default)s)")
-    parser.add_argument("--one", choices=list(shapes), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        print(json.dumps(measured(shapes[args.one], args.contenders)))
-        return 0
-    found: dict[str, Any] = {"environment": report.environment()}
-    for shape in args.shapes:
-        found[shape] = measured_apart(shape, args.contenders, args.seconds, module, ratios)
-        print(shape, json.dumps(found[shape]), file=sys.stderr, flush=True)
-        if args.out is not None:  # written after each process, in case a later one fails
-            report.write(args.out, f"{module}_{report.platform_name()}", found, table(found, str))
-    print(table(found, str))
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -342,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = f"{shape}#{number}"
             if time.perf_counter() - start > args.start_within:
                 continue
-            found[key] = measured_apart(shape, names, args.seconds)
+            found[key] = measured_apart("quantized_matmul", shape, names, args.seconds, ratios)
             print(key, json.dumps(found[key]), file=sys.stderr, flush=True)
             if args.out is not None:  # written after each process, in case a later one fails
-                report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found))
-    print(table(found))
+                report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found, sizes_named))
+    print(table(found, sizes_named))
     return 0
 
 

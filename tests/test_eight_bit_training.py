@@ -25,6 +25,6 @@ def test_a_recipe_that_trains_worse_is_reported(monkeypatch, capsys):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     plain = example.quantized_dense
-    monkeypatch.setattr(example, "quantized_dense", lambda x, w, scaling: plain(x, w, scaling=scaling) * 0.3)
+    monkeypatch.setattr(example, "quantized_dense", lambda x, w, **options: plain(x, w, **options) * 0.3)
     assert example.main(["--steps", "60", "--seeds", "2", "--tokens", "64", "--width", "32"]) == 1
     assert "the curves disagree" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 
 from ejkernel.modules import DelayedScaling, grouped_matmul, quantized_dense, quantized_grouped_dense
 
-RECIPES = ("bfloat16", "current scaling", "delayed scaling")
+RECIPES = ("bfloat16", "current scaling", "delayed scaling", "blocks")
 
 
 class Size(NamedTuple):
@@ -56,9 +56,15 @@ def parameters(size: Size, key: jax.Array) -> Parameters:
     }
 
 
+def _block(recipe: str) -> Literal[128] | None:
+    return 128 if recipe == "blocks" else None
+
+
 def experts(recipe: str, own: Parameters, x: jax.Array) -> jax.Array:
     """Return each row, processed by the expert that its router prefers."""
-    product = grouped_matmul if recipe == "bfloat16" else quantized_grouped_dense
+    product: Callable[..., jax.Array] = grouped_matmul
+    if recipe != "bfloat16":
+        product = functools.partial(quantized_grouped_dense, block=_block(recipe))
     chances = jax.nn.softmax((x @ own["router"]).astype(jnp.float32))
     chosen = jnp.argmax(chances, axis=-1)
     order = jnp.argsort(chosen)
@@ -75,7 +81,7 @@ def loss(recipe: str, own: Parameters, histories: Histories, tokens: jax.Array) 
     def dense(name: str, x: jax.Array) -> jax.Array:
         if recipe == "bfloat16":
             return x @ own[name]
-        return quantized_dense(x, own[name], scaling=histories.get(name))
+        return quantized_dense(x, own[name], scaling=histories.get(name), block=_block(recipe))
 
     x = own["words"][tokens[:, :-1]].reshape(tokens.shape[0], -1)
     x = jax.nn.silu(dense("enter", x))

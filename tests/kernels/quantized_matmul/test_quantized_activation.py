@@ -100,7 +100,7 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monk
     ("params", "message"),
     [
         ({"block_n": 256}, "block_n one of"),
-        ({"block_n": 128, "out_slots": 2}, "out_slots must divide 1"),
+        ({"block_n": 128, "stages": 3, "out_slots": 2}, "out_slots must divide 1"),
         ({"block_n": 128, "out_slots": 1, "stages": 12}, "shared memory"),
     ],
 )

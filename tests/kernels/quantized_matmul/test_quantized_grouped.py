@@ -16,6 +16,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import gradient, launch
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import plan as plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.gradient import MosaicGpuGroupedWgrad
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpuGrouped
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
@@ -90,6 +91,13 @@ def test_simulated_groups_match_the_float32_product(mosaic, name):
     sizes = (0, 3, 1, 9) if shape[0] < 64 else SIZES
     args, options = described(*operands(shape, sizes, dtypes, **more), sizes)
     assert error(mosaic, args, options, MosaicGpuParams(**params)) < 1e-5
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_the_last_rows_of_a_group_are_a_short_tile(mosaic, monkeypatch, blocks):
+    monkeypatch.setattr(plans, "ROWS_WITH_SHORT_TILES", range(1, 1024))
+    args, options = described(*operands((210, 72, 128), SIZES, (E4M3, E4M3), blocks=blocks), SIZES)
+    assert error(mosaic, args, options, MosaicGpuParams(block_n=64, stages=2, out_slots=1)) < 1e-5
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])

@@ -90,7 +90,7 @@ def program(call, params, interpret):
 
 
 SIMULATED = {
-    "promoted in two parts": ((200, 200, 512), (E4M3, E4M3), {"block_n": 256}, {}),
+    "promoted in two parts": ((200, 200, 512), (E4M3, E4M3), {"block_n": 256, "stages": 3}, {}),
     "an odd number of steps": ((40, 72, 384), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {}),
     "ragged n and k": ((40, 77, 150), (E4M3, E4M3), {"block_n": 64, "stages": 2, "out_slots": 1}, {}),
     "one step": ((130, 264, 128), (E5M2, E5M2), {"block_n": 128, "stages": 2}, {}),
@@ -107,7 +107,12 @@ SIMULATED = {
     "few wide rows, int8": ((33, 300, 130), ("bfloat16", "int8"), {"block_m": 64, "block_n": 128}, {}),
     "few wide rows, e4m3": ((20, 200, 300), ("bfloat16", E4M3), {"block_m": 64, "block_n": 64, "stages": 2}, {}),
     "few wide rows, e5m2": ((64, 500, 256), ("float16", E5M2), {"block_m": 64, "block_n": 256, "stages": 3}, {}),
-    "int8, float16": ((130, 264, 256), ("int8", "int8"), {"block_n": 256}, {"preferred_element_type": "float16"}),
+    "int8, float16": (
+        (130, 264, 256),
+        ("int8", "int8"),
+        {"block_n": 256, "stages": 3},
+        {"preferred_element_type": "float16"},
+    ),
 }
 
 

@@ -76,6 +76,11 @@ class Hopper:
         del count
         return tuple(buffer)
 
+    def read_if(self, condition: Any, read: Callable[[], list[Any]]) -> list[Any]:
+        """Return the arrays that `read` loads; if the condition does not hold, they may have any values."""
+        del condition
+        return read()
+
     def order_reads(self) -> None:
         """Order reads of shared memory before copies that overwrite it: the arrival that follows does so."""
 
@@ -158,6 +163,12 @@ class Interpreter:
     def views(self, buffer: Any, count: int) -> tuple[Any, ...]:
         """See `Hopper.views`."""
         return (buffer,) * count
+
+    def read_if(self, condition: Any, read: Callable[[], list[Any]]) -> list[Any]:
+        """See `Hopper.read_if`; the race detector sees a read that other values replace."""
+        zeros = [jnp.zeros(array.shape, array.dtype) for array in jax.eval_shape(read)]
+        found: list[Any] = lax.cond(condition, read, lambda: zeros)
+        return found
 
     def order_reads(self) -> None:
         """See `Hopper.order_reads`; the race detector wants a fence, as after writes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +19,15 @@ from jax.experimental import pallas as pl
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import backend_for
 from ejkernel.kernels._hopper.launch import launch, plgpu
-from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile, epilogue
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile, epilogue
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.quantizing.kernel import SMALLEST, scale_of
 
 from .blocks import BlocksKernel
 from .kernel import QuantizedKernel
-from .plan import CHUNK, SQUARES, STEP, ActivatedPlan
-
-
-class ActivatedMemory(NamedTuple):
-    """`GroupedMemory` or `BlocksMemory`, with the scales of the result.
-
-    Attributes:
-        lhs, rhs, out, pipeline, x_scale, w_scale: As there; `w_scale` has slots for each product.
-        out_scale: The scales of a consumer's rows, for rows that are stored one by one.
-    """
-
-    lhs: Any
-    rhs: Any
-    out: Any
-    pipeline: Pipeline
-    x_scale: Any = None
-    w_scale: Any = None
-    out_scale: Any = None
+from .plan import CHUNK, ActivatedPlan
 
 
 def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = None) -> list[jax.Array]:
@@ -75,18 +57,16 @@ class ActivatedKernel(QuantizedKernel):
     """The program of one block of threads, for scales of rows and columns."""
 
     plan: ActivatedPlan
-    memory: Any  # `ActivatedMemory`
 
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
         out_scale = plgpu.SMEM((WARPGROUPS, self.plan.part_rows), jnp.float32)
-        return ActivatedMemory(*super().memory_types(), out_scale=out_scale)
+        return super().memory_types()._replace(out_scale=out_scale)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
-        count = self.plan.products
-        self.column_scales, (self.out_scales,) = arrays[-count:], results[1:]
-        ProductKernel.run(self, arrays[:-count], results[:1], memory)
+        out, self.out_scales = results
+        super().run(arrays, [out], memory)
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         plan, full = self.plan, self.pipeline.full.at[stage]
@@ -113,17 +93,17 @@ class ActivatedKernel(QuantizedKernel):
         found = accumulate((plan.part_rows, plan.part_columns), plan.parts, mainloop, dtype=sums)
         return [each.astype(jnp.float32) for each in found]
 
-    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, warpgroup: Any) -> None:
+    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, step: Any, warpgroup: Any) -> None:
         plan = self.plan
         for block in range(plan.pieces):
-            products = [self._product(sums, row_scale, tile, number, block) for number in range(plan.products)]
+            products = [self._product(sums, row_scale, step, number, block) for number in range(plan.products)]
             wide = epilogue(products, None, plan.activation)
             scale = scale_of(wide, plan.out_dtype)
             values = (wide * lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])).astype(plan.out_dtype)
             self._store_block(values, scale, tile, warpgroup, block)
 
-    def _product(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, number: int, block: int) -> Any:
-        """Return a block's columns of one of the products."""
+    def _product(self, sums: Sequence[Any], row_scale: Any, step: Any, number: int, block: int) -> Any:
+        """Return a block's columns of one of the products of a tile that begins with `step`."""
         if self.plan.gated:
             values = sums[number]
         else:
@@ -131,7 +111,7 @@ class ActivatedKernel(QuantizedKernel):
             values = sums[part][:, at : at + BLOCK]
         if row_scale is None:
             return values
-        return self._scaled(values, row_scale, self.column_scales[number], tile, block * BLOCK)
+        return self._scaled(values, row_scale, self._column_factors(step, number), block * BLOCK)
 
     def _store_block(self, values: Any, scale: Any, tile: ProductTile, warpgroup: Any, block: int) -> None:
         plan = self.plan
@@ -174,22 +154,6 @@ class ActivatedBlocksKernel(ActivatedKernel, BlocksKernel):
     """The same for scales of 1x128 blocks of rows and 128x128 blocks of matrices."""
 
     plan: ActivatedPlan
-
-    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
-        """See `ProductKernel`."""
-        behind = 1 + self.plan.products
-        self.x_scales, self.w_scales = arrays[-behind], arrays[1 - behind]
-        super().run([*arrays[:-behind], *arrays[1 - behind :]], results, memory)
-
-    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
-        plan, stage = self.plan, self.pipeline.stage(step)
-        following = super()._copy_step(tile, index, step)
-        for number in range(1, plan.products):
-            along = pl.ds(lax.div(index, CHUNK) * CHUNK, CHUNK)
-            squares = self.column_scales[number].at[tile.group, pl.ds(lax.div(tile.column, STEP), SQUARES), along]
-            slot = self.memory.w_scale.at[self._slot(step - index, index) + number * plan.scale_slots]
-            self.backend.copy_if(lax.rem(index, CHUNK) == 0, squares, slot, self.pipeline.full.at[stage])
-        return following
 
     def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
         del tile

@@ -8,7 +8,7 @@ ahead was much slower in a prototype. The products of a step are scaled as they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,46 +17,29 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile
 
 from .kernel import QuantizedKernel
 from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
 _PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
-
-
-class BlocksMemory(NamedTuple):
-    """`GroupedMemory`, with scales.
-
-    Attributes:
-        lhs, rhs, out, pipeline: As there.
-        x_scale: A scale for each row of a tile.
-        w_scale: A scale for each block of a tile's columns, or for each column.
-    """
-
-    lhs: Any
-    rhs: Any
-    out: Any
-    pipeline: Pipeline
-    x_scale: Any
-    w_scale: Any
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class ScaledSums:
-    """The mainloop of a tile with scales for each step; a base of kernels."""
+    """The mainloop of a tile with scales for each step; a base of kernels.
+
+    The scales of a step are read while the products of the step before are added to the sums.
+    """
 
     plan: Any
     backend: Backend
-    memory: Any  # `BlocksMemory`
+    memory: Any  # `QuantizedMemory`
     pipeline: Pipeline
 
-    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
-        """Return the products of one part over some stages."""
+    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
+        """Return the products of a stage."""
         raise NotImplementedError
-
-    def scale_types(self) -> list[Any]:
-        """Return the types of the shared memory of scales."""
-        return [plgpu.SMEM(shape, jnp.float32) for shape in (self.plan.row_scales, self.plan.column_scales)]
 
     def scaled_sums(self, steps: Any, step: Any, warpgroup: Any, column: Any) -> list[Any]:
         """Return the sums of a tile, in pieces of columns.
@@ -67,39 +50,53 @@ class ScaledSums:
             warpgroup: This consumer.
             column: The tile's first column.
         """
-        plan, shape = self.plan, (self.plan.part_rows, _PIECE)
-        first = lax.rem(column, STEP)
-        starts = range(0, plan.tile_columns, _PIECE)
+        shape, count = (self.plan.part_rows, _PIECE), self.plan.tile_columns // _PIECE
 
-        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
-            stage = self.pipeline.stage(step + i)
-            self.pipeline.consumer_wait(stage)
-            of_rows = self._of_rows(step, i, warpgroup)
-            found, scaled = self._products(0, [stage], warpgroup), []
-            for total, start in zip(sums, starts, strict=True):
-                piece = found[:, start : start + _PIECE]
-                if plan.thin:
-                    piece, factor = piece * lax.broadcast_in_dim(self._of_columns(stage, start), shape, [1]), of_rows
-                else:
-                    factor = of_rows * self._of_square(step, i, lax.div(first + start, STEP))
-                scaled.append(total + piece * lax.broadcast_in_dim(factor, shape, [0]))
+        def factors(index: Any) -> list[Any]:
+            within = index < steps
+            pl.when(within)(lambda: self.pipeline.consumer_wait(self.pipeline.stage(step + index)))
+            return self.backend.read_if(within, lambda: self._factors(step, index, warpgroup, column))
+
+        def one(i: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            (sums, own), stage = carry, self.pipeline.stage(step + i)
+            pieces = self._pieces_of(self._step_products(stage, warpgroup), stage)
             self.backend.order_reads()  # of scales, before the arrival
             self.pipeline.consumer_release(stage)
-            return scaled
+            following = factors(i + 1)
+            wide = [lax.broadcast_in_dim(each, shape, [0]) for each in own]
+            # The factors of rows are those of all pieces if each column has its own.
+            terms = zip(sums, pieces, wide * (count // len(wide)), strict=True)
+            return [total + piece * factor for total, piece, factor in terms], following
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return list(lax.fori_loop(0, steps, one, [zeros] * len(starts)))
+        start = [zeros] * count, factors(jnp.int32(0))
+        return list(lax.fori_loop(0, steps, one, start)[0])
+
+    def _pieces_of(self, found: Any, stage: Any) -> list[Any]:
+        """Return a step's products in pieces, times the scales of their columns if each column has one."""
+        starts = range(0, self.plan.tile_columns, _PIECE)
+        pieces = [found[:, start : start + _PIECE] for start in starts]
+        if not self.plan.thin:
+            return pieces
+        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, _PIECE)], layout=_COLUMNS) for start in starts]
+        return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
+
+    def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
+        """Return factors of rows in step `index` of the tile that begins with `step`, for each piece or for all."""
+        of_rows = self._of_rows(step, index, warpgroup)
+        return [of_rows] if self.plan.thin else [of_rows * each for each in self._of_squares(step, index, column)]
 
     def _of_rows(self, step: Any, index: Any, warpgroup: Any) -> Any:
-        """Return the scales of this consumer's rows in step `index` of the tile that begins with `step`."""
+        """Return the scales of this consumer's rows."""
         rows = pl.ds(warpgroup * self.plan.part_rows, self.plan.part_rows)
         stage = self.pipeline.stage(step + index)
         return plgpu.load(self.memory.x_scale.at[stage, rows], layout=plgpu.Layout.WGMMA.reduce(1))
 
-    def _of_columns(self, stage: Any, start: int) -> Any:
-        """Return the scales of a piece of columns, which begins at `start`."""
-        columns = self.memory.w_scale.at[stage, pl.ds(start, _PIECE)]
-        return plgpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0))
+    def _of_squares(self, step: Any, index: Any, column: Any) -> list[Any]:
+        """Return the scale of each piece: that of its block of 128x128 numbers."""
+        first = lax.rem(column, STEP)
+        squares = [lax.div(first + start, STEP) for start in range(0, self.plan.tile_columns, _PIECE)]
+        return [self._of_square(step, index, square) for square in squares]
 
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:
         """Return the scale of one of the tile's blocks of 128 columns."""
@@ -115,18 +112,14 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
 
     plan: QuantizedPlan
 
-    def memory_types(self) -> Any:
-        """See `ProductKernel`."""
-        base = super().memory_types()
-        return BlocksMemory(base.lhs, base.rhs, base.out, base.pipeline, *self.scale_types())
-
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
-        *others, self.x_scales, self.w_scales = arrays
-        ProductKernel.run(self, others, results, memory)
+        before = -1 - self.plan.products
+        self.x_scales = arrays[before]
+        super().run([*arrays[:before], *arrays[before + 1 :]], results, memory)
 
-    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
-        return QuantizedKernel._products(self, part, stages, warpgroup)
+    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
+        return self._products(0, [stage], warpgroup)
 
     def _slot(self, step: Any, index: Any) -> Any:
         """Return the slot of the ring with the scales of step `index` of the tile that begins with `step`."""
@@ -134,23 +127,22 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
         number = lax.div(step, plan.steps) * plan.chunks + lax.div(index, CHUNK)
         return lax.rem(number, plan.scale_slots)
 
-    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
+    def _copy_scales(self, tile: ProductTile, index: Any, step: Any) -> None:
         plan, memory = self.plan, self.memory
-        following = super()._copy_step(tile, index, step)
         stage = self.pipeline.stage(step)
         full, slot = self.pipeline.full.at[stage], self._slot(step - index, index)
         begins, along = lax.rem(index, CHUNK) == 0, pl.ds(lax.div(index, CHUNK) * CHUNK, CHUNK)
         rows = self.x_scales.at[pl.ds(tile.row, plan.tile_rows), along]
         self.backend.copy_if(begins, rows, memory.x_scale.at[slot], full)
-        if plan.thin:
-            number = index if plan.groups == 1 else tile.group * plan.steps + index
-            columns = self.w_scales.at[number, pl.ds(tile.column, plan.tile_columns)]
-            whole = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}  # a bulk copy, not TMA
-            plgpu.copy_gmem_to_smem(columns, memory.w_scale.at[stage], full, **whole)
-        else:
-            squares = self.w_scales.at[tile.group, pl.ds(lax.div(tile.column, STEP), SQUARES), along]
-            self.backend.copy_if(begins, squares, memory.w_scale.at[slot], full)
-        return following
+        for number, scales in enumerate(self.column_scales):
+            if plan.thin:
+                at = index if plan.groups == 1 else tile.group * plan.steps + index
+                columns = scales.at[at, pl.ds(tile.column, plan.tile_columns)]
+                whole = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}  # a bulk copy, not TMA
+                plgpu.copy_gmem_to_smem(columns, memory.w_scale.at[stage], full, **whole)
+            else:
+                squares = scales.at[tile.group, pl.ds(lax.div(tile.column, STEP), SQUARES), along]
+                self.backend.copy_if(begins, squares, memory.w_scale.at[slot + number * plan.scale_slots], full)
 
     def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
         return self.scaled_sums(self.plan.steps, step, warpgroup, tile.column)

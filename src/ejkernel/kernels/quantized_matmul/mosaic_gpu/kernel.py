@@ -11,35 +11,82 @@ float32 sums in registers; parts of the columns take turns with one accumulator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.launch import plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import GroupedMemory
 
 from .plan import STEP, QuantizedPlan
+
+
+class QuantizedMemory(NamedTuple):
+    """`GroupedMemory`, with scales.
+
+    Attributes:
+        lhs, rhs, out, pipeline: As there.
+        x_scale: Scales of blocks for each row of a tile, if rows have such.
+        w_scale: A scale for each column of a tile, or for each block of columns; slots for each product.
+        out_scale: The scales of a consumer's rows of the result, for rows that are stored one by one.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    pipeline: Pipeline
+    x_scale: Any
+    w_scale: Any
+    out_scale: Any = None
 
 
 class QuantizedKernel(ProductKernel):
     """The program of one block of threads."""
 
     plan: QuantizedPlan
-    column_scale: Any = None
+    memory: Any  # `QuantizedMemory`
+    column_scales: Sequence[Any] = ()  # of each product
+
+    def memory_types(self) -> Any:
+        """See `ProductKernel`."""
+        base, plan = super().memory_types(), self.plan
+        x_scale = plgpu.SMEM(plan.row_scales, jnp.float32) if plan.blocks else None
+        w_scale = plgpu.SMEM(plan.column_scales, jnp.float32)
+        return QuantizedMemory(base.lhs, base.rhs, base.out, base.pipeline, x_scale, w_scale)
 
     def _matrices_type(self) -> Any:
         plan = self.plan
         return tiled((plan.stages, plan.parts, plan.part_columns, STEP), plan.w_dtype)
 
-    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: GroupedMemory) -> None:
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
-        *others, self.column_scale = arrays
-        super().run(others, results, memory)
+        count = self.plan.products
+        self.column_scales = arrays[-count:]
+        super().run(arrays[:-count], results, memory)
+
+    def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
+        following = super()._copy_step(tile, index, step)
+        self._copy_scales(tile, index, step)
+        return following
+
+    def _copy_scales(self, tile: ProductTile, index: Any, step: Any) -> None:
+        """Copy the scales that arrive with step `index` of a tile, which has the number `step`."""
+        plan, full = self.plan, self.pipeline.full.at[self.pipeline.stage(step)]
+        first = tile.column if plan.groups == 1 else tile.group * plan.factors + tile.column
+        for number, scales in enumerate(self.column_scales):
+            columns, slot = scales.at[pl.ds(first, plan.tile_columns)], self._column_factors(step - index, number)
+            self.backend.copy_if(index == plan.factor_step, columns, slot, full)
+
+    def _column_factors(self, step: Any, product: int) -> Any:
+        """Return the slot for a product's factors of the columns of the tile that begins with `step`."""
+        plan, slots = self.plan, self.plan.factor_slots
+        slot = lax.rem(lax.div(step, plan.steps), slots) if slots > 1 else 0
+        return self.memory.w_scale.at[slot + product * slots]
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         plan, full = self.plan, self.pipeline.full.at[stage]
@@ -60,18 +107,18 @@ class QuantizedKernel(ProductKernel):
         def _some_rows() -> None:
             row_scale = self._load_row_scale(row, in_group)  # long before it is needed
             sums = self._promoted(tile, step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
-            self._finish(sums, row_scale, tile, warpgroup)
+            self._finish(sums, row_scale, tile, step, warpgroup)
 
         if plan.clears:
             pl.when(jnp.logical_not(in_group) & (count > 0))(lambda: self._clear(tile, row, warpgroup, count))
         return step + plan.steps
 
-    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, warpgroup: Any) -> None:
-        """Store the result of a tile's sums."""
+    def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, step: Any, warpgroup: Any) -> None:
+        """Store the result of the sums of a tile that begins with `step`."""
         row = tile.row + self.plan.part_rows * warpgroup
         count = jnp.clip(tile.rows - self.plan.part_rows * warpgroup, 0, self.plan.part_rows)
         # Computed before the branches of the store, as in `ProductKernel`.
-        for piece in self._pieces(sums, row_scale, tile):
+        for piece in self._scaled_pieces(sums, row_scale, tile, step):
             self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
     def _clear(self, tile: ProductTile, row: Any, warpgroup: Any, count: Any) -> None:
@@ -124,46 +171,42 @@ class QuantizedKernel(ProductKernel):
         return list(lax.fori_loop(0, chunks, body, sums))
 
     def _part(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
-        """Return the products of one part over some stages; the last part releases them."""
-        found = self._products(part, stages, warpgroup)
-        if part == self.plan.parts - 1:
-            for stage in stages:
-                self.pipeline.consumer_release(stage)
+        """Return the products of one part over some stages; the last part releases each once it has been read."""
+        is_last = part == self.plan.parts - 1
+        found = self._products(part, stages, warpgroup, releases=is_last)
+        if is_last:
+            self.pipeline.consumer_release(stages[-1])
         return found
 
-    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
-        """Return the products of one part over some stages."""
-        shape = self.plan.part_rows, self.plan.part_columns
-        return products_of(shape, stages, lambda sums, stage: self._multiply(sums, stage, warpgroup, part))
+    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any, *, releases: bool = False) -> Any:
+        """Return the products of one part over some stages; `releases` all but the last."""
+        plan = self.plan
 
-    def _pieces(
-        self, accumulators: Sequence[Any], row_scale: Any, tile: ProductTile
+        def products(accumulator: Any) -> Any:
+            for stage in stages:
+                self._multiply(accumulator, stage, warpgroup, part)
+            for i, stage in enumerate(stages[:-1] if releases else ()):
+                plgpu.wgmma_wait(len(stages) - 1 - i)
+                self.pipeline.consumer_release(stage)
+            return accumulator[...]
+
+        return pl.run_scoped(products, plgpu.ACC((plan.part_rows, plan.part_columns), jnp.float32))
+
+    def _scaled_pieces(
+        self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, step: Any
     ) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield slot, values, result and columns of each piece of the tile."""
         plan, width = self.plan, self.plan.piece_columns
         for i in range(plan.pieces):
-            part, at = divmod(i * width, accumulators[0].shape[1])
-            values = accumulators[part][:, at : at + width]
+            part, at = divmod(i * width, sums[0].shape[1])
+            values = sums[part][:, at : at + width]
             columns = pl.ds(tile.column + i * width, width)
-            if self.column_scale is not None:
-                values = self._scaled(values, row_scale, self.column_scale, tile, i * width)
+            if row_scale is not None:
+                values = self._scaled(values, row_scale, self._column_factors(step, 0), i * width)
             yield i % plan.out_slots, values.astype(plan.out_dtype), self.out, columns
 
-    def _scaled(self, values: Any, row_scale: Any, column_scale: Any, tile: ProductTile, start: int) -> Any:
+    def _scaled(self, values: Any, row_scale: Any, factors: Any, start: int) -> Any:
         """Return sums times the factors of rows and columns; `start` is their first column within the tile."""
-        plan, columns = self.plan, tile.column + start
-        first = columns if plan.groups == 1 else tile.group * plan.factors + columns
-        factors = column_scale.at[pl.ds(first, values.shape[1])]
-        factors = plgpu.load(factors, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        values = values * lax.broadcast_in_dim(factors, values.shape, [1])
+        columns = plgpu.load(factors.at[pl.ds(start, values.shape[1])], layout=plgpu.Layout.WGMMA.reduce(0))
+        values = values * lax.broadcast_in_dim(columns, values.shape, [1])
         return values * lax.broadcast_in_dim(row_scale, values.shape, [0])
-
-
-def products_of(shape: tuple[int, int], stages: Sequence[Any], multiply: Callable[[Any, Any], None]) -> Any:
-    """Return the float32 sum of the products that `multiply(accumulator, stage)` starts."""
-
-    def products(accumulator: Any) -> Any:
-        for stage in stages:
-            multiply(accumulator, stage)
-        return accumulator[...]
-
-    return pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))

@@ -21,8 +21,8 @@ from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
 
-from .blocks import BlocksMemory, ScaledSums
-from .kernel import products_of
+from .blocks import ScaledSums
+from .kernel import QuantizedMemory
 from .plan import CHUNK, SQUARES, STEP, QuantizedWgradPlan
 
 
@@ -49,12 +49,12 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         """See `WgradKernel`; copies use the swizzled views, since an operand may have any number of columns."""
         plan, aliased = self.plan, self.backend.aliased
         rhs = (plan.stages, plan.tile_columns, STEP)
-        return BlocksMemory(
+        return QuantizedMemory(
             aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype)),
             aliased(tiled(rhs, plan.rhs_dtype), swizzled(rhs, plan.rhs_dtype)),
             tiled((WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns), plan.out_dtype),
             pipeline_types(plan),
-            *self.scale_types(),
+            *(plgpu.SMEM(shape, jnp.float32) for shape in (plan.row_scales, plan.column_scales)),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
@@ -109,8 +109,9 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
             plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
-    def _products(self, part: int, stages: Sequence[Any], warpgroup: Any) -> Any:
-        def multiply(accumulator: Any, stage: Any) -> None:
+    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
+        def products(accumulator: Any) -> Any:
             plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
+            return accumulator[...]
 
-        return products_of((self.plan.part_rows, self.plan.tile_columns), stages, multiply)
+        return pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.tile_columns), jnp.float32))
