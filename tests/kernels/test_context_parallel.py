@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -14,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tests.kernels.meshes import MODES, bytes_in_collectives, close, compiled, mesh_of, placed
 
+from ejkernel.kernels.flash_attention.operation import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention, from_zigzag, to_zigzag
 from ejkernel.ops import ArgumentError
 from ejkernel.ops.execution.discovery import discover
@@ -240,3 +242,16 @@ def test_zigzag_order_pairs_early_and_late_pieces():
     close(tree, from_zigzag(to_zigzag(tree, 3), 3))
     with pytest.raises(ArgumentError, match=r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"):
         to_zigzag(tree, 4)
+
+
+def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(monkeypatch):
+    on_gpu = {"platform": "gpu", "device_fingerprint": "gpu:nvidia_h200"}
+    monkeypatch.setattr("ejkernel.ops.operation._lowered_place", lambda: on_gpu)
+    operation, config = FlashAttention(), FlashAttentionConfig(implementation="mosaic_gpu")
+    query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (16, 8))
+    args, options = (query, key, key), dict.fromkeys(("softmax_scale", "sliding_window", "logits_soft_cap"))
+    options |= {"causal": True, "implementation": None}
+    alone = operation._running(config, args, options).params
+    beside = operation._beside_copies(config, args, options).fwd
+    assert alone.persistent
+    assert beside == dataclasses.replace(alone, persistent=False, query_buffers=1)

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from ejkernel.cli.time_left import TimeLeft
+from ejkernel.ops.autotuner.trials.clocks import clock_note
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, SearchFinished
-from ejkernel.ops.autotuner.trials.outcome import Outcome, clock_note
+from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import counted, duration
