@@ -282,18 +282,14 @@ class Schedules(compat.Alternatives):
         return offsets, lengths, *short, *prefill
 
     def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """Return the same by one kernel, or by one behind the check of a large page table."""
+        """Return the same by one kernel, if it is the faster form."""
         from . import plan_kernel  # Pallas is slow to import
 
-        sizes, given = self._sizes, arrays
-        if len(arrays) == 2 or not sizes.checks_quickly:
-            sizes = dataclasses.replace(sizes, columns=None)
+        sizes = self._sizes if len(arrays) > 2 else dataclasses.replace(self._sizes, columns=None)
         if not sizes.fits:
             return self.plain(*arrays)
         with jax.enable_x64(False):
-            if sizes.columns is None and len(arrays) > 2:
-                given = _checked(self.shape, arrays[2], *arrays[:2])[:2]
-            found = plan_kernel.run(sizes, given)
+            found = plan_kernel.run(sizes, arrays)
         return found.offsets, found.lengths, *found.short, *found.prefill
 
     @property
