@@ -103,7 +103,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         {
             "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
             "stages": tuple(sorted({few.stages, 2, 3})),
-            "warpgroups": (2, 3),
+            "warpgroups": tuple(sorted({few.warpgroups, 2, 3})),
             "ping_pong": either,
             "persistent": either,
             "query_buffers": (1, 2),
