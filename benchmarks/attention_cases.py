@@ -220,6 +220,11 @@ GRID_CASES = {
     "causal D128 1k shared keys": _case(1024, (16, 2), 128, 16),
     "causal D128 1500": _case(1500, (32, 8), 128, 6),
     "causal D96 768": _case(768, (8, 2), 96, 24),
+    "float16 causal D128 1k": _case(1024, (16, 2), 128, 8, dtype="float16"),
+    "float16 causal D128 1k one key head": _case(1024, (8, 1), 128, 24, dtype="float16"),
+    "float16 causal D128 1k four key heads": _case(1024, (16, 4), 128, 16, dtype="float16"),
+    "float16 causal D128 2k": _case(2048, (16, 2), 128, 4, dtype="float16"),
+    "float16 causal D120 900": _case(900, (16, 2), 120, 16, dtype="float16"),
 }
 
 

@@ -35,7 +35,7 @@ from ejkernel.modules import grouped_matmul, grouped_matmul_wgrad
 
 OURS = "ejkernel"
 ROUNDS = 15
-KINDS = ("even", "zipf", "dirichlet")  # of group sizes
+KINDS = ("even", "zipf", "dirichlet", "dirichlet, second draw")  # of group sizes
 Function = Callable[..., jax.Array]
 
 
@@ -55,6 +55,10 @@ SHAPES = {
     "256 groups": Shape(m=131072, k=7168, n=2048, groups=256),
     "128 groups": Shape(m=131072, k=4096, n=1536, groups=128),
     "32 groups": Shape(m=16384, k=2880, n=2880, groups=32),
+    "128 groups, 65,536 rows": Shape(m=65536, k=4096, n=1536, groups=128),
+    "128 groups, 32,768 rows": Shape(m=32768, k=4096, n=1536, groups=128),
+    "128 groups, 16,384 rows": Shape(m=16384, k=4096, n=1536, groups=128),
+    "256 groups, 65,536 rows": Shape(m=65536, k=7168, n=2048, groups=256),
     "256 groups, decoding": Shape(m=256, k=7168, n=2048, groups=256),
 }
 PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "gated": 2, "gated, trained": 6}  # by direction, how many it takes
@@ -72,7 +76,8 @@ def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
     """Return equal group sizes, or random ones: after Zipf's law, or Dirichlet's distribution with parameters 1."""
     if kind == "even":
         return np.full(shape.groups, shape.m // shape.groups, np.int32)
-    rng, ones = np.random.default_rng(7 if kind == "zipf" else 0), np.ones(shape.groups)
+    seeds = {"zipf": 7, "dirichlet": 0, "dirichlet, second draw": 1}
+    rng, ones = np.random.default_rng(seeds[kind]), np.ones(shape.groups)
     weights = rng.permutation(1 / ones.cumsum()) if kind == "zipf" else rng.dirichlet(ones)
     return rng.multinomial(shape.m, weights / weights.sum()).astype(np.int32)
 
@@ -187,8 +192,8 @@ CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
 RIVALS = ("jax mgpu", "ragged_dot", "tokamax", "tokamax triton")
 
 
-def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[str, Any]:
-    """Return microseconds and errors of one contender, by kind of sizes."""
+def measured(shape: Shape, direction: str, contender: str, lock: Path, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return microseconds and errors of one contender, by kind of sizes; a dense product has one kind."""
     types = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in operands(shape, direction)]
     sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     with lock.open("w") as file:
@@ -201,7 +206,7 @@ def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[s
         if "gated" in direction:
             arrays[0] /= shape.k**0.5
         found = {}
-        for kind in KINDS if contender != "dense" else ("even",):
+        for kind in kinds if contender != "dense" else ("even",):
             own = jnp.asarray(group_sizes(shape, kind))
             out = jax.tree.leaves(program(*arrays, own))[0]
             error = None if contender == "dense" else error_of((*arrays, np.asarray(own), out), direction)
@@ -234,9 +239,10 @@ def error_of(arrays: tuple[Any, ...], direction: str) -> float:
     return round(worst, 5)
 
 
-def measured_apart(job: tuple[str, str, str], lock: Path, seconds: float) -> dict[str, Any]:
+def measured_apart(job: tuple[str, str, str], lock: Path, seconds: float, kinds: Sequence[str]) -> dict[str, Any]:
     """Return the result of measuring in a separate process, or the reason for having none."""
-    lines, reason = run_apart("benchmarks.grouped_matmul", "--one", *job, str(lock), seconds=seconds)
+    given = ("--one", *job, str(lock), "--kinds", *kinds)
+    lines, reason = run_apart("benchmarks.grouped_matmul", *given, seconds=seconds)
     if reason:
         return {"reason": reason}
     found: dict[str, Any] = json.loads(lines[-1])
@@ -271,19 +277,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--directions", nargs="*", default=list(PRODUCTS), choices=list(PRODUCTS), metavar="DIRECTION")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of one process (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile at once (default: %(default)s)")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         shape, direction, contender, lock = args.one
-        print(json.dumps(measured(SHAPES[shape], direction, contender, Path(lock))))
+        print(json.dumps(measured(SHAPES[shape], direction, contender, Path(lock), args.kinds)))
         return 0
     found: dict[str, Any] = {"environment": report.environment()}
     jobs = [(s, d, c) for s in args.shapes for d in args.directions for c in args.contenders if worth(s, d, c)]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         lock = Path(folder) / "device"
-        results = pool.map(functools.partial(measured_apart, lock=lock, seconds=args.seconds), jobs)
+        measure = functools.partial(measured_apart, lock=lock, seconds=args.seconds, kinds=args.kinds)
+        results = pool.map(measure, jobs)
         for (shape, direction, contender), result in zip(jobs, results, strict=True):
             found.setdefault(f"{shape} | {direction}", {})[contender] = result
             print(shape, direction, contender, json.dumps(result), file=sys.stderr, flush=True)

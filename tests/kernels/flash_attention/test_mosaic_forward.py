@@ -478,11 +478,12 @@ def test_short_windows_have_small_steps():
         return found.kv_block, found.pack_heads
 
     wide = {"head_dim": 128, "value_dim": 128}
-    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 127, 1023)] == [
+    assert [chosen(left, heads=8, groups=8, **wide) for left in (63, 127, 255)] == [
+        (64, False),
         (64, False),
         (128, False),
-        (128, False),
     ]
+    assert chosen(127, heads=8, groups=8, head_dim=112, value_dim=112) == (128, False)
     assert [chosen(left, heads=8, groups=4, **wide) for left in (127, 1023)] == [(64, True), (128, False)]
 
 
@@ -507,6 +508,31 @@ def test_only_soft_caps_of_wide_heads_have_polynomials():
 def test_full_calls_are_persistent_and_pack_heads_for_half_a_tile(case, expected):
     found = heuristic(described(case))
     assert (found.kv_block, found.pack_heads, found.persistent) == expected
+
+
+def test_a_few_tiles_with_a_bias_are_small():
+    def warpgroups(batch, queries, heads):
+        sizes = {"queries": queries, "keys": queries, "head_dim": 24, "value_dim": 24}
+        case = Case(batch=batch, heads=heads, groups=heads, bias=(1, heads, queries, queries), **sizes)
+        return heuristic(described(case)).warpgroups
+
+    assert [warpgroups(1, 409, 4), warpgroups(1, 768, 16), warpgroups(6, 673, 4)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("dim", "queries", "cap"), [(256, 1024, None), (256, 1025, None), (224, 4096, 20.0)])
+def test_full_calls_with_wide_heads_are_persistent(dim, queries, cap):
+    sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
+    found = heuristic(described(Case(batch=8, heads=8, groups=8, rules=Rules(scale=0.2, soft_cap=cap), **sizes)))
+    assert (found.kv_block, found.persistent, found.heads_first) == (64, True, True)
+
+
+def test_short_causal_calls_pack_heads():
+    def packs(queries, groups):
+        sizes = {"queries": queries, "keys": queries, "head_dim": 56, "value_dim": 56}
+        case = Case(batch=64, heads=16, groups=groups, rules=Rules(scale=0.2, right=0), **sizes)
+        return heuristic(described(case)).pack_heads
+
+    assert [packs(512, 4), packs(512, 16), packs(2048, 4)] == [True, False, False]
 
 
 def test_a_window_of_half_the_length_deals_its_tiles_evenly():

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from ejkernel.kernels._hopper import SHARED_MEMORY
+from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels._hopper.columns import same_start
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -21,6 +21,8 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
+_FEW_QUERIES = 1024
+_WIDEST_WITH_96_KEYS = 216  # head dimension; for wider heads two stages of 64 keys fit
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 _EVEN = 1.05  # the imbalance up to which a persistent launch was faster
 
@@ -101,7 +103,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         {
             "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
             "stages": tuple(sorted({few.stages, 2, 3})),
-            "warpgroups": (2, 3),
+            "warpgroups": tuple(sorted({few.warpgroups, 2, 3})),
             "ping_pong": either,
             "persistent": either,
             "query_buffers": (1, 2),
@@ -128,16 +130,29 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
-        params = _preferred_in_window(rules.left, packs=grouped and (narrow or rules.left < _SHORT_WINDOW))
+        shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
+        packs = grouped and (narrow or rules.left < _SHORT_WINDOW)
+        params = _preferred_in_window(rules.left, packs=packs, shortest=shortest)
         other = dataclasses.replace(params, heads_first=True)
         # 64 examples of 1,024 tokens with a window of 512, whose first tiles have less work: 156 us instead of 162.
         gain = imbalance(forward_plan(call, params)) - imbalance(forward_plan(call, other))
         return other if gain > 0.02 else params
     if call.bias is not None:
-        return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
+        return _preferred_with_bias(call, warpgroups=3 if narrow else 2)
     if rules.right is not None:
         return _preferred_causal(call, warpgroups=3 if narrow and not short else 2)
     return _preferred_full(call, narrow=narrow, packs=grouped)
+
+
+def _preferred_with_bias(call: AttentionCall, warpgroups: int) -> ForwardParams:
+    """Return good parameters with a bias: the smallest tiles of which each has a multiprocessor, else large ones."""
+    params = ForwardParams(persistent=True, query_buffers=2, warpgroups=warpgroups)
+    for count in range(1, warpgroups):
+        small = dataclasses.replace(params, warpgroups=count)
+        # 409 queries of 4 heads: 17.4 us with 12 tiles, 14.3 with 16, 11.7 with 28.
+        if forward_plan(call, small).tiles <= MULTIPROCESSORS:
+            return small
+    return params
 
 
 def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> ForwardParams:
@@ -160,9 +175,12 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool) -> ForwardPa
     if wide > 192:
         if wide <= 224 and rules.left is not None:  # 45.9 us instead of 48.0 at head_dim 224 with a window of 128
             return ForwardParams(kv_block=64, persistent=True, share_buffer=True)
-        few = 64 if rules.soft_cap is None else 80
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         packs = packs and call.query[1] < 2048
+        if rules.left is rules.right is None and not (packs or call.key_lengths):
+            # Without a cap 406 us instead of 423; with one 664 instead of 751, and 622 instead of 665 at head_dim 224.
+            return ForwardParams(kv_block=64, persistent=True, heads_first=True, share_buffer=True, ping_pong=False)
+        few = 64 if rules.soft_cap is None else 80
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=packs)
     if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
         return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=packs, share_buffer=True)
@@ -176,15 +194,18 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     """Return good parameters for wide heads whose columns are copied in pieces, where ping-pong gains 8 to 15 %."""
     if wide <= 160:
         return ForwardParams(share_buffer=True)
+    if wide > _WIDEST_WITH_96_KEYS and call.rules.left is call.rules.right is None:  # 457 us instead of 476
+        return ForwardParams(kv_block=64, persistent=True, heads_first=True, share_buffer=True)
     return ForwardParams(kv_block=96 if call.rules.left is None else 64, share_buffer=True)
 
 
-def _preferred_in_window(left: int, *, packs: bool) -> ForwardParams:
+def _preferred_in_window(left: int, *, packs: bool, shortest: int) -> ForwardParams:
     """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
     if not packs:
-        # 128 rows then see three blocks of 64 keys or two of 128: 22 or 26 us at head_dim 128.
-        return dataclasses.replace(params, kv_block=64, stages=3) if left <= _SHORTEST_WINDOW else params
+        # 128 rows then see three blocks of 64 keys or two of 128: 22 or 26 us at head_dim 128. With a window of 128:
+        # 25.7 us instead of 27.8 at head_dim 128, but 47.9 instead of 46.4 at 112.
+        return dataclasses.replace(params, kv_block=64, stages=3) if left <= shortest else params
     # 64 rows of two heads see fewer keys than 128 rows of one: at head_dim 64 a window of 128 took 80 us instead of
     # 97, and one of 256 took 77 us instead of 90.
     params = dataclasses.replace(params, pack_heads=True)
@@ -194,6 +215,11 @@ def _preferred_in_window(left: int, *, packs: bool) -> ForwardParams:
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
     """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
     short, narrow = call.query[1] < 2048, call.query[3] <= 64
+    if narrow and call.query[1] < _FEW_QUERIES and (call.query[2] // call.key[2]) % 2 == 0:
+        # 64 rows of two heads end closer to the diagonal: 126 us instead of 132, and 119 instead of 122.
+        packed = ForwardParams(kv_block=64, persistent=True, query_buffers=2, share_buffer=True, pack_heads=True)
+        if imbalance(forward_plan(call, packed)) < _EVEN:
+            return packed
     tried = [(False, warpgroups, 1.02), (True, warpgroups, _EVEN)]
     if narrow:  # one key head, 8 examples of 2,048 queries: 95 us with two warpgroups, 107 us not persistent with three
         tried.append((False, 2, _EVEN))
