@@ -250,7 +250,7 @@ def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(
     operation, config = FlashAttention(), FlashAttentionConfig(implementation="mosaic_gpu")
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (16, 8))
     args, options = (query, key, key), dict.fromkeys(("softmax_scale", "sliding_window", "logits_soft_cap"))
-    options |= {"causal": True, "implementation": None}
+    options |= {"causal": True, "softmax_scale": 0.1, "implementation": None}
     alone = operation._running(config, args, options).params
     beside = operation._beside_copies(config, args, options).fwd
     assert alone.persistent
