@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 
+from . import schedule
 from .schedule import (
     SHORT,
     Prefill,
@@ -257,10 +258,12 @@ class Schedules(compat.Alternatives):
     Attributes:
         shape: The sizes of the batch.
         by_token: Whether each token has a tile of its own, for one KV head.
+        programs: The number of programs that share decode; programs of other schedules are not reused.
     """
 
     shape: BatchShape
     by_token: bool = False
+    programs: int = dataclasses.field(default_factory=lambda: schedule.PROGRAMS)
 
     def plain(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Return offsets, lengths, and the tables of both kinds of tiles."""
