@@ -18,6 +18,7 @@ from tests import forked, quick
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.pop("COLUMNS", None)  # pytest's workers have it, and output to a pipe has no width without it
 quick.start()
 
 # An example may be the one that compiles, on a machine that is busy.

@@ -228,6 +228,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(folder, capsys, monkeypatch, co
     ]
     assert max(map(len, tables)) <= columns
     assert "…" not in out
+    out = re.sub(r"^\(too narrow for [^)]*\)$", "", out, flags=re.M)
     # a path alone may be wider than its column
     assert all(any(word in own if "/" in own else word == own for own in whole) for word in out.split())
 

@@ -18,6 +18,7 @@ from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel, Per
 from ejkernel.ops.errors import (
     ArgumentError,
     CacheWarning,
+    CallError,
     ConfigError,
     KernelError,
 )
@@ -74,7 +75,9 @@ def test_the_default_executor_can_be_replaced_and_recreated():
 
 
 def test_an_executor_runs_only_kernels(executor):
-    with pytest.raises(KernelError, match=r"kernel must be an instance of Kernel, got <class .*Times"):
+    with pytest.raises(KernelError, match=r"kernel must be an instance of Kernel, got 3"):
+        executor(3, X)
+    with pytest.raises(CallError, match=r"Times is a kernel class: create the kernel first, times = Times\('times'\)"):
         executor(Times, X)
 
 

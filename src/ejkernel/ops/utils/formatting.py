@@ -47,8 +47,9 @@ def text_table(
         widths = _wrapped([columns[index] for index in kept], width)
         if widths is not None:
             left_out = [name for index, name in enumerate(header) if index not in kept]
-            note = f"\n(too narrow for {', '.join(left_out)})" if left_out else ""
-            return _aligned([columns[index] for index in kept], widths) + note
+            table = _aligned([columns[index] for index in kept], widths)
+            note = wrapped(f"(too narrow for {', '.join(left_out)})", width)
+            return f"{table}\n{note}" if left_out else table
     return _paragraphs(header, list(zip(*(column[1:] for column in columns), strict=True)), width)
 
 
