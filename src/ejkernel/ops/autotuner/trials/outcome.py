@@ -427,7 +427,7 @@ def remarks(search: Findings) -> list[str]:
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
-        lines.append("two clocks: times with and without `cpu` do not compare; `of heuristic` has rounds of one clock")
+        lines.append("two clocks: times with and without `cpu` do not compare, so rows by the other clock come last")
     if search.lacks_reference:
         lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
     if state == SearchState.UNDECIDED:
