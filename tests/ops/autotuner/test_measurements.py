@@ -198,12 +198,12 @@ def test_a_log_has_the_reason_for_the_result(flags):
     assert lines[3].startswith(
         "order=row rows=2 in the confirmation run: 1.0 us, the heuristic 2.0 us; 2.00x ± 0.0 % in the median ro"
     )
-    assert [line.partition(":")[0] for line in lines[4:-4]] == list(flags)
+    assert [line.partition(":")[0] for line in lines[4:-4]] == [*flags, "all candidates"]
 
 
 def test_candidates_of_one_program_are_one_row_of_a_stored_search():
     table = loaded(dump(told_of(), {})).summary().splitlines()[-4:-1]
-    assert "order=row rows=2 (also order=row rows=3, order=row rows=4)" in table[1]
+    assert "    rows=2 (also order=row rows=3, order=row rows=4)" in table[1]
     assert sum("rows=" in row for row in table) == 2
 
 
@@ -228,7 +228,8 @@ def test_a_log_of_before_has_neither_a_standing_nor_twins():
         False,
         "",
     )
-    assert len(older.summary().splitlines()) == 3 + 1 + 4 + 1  # all four outcomes are rows, above the legend
+    # fields of all candidates and a header, then all four outcomes as rows, above the legend
+    assert len(older.summary().splitlines()) == 3 + 2 + 4 + 1
 
 
 @pytest.mark.parametrize(
