@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.sealing import change_object
 
+from ejkernel import settings
 from ejkernel.ops.config import _files, entries
 from ejkernel.ops.config.cache import Overlay
 from ejkernel.ops.config.entries import StoredEntry
@@ -619,6 +620,7 @@ def test_a_missing_home_is_one_warning_and_memory(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("EJKERNEL_CACHE_DIR", raising=False)
+    monkeypatch.setattr(settings, "_of", settings._of.__wrapped__)  # an earlier test may have read the same variables
     monkeypatch.setattr(Path, "expanduser", no_home)
     cache = PersistentCache(shipped=False)
     assert cache.path is None
