@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel: a product whose epilogue turns a tile of logits into statistics, exponentials, or a gradient.
 
-Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
-have neighbouring tiles of one column; each copies its share of the weight to all of them.
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,18 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
-from ejkernel.kernels._hopper.launch import (
-    CLUSTER,
-    PROGRAM,
-    WARPGROUP,
-    dispatch_warpgroup,
-    launch,
-    plgpu,
-    tiled,
-    unsliced,
-)
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import Lag, accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
 
 from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
@@ -45,14 +35,12 @@ class HeadMemory(NamedTuple):
         rhs: Pipeline stages of the weight.
         out: Staging buffers of the epilogue, per consumer warpgroup; `None` without a matrix to store.
         pipeline: The barriers of the stages.
-        lag: The barrier of `Lag`; `None` without a lag.
     """
 
     lhs: Any
     rhs: Any
     out: Any
     pipeline: Pipeline
-    lag: Any
 
 
 class _Tile(NamedTuple):
@@ -95,7 +83,6 @@ def run_head(
             programs=plan.programs,
             memory=kernel.memory_types(),
             consumers=WARPGROUPS,
-            cluster=plan.cluster,
             lane_semantics=True,
             interpret=interpret,
         )
@@ -121,9 +108,10 @@ class HeadKernel:
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
-        lhs, rhs = tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE)
-        return HeadMemory(lhs, rhs, out, pipeline, Lag.barrier_type() if plan.lag else None)
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
+        return HeadMemory(
+            tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
+        )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
@@ -131,8 +119,7 @@ class HeadKernel:
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
-        self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
-        tiles = plan.row_tiles // plan.cluster * plan.column_tiles
+        tiles = plan.row_tiles * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
         if plan.conditional:
             self.tiles = jnp.where(self.condition[0] != 0, self.tiles, 0)
@@ -161,9 +148,7 @@ class HeadKernel:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        panel = max(1, plan.panel // plan.cluster)
-        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, panel)
-        return rows * plan.cluster + self.rank, column
+        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
 
     # Producer.
 
@@ -189,8 +174,7 @@ class HeadKernel:
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
-        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
 
     # Consumers.
 
@@ -211,7 +195,6 @@ class HeadKernel:
     def _compute_tile(self, tile: _Tile, step: Any) -> None:
         plan = self.plan
         known = self._known(tile)  # loaded long before it is needed
-        lag = Lag(self.memory.lag, tile.warpgroup, plan.lag) if plan.lag else None
 
         def multiply(accumulator: Any) -> None:
             def one(stage: Any) -> None:
@@ -219,7 +202,7 @@ class HeadKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
                 plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
 
-            multiply_stages(self.pipeline, step, plan.steps, one, lag=lag)
+            multiply_stages(self.pipeline, step, plan.steps, one)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
         epilogues: dict[str, Any] = {
