@@ -27,16 +27,15 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.answering import AnsweringProcess
 from benchmarks.attention_tpu_cases import SWEEPS, cases
 
 MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}
@@ -234,46 +233,18 @@ class Simulator:
     """
 
     def __init__(self, module: str = "attention_tpu") -> None:
-        self._module = f"benchmarks.{module}"
-        self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
+        profiles = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}"}
+        ended = "the simulator ended with {}"
+        self._process = AnsweringProcess(module, "--simulate", ENVIRONMENT | profiles, _SECONDS, ended)
 
     def __call__(self, case: dict[str, Any], groups: int) -> dict[str, Any]:
         """Return the cycles of some key heads and their query heads, or an error."""
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([case, groups]) + "\n")
-        process.stdin.flush()
-        limit = threading.Timer(_SECONDS, process.kill)
-        limit.start()
-        answer = process.stdout.readline()
-        limit.cancel()
-        if not answer:
-            self._process = None
-            return {"error": f"the simulator ended with {process.wait()}"}
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            profiles = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}"}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, "--simulate"],
-                env=os.environ | ENVIRONMENT | profiles,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        return self._process
+        return self._process([case, groups])
 
     def end(self) -> None:
         """End the process; the next case starts a new process."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
-        self._process = None
+        self._process.end()
 
     def close(self) -> None:
         """End the process, and remove its files."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_tpu
+from benchmarks.answering import AnsweringProcess
 
 Case = dict[str, Any]
 
@@ -57,7 +55,8 @@ class Draws:
             self._compile()
             return [], None
         results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-        compiler = Compiler(self.module, self.seconds)
+        ended = f"the compiler ended with {{}}, or took more than {self.seconds:.0f} s"
+        compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, ended)
         try:
             for index in range(len(results), given.calls):
                 case = self.drawn(given.seed, index)
@@ -66,7 +65,7 @@ class Draws:
                 if given.out:
                     self._write(given.out, results, given.seed)
         finally:
-            compiler.close()
+            compiler.end()
         return results, given.out
 
     def _compile(self) -> None:
@@ -83,49 +82,3 @@ class Draws:
         data = {"what": self.what, "versions": versions, "seed": seed, **self.facts(results)}
         lines = ",\n".join(f"    {json.dumps(one)}" for one in results)
         out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
-
-
-class Compiler:
-    """A compiling process, replaced if it ends.
-
-    Args:
-        module: The module of this package that compiles.
-        seconds: The time limit of a call.
-    """
-
-    def __init__(self, module: str, seconds: float) -> None:
-        self._module, self._seconds = f"benchmarks.{module}", seconds
-        self._process: subprocess.Popen[str] | None = None
-
-    def __call__(self, case: Case) -> Case:
-        """Return what the process answers, or an error."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, "--compile"],
-                env=os.environ | attention_tpu.ENVIRONMENT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        limit = threading.Timer(self._seconds, process.kill)
-        limit.start()
-        answer = process.stdout.readline()
-        limit.cancel()
-        if not answer:
-            self._process = None
-            return {"error": f"the compiler ended with {process.wait()}, or took more than {self._seconds:.0f} s"}
-        found: Case = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
-        self._process = None

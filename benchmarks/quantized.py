@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of 8-bit products share: contenders are compiled at once and run interleaved.
+"""The shared part of the benchmarks of 8-bit products: contenders are compiled at once and run interleaved.
 
 Each shape has its own process. `us` are the host clock's times of a warm card, limited by power: the median of slices
 with many calls in a row. `kernel_us` is the sum of the kernels of a single call after a pause, the median of a few.
@@ -37,7 +37,7 @@ def run_contenders(
     arrays: Callable[[str], Sequence[Any]],
     row: Callable[[str, Any], dict[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, Function]]:
-    """Compile contenders, check each, and print what is known so far.
+    """Compile contenders, check each, and print the figures after each.
 
     Args:
         names: Those of the contenders.

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sampled(items):
-    """Yield the items of tests that are not sampled, and a covering sample of each test that is."""
+    """Yield all items of unsampled tests, and a covering sample of each sampled test."""
     tests = defaultdict(list)
     for item in items:
         if _is_sampled(item):
@@ -84,7 +84,7 @@ def _hashable(value):
 def covering(cases, runs=lambda index: True):
     """Return the indices of few of these sets that have all elements of those that run, the same ones each time.
 
-    Of sets with as many new elements the one comes first whose elements occurred least.
+    Among sets with equally many new elements, the rarest elements come first.
     """
     left, kept, counts = [*range(len(cases))], [], Counter()
     seen = set()

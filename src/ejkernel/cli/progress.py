@@ -85,7 +85,7 @@ class SearchBar:
         self._show(*self._current)
         if is_new and not self._console.is_terminal:
             where = f"({self._number(inv)} of {self._count})"
-            left = self._time.total().replace(" s left", " s left for all calls")
+            left = self._time.total(" for all calls")
             text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{left}"
             self._console.print(text, highlight=False, soft_wrap=True)
 
@@ -94,7 +94,7 @@ class SearchBar:
         if self._console.is_terminal or self._has_told or self._time.seconds_of_rounds(key) < _LONG:
             return
         self._has_told = True
-        left = self._time.of_rounds(key).replace(" s left", " s left for its candidates").removeprefix(", ")
+        left = self._time.of_rounds(key, " for its candidates").removeprefix(", ")
         self._console.print(f"  {key.op.partition('@')[0]}: {left}", highlight=False, soft_wrap=True)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:

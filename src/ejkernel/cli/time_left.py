@@ -124,17 +124,22 @@ class TimeLeft:
         if rounds is not None and rounds.event.is_confirmation and rounds.expected:
             self._stretched.append((now - rounds.began) / rounds.expected)
 
-    def of_rounds(self, key: ConfigKey) -> str:
-        """Return the time left of a search's current measurement, in words; empty before its first round has ended."""
+    def of_rounds(self, key: ConfigKey, of: str = "") -> str:
+        """Return the time left of a search's current measurement, in words; empty before its first round has ended.
+
+        Args:
+            key: The call.
+            of: See `total`.
+        """
         rounds = self._searches[key].rounds if key in self._searches else None
         left = None if rounds is None else rounds.left()
         if rounds is None or left is None:
             return ""
         if rounds.event.is_confirmation:
-            return f", about {self._confirming(rounds, left):.0f} s left"
+            return f", about {self._confirming(rounds, left):.0f} s left{of}"
         then = self._confirmation(rounds)
         confirming = "" if then is None else f" for {_words(then, then if self._stretched else _longest(then))}"
-        return f", about {left:.0f} s left, then confirming{confirming}"
+        return f", about {left:.0f} s left{of}, then confirming{confirming}"
 
     def seconds_of_rounds(self, key: ConfigKey) -> float:
         """Return the least seconds left of a search's measurements; 0 if its rounds say too little."""
@@ -146,19 +151,23 @@ class TimeLeft:
         """Whether the time of all calls can be estimated, from searches that have ended."""
         return self._of_all() is not None
 
-    def total(self) -> str:
-        """Return the time left of all searches, in words; empty if nothing is known about it."""
+    def total(self, of: str = "") -> str:
+        """Return the time left of all searches, in words; empty if nothing is known about it.
+
+        Args:
+            of: What the time is for, e.g. ` for all calls`, if the words should say so.
+        """
         running, count = self._running(), sum(self._operations.values())
         if len(self._searches) >= count and not running:
             return ""
         seconds = self._of_all()
         if seconds is not None:
-            return f", about {seconds:.0f} s left"
+            return f", about {seconds:.0f} s left{of}"
         if self._budget is not None:
             most = self._budget * (count - sum(search.done for search in running))
             words = f"{self._budget:g} s per call, plus compiling and warming up"
-            return f", about {most:.0f} s left ({words})" if most > 0 else ""
-        return self._to_compile(running)
+            return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
+        return self._to_compile(running, of)
 
     def _of_all(self) -> float | None:
         """Return the seconds left of all searches; `None` if no search of some operation has ended."""
@@ -178,13 +187,14 @@ class TimeLeft:
         known = [*ended, *([] if self._budget is None else [self._budget])]
         return statistics.fmean(known) if known else None
 
-    def _to_compile(self, running: list[_Search]) -> str:
+    def _to_compile(self, running: list[_Search], of: str) -> str:
         """Return the time of compiling the first searches, in words."""
         known = [one for one in running if one.compiled is None and one.done >= _ENOUGH]
         if len(known) < len(running) or not known or len(self._searches) > len(running):
             return ""
         left = max((self._clock() - one.began) * (1 - one.done) / one.done for one in known)
-        return f", about {left:.0f} s left to compile" if self._measures or sum(self._operations.values()) == 1 else ""
+        is_known = self._measures or sum(self._operations.values()) == 1
+        return f", about {left:.0f} s left{of} to compile" if is_known else ""
 
     def _left(self, search: _Search) -> float | None:
         """Return the seconds left of a running search; `None` if neither its rounds nor earlier searches tell."""

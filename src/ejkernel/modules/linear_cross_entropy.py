@@ -192,8 +192,8 @@ def linear_cross_entropy(
         z_loss: Factor of `logsumexp(s) ** 2`, which is added to each token's loss.
         logits_soft_cap: Squash the logits into `(-cap, cap)` by `cap * tanh(x / cap)`, after scale and bias.
         logits_scale: Factor on the logits before the cap, e.g. the inverse of a temperature.
-        accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default that
-            of the configuration, whose own default is float32.
+        accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default the
+            `accumulation_dtype` of the configuration, which is float32 unless tuned.
         return_lse: Whether to return `logsumexp(s)` of each token, `[*batch]`, as well. It has a gradient, which needs
             the logits again; a program that does not differentiate it does not compute them again.
         return_accuracy: Whether to return the accuracy as well: the weighted share of tokens whose label has the

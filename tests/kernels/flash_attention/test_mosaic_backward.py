@@ -307,7 +307,7 @@ def lower(mosaic, case, params):
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_configurations_are_lowered(request, mosaic, name):
-    """What the heuristic says; with `--whole` all that may be measured.
+    """The heuristic's parameters; with `--whole` the whole search space.
 
     A kernel that adds to memory is apart from slices.
     """

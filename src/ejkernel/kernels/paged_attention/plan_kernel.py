@@ -144,7 +144,7 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
 
 
 def _power(number: int) -> int:
-    """Return the first power of two that is not smaller."""
+    """Return the number, rounded up to a power of two."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -189,7 +189,7 @@ class _Kernel:
             self._prefill(given, tiles, size)
 
     def _wait(self) -> None:
-        """Wait until each thread sees what the others have stored."""
+        """Synchronize the threads, so that each sees the stores of the others."""
         if not self.interpret:
             plt.debug_barrier()
 

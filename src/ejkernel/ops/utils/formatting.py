@@ -48,8 +48,9 @@ def text_table(
         if widths is not None:
             left_out = [name for index, name in enumerate(header) if index not in kept]
             table = _aligned([columns[index] for index in kept], widths)
-            note = wrapped(f"(too narrow for {', '.join(left_out)})", width)
-            return f"{table}\n{note}" if left_out else table
+            if not left_out:
+                return table
+            return table + "\n" + wrapped(f"(too narrow for {', '.join(left_out)})", width)
     return _paragraphs(header, list(zip(*(column[1:] for column in columns), strict=True)), width)
 
 

@@ -134,7 +134,7 @@ class QuantizedPlan(ProductPlan):
 
     @property
     def factor_step(self) -> int:
-        """The step of a tile with whose operands the factors of its columns arrive.
+        """The step of a tile that copies the factors of its columns beside its operands.
 
         If the tile before has so many steps, the consumers have read its factors by then: one slot is enough.
         """
