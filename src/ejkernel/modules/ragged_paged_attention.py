@@ -101,7 +101,7 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     number = jnp.arange(sequences + 1, dtype=jnp.int32)
     count = jnp.clip(distribution[-1], 0, sequences)
     batch = (
-        jnp.reshape(page_indices, (sequences, -1)),
+        _table(page_indices, sequences),
         jnp.where(number <= count, cu_q_lens, cu_q_lens[count]),
         jnp.where(number[:-1] < count, kv_lens, 0),
     )
@@ -171,11 +171,18 @@ def _factor(name: str, value: Any) -> float:
     return found
 
 
+def _table(page_indices: jax.Array, sequences: int) -> jax.Array:
+    """Return a page table with two axes. `reshape` alone cannot find the second one for an array without elements."""
+    columns = math.prod(page_indices.shape) // max(sequences, 1)
+    return jnp.reshape(page_indices, -1)[: sequences * columns].reshape(sequences, columns)
+
+
 def _joined(kv_cache: Cache) -> Any:
     """Return the cache in the layout of `paged_attention`."""
     if isinstance(kv_cache, tuple | list):
         return jnp.stack(kv_cache, axis=-2)
-    return kv_cache.reshape(*kv_cache.shape[:2], -1, 2, kv_cache.shape[-1])
+    pages, page_size, *heads, head_dim = kv_cache.shape
+    return kv_cache.reshape(pages, page_size, math.prod(heads) // 2, 2, head_dim)
 
 
 def _separated(kv_pages: jax.Array, like: Cache) -> Cache:

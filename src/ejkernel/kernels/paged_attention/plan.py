@@ -272,6 +272,9 @@ class Schedules(compat.Alternatives):
 
     def _plain(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         shape, (offsets, lengths, *table), sequence = self.shape, arrays, None
+        if 0 in (shape.tokens, shape.table[0]):  # without tiles
+            lengths = jnp.clip(lengths, 0, shape.table[1] * shape.page_size)
+            return jnp.zeros_like(offsets), lengths, *no_schedule(), *no_prefill()
         given = offsets
         if table:
             # Tiles of one token do not need ascending offsets, so their kernels need not wait for them.
