@@ -31,6 +31,10 @@ _LEGEND = (
     '* {marked}, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
     "confirmation run decides and may choose another row."
 )
+_TWO_CLOCKS = (
+    "two clocks: `cpu` marks processor time, used while other processes disturb the wall clock; `wall-clock` marks "
+    "wall-clock time. Such times do not compare with unmarked ones, so rows by the other clock come last"
+)
 _CHOSEN, _IN_FORCE = "chosen", "in force, saved by another search"
 
 
@@ -401,7 +405,7 @@ def remarks(search: Findings) -> list[str]:
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
-        lines.append("two clocks: times with and without `cpu` do not compare, so rows by the other clock come last")
+        lines.append(_TWO_CLOCKS)
     if search.lacks_reference:
         lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
     if state == SearchState.UNDECIDED:
