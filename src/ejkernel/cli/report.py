@@ -47,8 +47,8 @@ def echo_json(data: Any) -> None:
 
 
 _CPU_TIMES: Final = (
-    "cpu: processor time, since other processes disturbed the clock during this search; it may be shorter than times "
-    "by the clock, which the progress shows."
+    "cpu: processor time, since other processes disturbed the clock during this search; it may be shorter than "
+    "wall-clock time, which the progress shows."
 )
 Times = Mapping[ConfigKey, int]
 """How often one run of a program makes each call, by key, where known."""
