@@ -66,7 +66,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
         click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
     else:
-        click.echo(f"No saved configurations in {store.path}.")
+        click.echo(f"No saved configurations in {store.path}{store.advice()}.")
     return 0 if shown else 1
 
 
