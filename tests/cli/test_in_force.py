@@ -116,7 +116,8 @@ def test_notebooks_show_the_configuration_in_force(cache):
 def test_explain_names_the_newer_search(cache):
     why = explain_call(ConfigSelectorChain(persistent=cache), call(), "ejkernel")
     assert why.search.in_words == "complete"
-    assert why.search_note.startswith("a newer search is not saved: not finished (2 of 9), so the saved")
+    says = f"complete; a newer search is not saved: not finished (2 of 9), so the saved configuration, {SAVED}, stays"
+    assert why.search_text == says
 
 
 def test_the_table_of_the_command_has_the_configuration_in_force():

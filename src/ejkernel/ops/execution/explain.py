@@ -81,11 +81,7 @@ class Explanation(Shown):
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
         lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
-        lines += (
-            []
-            if self.search is None
-            else [f"  search     {self.search.in_words}{f': {self.search_note}' if self.search_note else ''}"]
-        )
+        lines += [f"  search     {self.search_text}"] if self.search_text else []
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         label = f"{self.label} (its name in the program's text)" if self.label else f"- {self.label_note}"
@@ -94,6 +90,14 @@ class Explanation(Shown):
         # Keys, notes and configurations may quote files.
         width = terminal_width()
         return "\n".join(wrapped(printable(line), width, indent=13) for line in lines)
+
+    @property
+    def search_text(self) -> str:
+        """The state of the search with its note, as text; empty without a search."""
+        if self.search is None:
+            return ""
+        between = "; " if self.search.state == "complete" else ": "
+        return between.join(filter(None, (self.search.in_words, self.search_note)))
 
     @property
     def answer(self) -> str:
