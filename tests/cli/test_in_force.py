@@ -126,3 +126,11 @@ def test_the_table_of_the_command_has_the_configuration_in_force():
     assert row.split("  ")[-2:] == [SAVED, "2 of 9 measured"]
     assert "not finished (2 of 9), saved one in force" in row
     assert result_as_data(result)["entries"][0]["in_force"] == {"rows": 6, "order": "row"}
+
+
+def test_fields_that_all_candidates_have_in_common_stand_above_the_table():
+    view = SearchView(**view_of(found()))
+    assert view.common == ""  # one of them has another order
+    alike = tuple(one for one in found().outcomes if one.config.order == "row")
+    view = SearchView(**view_of(dataclasses.replace(found(), outcomes=alike)))
+    assert (view.common, next(view.rows_and_times())[0].name) == ("order=row", "rows=6")

@@ -325,7 +325,7 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     found = ranked(search.outcomes)
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
     times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
-    names, common = _without_common(list(map(program_name, found)))
+    names, common = without_common(list(map(program_name, found)))
     columns = {
         "": [
             "*" * (one.seconds is not None and any(map(search.is_in_force, (one, *twins))))
@@ -352,7 +352,7 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     return "\n".join((*(wrapped(printable(line), width, 2) for line in (*title, tried)), *said, table, *legend))
 
 
-def _without_common(names: Sequence[str]) -> tuple[list[str], str]:
+def without_common(names: Sequence[str]) -> tuple[list[str], str]:
     """Return configurations without the plain fields at the start that all have, and these fields."""
     parts = [name.split() for name in names]
     fields = [first for first, *others in zip(*parts, strict=False) if len({first, *others}) == 1]

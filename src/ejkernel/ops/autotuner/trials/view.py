@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
-from ejkernel.ops.autotuner.trials.outcome import Findings, share_of
+from ejkernel.ops.autotuner.trials.outcome import Findings, share_of, without_common
 from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
@@ -149,9 +149,16 @@ class SearchView:
         return path + "H600"
 
     def rows_and_times(self) -> Iterator[tuple[Row, str]]:
-        """Return the rows, each with its time."""
+        """Return the rows, each with its time; their names lack the fields in `common`."""
         times = durations(None if row.time_us is None else row.time_us / 1e6 for row in self.rows)
-        return zip(self.rows, times, strict=True)
+        names = without_common([row.name for row in self.rows])[0] if self.rows else []
+        rows = (dataclasses.replace(row, name=name) for row, name in zip(self.rows, names, strict=True))
+        return zip(rows, times, strict=True)
+
+    @property
+    def common(self) -> str:
+        """The fields that all configurations have in common, as far as they come first."""
+        return without_common([row.name for row in self.rows])[1] if self.rows else ""
 
 
 def view_of(search: Findings) -> dict[str, Any]:
