@@ -155,8 +155,6 @@ def test_a_function_without_calls_has_no_explanations():
 
 def test_only_functions_can_be_explained():
     with pytest.raises(ArgumentError, match=r"target must be a kernel or a function, followed by .* got 3"):
-        ArgumentError, match=r"target must be a kernel or a function, followed by its arguments, .* got 3"
-    ):
         default_executor().explain(3)
 
 
