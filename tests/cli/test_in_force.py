@@ -131,6 +131,7 @@ def test_the_table_of_the_command_has_the_configuration_in_force():
 def test_fields_that_all_candidates_have_in_common_stand_above_the_table():
     view = SearchView(**view_of(found()))
     assert view.common == ""  # one of them has another order
-    alike = tuple(one for one in found().outcomes if one.config.order == "row")
-    view = SearchView(**view_of(dataclasses.replace(found(), outcomes=alike)))
+    data = found()
+    alike = tuple(one for one in data.outcomes if one.config.order == "row")
+    view = SearchView(**view_of(dataclasses.replace(data, outcomes=alike)))
     assert (view.common, next(view.rows_and_times())[0].name) == ("order=row", "rows=6")
