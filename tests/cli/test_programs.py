@@ -11,7 +11,7 @@ from tests import forked
 
 from ejkernel.cli import main
 from ejkernel.cli.files import calls_in_file
-from ejkernel.cli.programs import located
+from ejkernel.cli.programs import load_program, located
 from ejkernel.ops.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
@@ -290,3 +290,10 @@ def test_a_target_without_a_function_suggests_one_that_returns_a_program(tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=r"e\.g\. trainer:step"):
         located("trainer")
+
+
+def test_a_class_is_no_program(tmp_path, monkeypatch):
+    (tmp_path / "of_class.py").write_text("class Model:\n    def __init__(self, width):\n        pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"Model is a class; name a function without arguments"):
+        load_program(located(f"{tmp_path}/of_class.py:Model"))

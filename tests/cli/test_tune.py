@@ -159,9 +159,10 @@ def test_an_undecided_call_keeps_its_entry_and_is_named(program, capsys, monkeyp
     assert "1 with the configuration saved earlier; the saved configurations stay" in err
     assert "1 undecided (product@v0" in err
     assert "--undecided --budget" in err
+    assert re.search(r"undecided, saved one in force +repeats=1", out)
     assert "undecided" not in noisy_run("--cache", "saved")[2]
     noisy_run("--cache", "new")
-    says = "1 undecided (product@v0 f32[128,128] x2); `--undecided --budget 20` measures it again with twice the time."
+    says = "(product@v0 f32[128,128] x2); `--undecided --budget 20` measures it again, for up to 20 s per call."
     assert says in noisy_run("--cache", "new")[2]
     assert "1 call in" in noisy_run("--cache", "new", "--undecided", "--budget", "30")[2]
     assert "--undecided --budget 60`" in noisy_run("--cache", "new", "--undecided", "--budget", "30")[2]

@@ -151,7 +151,7 @@ def _search(why: Explanation) -> list[str]:
     if why.search is None or why.key is None:
         return []
     return [
-        f"search: {why.search.in_words}{f': {why.search_note}' if why.search_note else ''}",
+        f"search: {why.search_text}",
         f"candidates: ejkernel show --log {why.key.op.partition('@')[0]}:{why.key.call}",
     ]
 

@@ -120,12 +120,12 @@ class TuneOutcome:
         return " ".join(parts)
 
     def _more(self, searches: Sequence[AutotuneData]) -> str:
-        """Return the option for twice the time."""
+        """Return the option for more time."""
         return f"--budget {doubled(self.budget, *(search.seconds for search in searches))}"
 
 
 def doubled(*seconds: float | None) -> int:
-    """Return twice the longest of some times, rounded up to ten seconds."""
+    """Return twice the longest of some times, at least 20 s and rounded up to ten seconds: a budget worth a new try."""
     return 10 * math.ceil(2 * max(_LEAST, *(each or 0.0 for each in seconds)) / 10)
 
 

@@ -179,6 +179,11 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
             f"{program.target} is a kernel; name a function without arguments that returns a program and its "
             f"arguments, e.g. `def step(): return jax.jit({program.function}), (x, w)`."
         )
+    if inspect.isclass(found):
+        raise ArgumentError(
+            f"{program.target} is a class; name a function without arguments that returns a program and its arguments, "
+            "e.g. `def training_step(): return step, (w, x)`."
+        )
     needed = _needed(found)
     if needed:
         raise ArgumentError(f"{program.target} must take no arguments, but it needs {', '.join(needed)}.")

@@ -47,8 +47,8 @@ def echo_json(data: Any) -> None:
 
 
 _CPU_TIMES: Final = (
-    "cpu: processor time, since other processes disturbed the clock during this search; it may be shorter than times "
-    "by the clock, which the progress shows."
+    "cpu: processor time, since other processes disturbed the clock during this search; it may be shorter than "
+    "wall-clock time, which the progress shows."
 )
 Times = Mapping[ConfigKey, int]
 """How often one run of a program makes each call, by key, where known."""
@@ -125,7 +125,7 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
             *number(tuned.inv),
             *seconds,
             tuned.in_a_word,
-            compact(tuned.config),
+            compact(tuned.in_force),
             _statuses(tuned),
         )
         for tuned, seconds in zip(result.searches, before_and_after(result.searches), strict=True)
@@ -177,6 +177,7 @@ def result_as_data(result: AutotuningResult, times: Times = MappingProxyType({})
             "key": tuned.inv.call_key,
             "times": times.get(tuned.inv.key),
             "config": to_data(tuned.config),
+            "in_force": to_data(tuned.in_force),
             "search": tuned.progress.data(),
             "not_saved": tuned.not_saved,
             "measured": tuned.summary_data(),

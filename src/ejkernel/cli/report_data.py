@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.rounds import FEWEST, interval
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
+from ejkernel.ops.autotuner.store.measurements import CallHistory, MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import remarks
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
@@ -124,43 +123,37 @@ def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int 
         newest: Show this search of each call instead of the one behind its entry: 0 the newest, 1 the one before.
             Calls without such a search are left out.
     """
-    searches: dict[Any, list[StoredSearch]] = {}
-    for search in MeasurementStore(store).searches():
-        searches.setdefault(search.key, []).append(search)
-    peaks = peaks or Peaks()
-    entries = {entry.key: entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey)}
+    histories, peaks = MeasurementStore(store).by_call(), peaks or Peaks()
     if newest is not None:
-        chosen = (those[newest : newest + 1] for those in searches.values())
-        found = [_with_search(those, None, peaks, _one_source(those[0], entries)) for those in chosen if those]
-    else:
+        chosen = [(one.searches[newest], one.entry) for one in histories.values() if newest < len(one.searches)]
         found = [
-            _with_search(searches[key], entries.get(key), peaks) if key in searches else _without_search(entries[key])
-            for key in searches | entries
+            _of_search(dataclasses.replace(search, stays=None), peaks, _source(search, entry))
+            for search, entry in chosen
         ]
+    else:
+        alone = [
+            entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey) and entry.key not in histories
+        ]
+        found = [_of_history(history, peaks) for history in histories.values()]
+        found += [CallReport(**_identity(one.key, one.call, one.provenance), **_saved(one)) for one in alone]
     return sorted(found, key=lambda call: (call.op, call.device, call.arguments, call.call))
 
 
-def _behind(searches: Sequence[StoredSearch], entry: StoredEntry | None) -> StoredSearch:
-    """Return the newest search that found the entry's configuration, else the newest."""
-    same = (s for s in searches if entry is not None and s.winner.config == entry.config)
-    return next(same, searches[0])
-
-
-def _without_search(entry: StoredEntry) -> CallReport:
+def _saved(entry: StoredEntry) -> dict[str, Any]:
+    """Return the values of an entry without the file of its search."""
     times = [_stored_time(entry, name) for name in ("heuristic", "winner")]
-    return CallReport(
-        **_identity(entry.key, entry.call, entry.provenance),
-        config=compact(entry.config),
-        result=stored_in_brief(entry.measured, entry.speedup),
-        before_us=times[0],
-        after_us=times[1],
-        tuned_us=times[0] / entry.speedup if times[0] and entry.speedup else times[1],
-        note=CPU if _stored_clock(entry) == PROCESSOR else "",
-        speedup=entry.speedup,
-        clock=_stored_clock(entry),
-        search=stored_in_words(entry.measured),
-        source=f"{_place(entry)}; the file of its search is not here",
-    )
+    return {
+        "config": compact(entry.config),
+        "result": stored_in_brief(entry.measured, entry.speedup),
+        "before_us": times[0],
+        "after_us": times[1],
+        "tuned_us": times[0] / entry.speedup if times[0] and entry.speedup else times[1],
+        "note": CPU if _stored_clock(entry) == PROCESSOR else "",
+        "speedup": entry.speedup,
+        "clock": _stored_clock(entry),
+        "search": stored_in_words(entry.measured),
+        "source": f"{_place(entry)}; the file of its search is not here",
+    }
 
 
 def _stored_time(entry: StoredEntry, name: str) -> float | None:
@@ -189,35 +182,39 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
     }
 
 
-def _one_source(search: StoredSearch, entries: Mapping[ConfigKey, StoredEntry]) -> str:
+def _source(search: StoredSearch, entry: StoredEntry | None) -> str:
     """Return where the configuration of a search is now."""
-    entry = entries.get(search.key)
-    # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
-    if search.not_saved or (search.is_kept and not search.progress.state.is_finished):
+    if not search.was_saved:
         return f"not saved: {search.not_saved or search.progress.in_words}"
     if entry is None:
         return "saved by this search, but the entry is gone"
-    return _place(entry) if entry.config == search.winner.config else "saved by this search, but replaced since"
+    return _place(entry) if search.stays is None else "saved by this search, but replaced since"
 
 
-def _with_search(
-    searches: Sequence[StoredSearch], entry: StoredEntry | None, peaks: Peaks, source: str = ""
-) -> CallReport:
-    search = _behind(searches, entry)
-    winner = search.winner
-    source = source or _one_source(search, {})
-    config = "-" if winner.measurement is None else compact(winner.config)
-    # The page shows the comparison with the heuristic in full.
-    notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]
-    if entry is not None:
-        source, config = _place(entry), compact(entry.config)
-        if entry.config != winner.config:
-            notes.append(f"this is the newest search; it chose {compact(winner.config)} instead")
-    if len(searches) > 1:
-        others = counted(len(searches) - 1, "other search", "other searches")
+def _of_history(history: CallHistory, peaks: Peaks) -> CallReport:
+    search, newest, entry = history.shown, history.searches[0], history.entry
+    found = _of_search(search, peaks, _source(search, entry))
+    notes = []
+    if search is not newest:
+        result = newest.not_saved or newest.in_a_word
+        notes.append(f"a newer search, measured {time_in(newest.provenance)}, saved nothing: {result}")
+    if entry is not None and history.behind is None:
+        # Times and throughput of the search's winner are not those of the saved configuration.
+        found = dataclasses.replace(found, **_saved(entry), after_range=None, throughput=(), time=entry.time)
+        notes.append(f"the candidates are those of a search that saved nothing, measured {time_in(search.provenance)}")
+    if len(history.searches) > 1:
+        others = counted(len(history.searches) - 1, "other search", "other searches")
         notes.append(
             f"the cache has {others} of this call; `ejkernel report --against previous` compares the newest two"
         )
+    return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)))
+
+
+def _of_search(search: StoredSearch, peaks: Peaks, source: str) -> CallReport:
+    winner = search.winner
+    config = "-" if winner.measurement is None else compact(winner.config)
+    # The page shows the comparison with the heuristic in full.
+    notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]
     throughput, peak = _throughput(search, peaks)
     return CallReport(
         **_identity(search.key, search.call, search.provenance),

@@ -13,7 +13,7 @@ from ejkernel.cli import report
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import CPU
-from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
+from ejkernel.ops.autotuner.trials.programs import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
@@ -66,7 +66,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
         click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
     else:
-        click.echo(f"No saved configurations in {store.path}.")
+        click.echo(f"No saved configurations in {store.path}{store.advice()}.")
     return 0 if shown else 1
 
 
@@ -165,18 +165,19 @@ def _median(times: Any) -> str:
 
 
 def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: bool) -> None:
-    """Print the newest search of each call; each of `prefixes` starts its key or operation."""
-    found: dict[Any, StoredSearch] = {}
-    for search in MeasurementStore(cache).searches():
-        if all(_begins(search.key, prefix) for prefix in prefixes):
-            # The newest search of a call comes first.
-            found.setdefault(search.key, search)
-    if not found:
-        raise _none(cache, "search", prefixes, [search.key for search in MeasurementStore(cache).searches()])
+    """Print the search behind the configuration of each call, and a newer one that saved nothing.
+
+    Each of `prefixes` starts the call's key or operation.
+    """
+    calls = MeasurementStore(cache).by_call()
+    chosen = [history for key, history in calls.items() if all(_begins(key, prefix) for prefix in prefixes)]
+    if not chosen:
+        raise _none(cache, "search", prefixes, list(calls))
+    found = [search for history in chosen for search in history.shown_and_newer]
     if as_json:
-        report.echo_json([_search_as_data(search) for search in found.values()])
+        report.echo_json([_search_as_data(search) for search in found])
     else:
-        click.echo("\n\n".join(search.summary(width=report.width()) for search in found.values()))
+        click.echo("\n\n".join(search.summary(width=report.width()) for search in found))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
@@ -193,6 +194,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "interrupted": search.interrupted,
         "search": search.progress.data(),
         "not_saved": search.not_saved,
+        "in_force": search.in_force,
         "rule_fault": search.rule_fault,
         "input_sets": search.input_sets,
         "outcomes": [_program_as_data(search, outcome, twins) for outcome, twins in found],

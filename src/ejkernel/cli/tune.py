@@ -312,10 +312,10 @@ def _print_doubts(
             undecided.append(name)
             longest = max(longest, seconds)
     if undecided:
-        them = "it" if len(undecided) == 1 else "them"
+        them, seconds = "it" if len(undecided) == 1 else "them", doubled(longest, budget)
         text = (
-            f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {doubled(longest, budget)}` "
-            f"measures {them} again with twice the time. A less busy machine helps more."
+            f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {seconds}` measures {them} "
+            f"again, for up to {seconds} s per call. A less busy machine helps more."
         )
         console.print(printable(text), highlight=False)
 

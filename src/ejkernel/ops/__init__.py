@@ -136,7 +136,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ejkernel.ops.utils.messages.names import did_you_mean
+
+        end = "" if name.startswith("_") else did_you_mean(name, __all__).rstrip(".")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{end}")
     value: object = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before
 from ejkernel.ops.autotuner.trials.status import stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import key_cells
+from ejkernel.ops.config.entries import key_cells, time_in
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tiers import Consulted, Resolution
 from ejkernel.ops.execution.explain import Explanation, Explanations
@@ -78,11 +78,10 @@ def _(search: Findings) -> list[_Section]:
     before, after = (f"{time}{clock_note(search.heuristic)}" for time in durations((search.before, search.tuned)))
     call = search.inv.description if isinstance(search, AutotuneData) else None
     call = search.call if isinstance(search, StoredSearch) else call
-    winner = search.winner
     facts = [
         ("Result", search.in_words),
-        ("Configuration", "-" if winner.measurement is None else compact(winner.config)),
-        ("Time", f"{before} with the heuristic, {'which is kept' if search.is_kept else f'{after} tuned'}"),
+        ("Configuration", _in_force(search)),
+        ("Time", f"{before} with the heuristic{_and_tuned(search, after)}"),
         (
             "Search",
             f"{search.progress.in_words}, {counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s",
@@ -94,6 +93,18 @@ def _(search: Findings) -> list[_Section]:
     printed = tuple((name, printable_lines(text)) for name, text in facts)
     views = (("Candidates and progress", SearchView(**view_of(search))),)
     return [_Section(title=title, facts=printed, searches=views, is_open=True)]
+
+
+def _in_force(search: Findings) -> str:
+    if search.stays is not None:
+        return f"{compact(search.stays)}, saved by another search"
+    return "-" if search.winner.measurement is None else compact(search.winner.config)
+
+
+def _and_tuned(search: Findings, after: str) -> str:
+    if search.stays is None:
+        return ", which is kept" if search.is_kept else f", {after} tuned"
+    return "" if search.is_kept else f", {after} with {compact(search.winner.config)}, which is not in force"
 
 
 @_sections.register
@@ -133,7 +144,7 @@ def _(why: Explanation) -> list[_Section]:
     facts = [
         ("Configuration", "none" if why.resolution is None else f"{compact(why.config)}, from {why.source}"),
         ("Key", key),
-        *([] if why.search is None else [("Search", why.search.in_words)]),
+        *([("Search", why.search_text)] if why.search_text else []),
         *([("Devices", split)] if split else []),
         ("Label", why.label or f"none: {why.label_note}"),
     ]
@@ -189,8 +200,11 @@ def _(cache: PersistentCache) -> list[_Section]:
 @_sections.register
 def _(store: MeasurementStore) -> list[_Section]:
     searches = list(store.searches())
-    rows = ((*s.key, arguments(s.call), s.in_a_word, s.progress.in_words) for s in searches)
-    header = ("Device", "Operation", "Call", "Arguments", "Speed-up", "Search")
+    rows = (
+        (*s.key, arguments(s.call), s.in_a_word, s.progress.in_words, compact(s.in_force), time_in(s.provenance))
+        for s in searches
+    )
+    header = ("Device", "Operation", "Call", "Arguments", "Speed-up", "Search", "In force", "Measured")
     title = f"{_counted_rows(len(searches), 'search', 'searches')} in {printable(store.cache.path or 'memory')}"
     return [_Section(title=title, header=header, rows=_rows(rows))]
 

@@ -14,6 +14,7 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.operation import Operation, Selected
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind
+from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.testing.programs import reported_crashes
 from ejkernel.testing.report import CheckReport
@@ -90,9 +91,14 @@ def check_kernel(
         hint = f"; create one, e.g. {kernel.__name__}('name')"
     check_argument(isinstance(kernel, Kernel), "kernel", f"a Kernel or a function under tune{hint}", kernel)
     for argument, names in (("without", without), ("unavailable", unavailable or {})):
+        if isinstance(names, str):
+            raise ArgumentError(f"{argument} must be a list of names, got {names!r}; write {argument}=[{names!r}].")
         unknown = [name for name in names if name not in GROUPS]
         if unknown:
-            raise ArgumentError(f"{argument} must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
+            raise ArgumentError(
+                f"{argument} must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}"
+                f"{did_you_mean(unknown[0], GROUPS)}"
+            )
     scope = Scope(without=frozenset(without), unavailable=unavailable or {}, seed=seed)
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
     with reported_crashes():

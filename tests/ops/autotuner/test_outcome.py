@@ -236,3 +236,12 @@ def test_a_call_without_entry_says_what_tuning_again_does(state, says):
 
 def test_an_empty_result_is_one_line():
     assert str(AutotuningResult("gpu:h200", ())) == "0 configurations for gpu:h200"
+
+
+def test_wall_clock_times_among_processor_times_say_so():
+    slow = measured(1, 4, 4)
+    by_processor = dataclasses.replace(slow, measurement=dataclasses.replace(slow.measurement, method="processor"))
+    text = search(by_processor, measured(2, 5, 5), winner=0).summary()
+    assert "5.0 us wall-clock" in text
+    assert "4.0 us cpu" in text
+    assert "`wall-clock` marks wall-clock time" in text

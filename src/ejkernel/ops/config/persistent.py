@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
 _REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
+_INNER = "configs"  # name of the default folder, which has other files beside it
 
 
 class PersistentCache(Shown):
@@ -120,6 +121,15 @@ class PersistentCache(Shown):
         """
         for layer in self.shared:
             layer.refresh_if_due()
+
+    def advice(self) -> str:
+        """Return a clause for messages if the folder is the parent of a cache folder, as in a copy of it; else `""`."""
+        inner = None if self.path is None else self.path / _INNER
+        try:
+            is_parent = inner is not None and inner.is_dir()
+        except OSError:
+            is_parent = False
+        return f"; {self.path} holds a cache folder, so name that one: EJKERNEL_CACHE_DIR={inner}" if is_parent else ""
 
     def why_not_writable(self) -> str | None:
         """Return why the folder is not writable; `None` if a test write succeeds."""

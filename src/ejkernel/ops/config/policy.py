@@ -13,11 +13,12 @@ from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.blocks import NoBlock, called_in_with
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AutotunePolicy(NamedFields):
+class AutotunePolicy(NamedFields, NoBlock):
     """Permitted actions for a call without a configuration.
 
     Attributes:
@@ -44,6 +45,8 @@ class AutotunePolicy(NamedFields):
             lowers a call decides, and none tunes. Switch it off only for a program of one process.
         stale: Treatment of saved configurations that were measured with other versions.
     """
+
+    _instead = "with policy_override(autotune=True):` with the fields to change, or `ConfigSelectorChain(policy=...)"
 
     autotune: bool = False
     heuristic: bool = True
@@ -101,6 +104,7 @@ def effective_policy(chooser: object) -> AutotunePolicy:
     return policy
 
 
+@called_in_with("policy_override(autotune=True)")
 @contextlib.contextmanager
 def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None]:
     """Change fields of the policy inside the `with` block, for `selector` (a chain) or for every chain.

@@ -21,7 +21,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, DescriptionError
 from ejkernel.ops.execution.occurrences import occurrences
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.meta import is_scope
 from ejkernel.ops.utils.values.payloads import labels_with_payloads
 from ejkernel.ops.utils.values.signature import HasType, is_array
@@ -60,7 +60,10 @@ def discover_counted(
     The numbers, by key, say how often one run makes a call, where the trace knows it; see `occurrences`.
     """
     if not callable(fn):
-        raise ArgumentError(f"target must be a kernel or a function, got {fn!r}.")
+        raise ArgumentError(
+            f"target must be a kernel or a function, followed by its arguments, e.g. (step, w, x); got "
+            f"{value_text(fn)}."
+        )
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else of_arrays(fn, args, kwargs)
     # Recording is part of the key of JAX's caches, so functions compiled before are traced again, with their calls.
     with recording() as seen, looking_only():

@@ -46,7 +46,8 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
-        search_note: Why the search failed, is not finished or undecided; empty if it is complete.
+        search_note: Why the search failed, is not finished or undecided, and why a newer search saved nothing; empty
+            if it is complete and the newest.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
 
@@ -80,11 +81,7 @@ class Explanation(Shown):
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
         lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
-        lines += (
-            []
-            if self.search is None
-            else [f"  search     {self.search.in_words}{f': {self.search_note}' if self.search_note else ''}"]
-        )
+        lines += [f"  search     {self.search_text}"] if self.search_text else []
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         label = f"{self.label} (its name in the program's text)" if self.label else f"- {self.label_note}"
@@ -93,6 +90,14 @@ class Explanation(Shown):
         # Keys, notes and configurations may quote files.
         width = terminal_width()
         return "\n".join(wrapped(printable(line), width, indent=13) for line in lines)
+
+    @property
+    def search_text(self) -> str:
+        """The state of the search with its note, as text; empty without a search."""
+        if self.search is None:
+            return ""
+        between = "; " if self.search.state == "complete" else ": "
+        return between.join(filter(None, (self.search.in_words, self.search_note)))
 
     @property
     def answer(self) -> str:
@@ -176,13 +181,16 @@ def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
 
 
 def _why_open(chooser: object, key: ConfigKey | None) -> str:
-    """Return why the search of a call failed, is not finished or undecided; empty if it is complete."""
+    """Return why the search of a call failed, is not finished or undecided, and the result of a newer search."""
     store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
     progress = None if store is None or key is None else store.progress(key)
-    if store is None or key is None or progress is None or progress.state == "complete":
+    history = None if store is None or key is None or progress is None else store.history(key)
+    if history is None:
         return ""
-    found = next((search for search in store.searches(key.op) if search.key == key), None)
-    return found.why if found is not None and found.progress == progress else ""
+    found, newest = history.shown, history.searches[0]
+    why = found.why if found.progress == progress and progress.state != "complete" else ""
+    later = f"a newer search is not saved: {newest.not_saved or newest.in_a_word}" if newest is not found else ""
+    return "; ".join(filter(None, (why, later)))
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:

@@ -310,9 +310,9 @@ def autotune(
         **kwargs: Keyword arguments of the call, or defaults for each of `calls`.
 
     Returns:
-        For a kernel, its best configuration; `autotune_kernel` returns the whole result. For a function, an
-        `AutotuningResult`, which can be printed and used in `with`. The default executor saves the configurations in
-        memory and in its persistent cache.
+        For a kernel, its best configuration, or the saved one if the search does not replace it; `autotune_kernel`
+        returns the whole result. For a function, an `AutotuningResult`, which can be printed and used in `with`. The
+        default executor saves the configurations in memory and in its persistent cache.
     """
     target, args = unbound(target, args)
     if not isinstance(target, Kernel):
@@ -330,7 +330,8 @@ def autotune(
         num_iters=num_iters,
         **kwargs,
     )
-    return found.searches[0].config
+    search = found.searches[0]  # a user's own tuner may return another type
+    return search.config if getattr(search, "stays", None) is None else search.stays
 
 
 @frames_hidden

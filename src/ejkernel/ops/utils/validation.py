@@ -66,6 +66,26 @@ def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noting_lists(arguments: object) -> Iterator[None]:
+    """Add a note to a `TypeError` in a `with` block if an argument is a list of numbers in place of an array."""
+    try:
+        yield
+    except TypeError as error:
+        if any(map(_is_list_of_numbers, jax.tree.leaves(arguments, is_leaf=_is_list))):
+            error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")
+        raise
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    """Return whether a value is a list, perhaps nested, of nothing but numbers or tracers of numbers."""
+    return _is_list(value) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(value))
+
+
+@contextlib.contextmanager
 def named(op_id: str) -> Iterator[None]:
     """Prefix errors in a `with` block with the operation's name, unless they already start with it."""
     try:

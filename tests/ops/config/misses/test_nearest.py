@@ -150,3 +150,9 @@ def test_equal_calls_do_not_differ():
     call = Invocation(kernel=SCALE, args=(X,), kwargs={"options": (1, 2.0)}).description
     assert differences(call, call) == []
     assert differences({"args": [1]}, {"args": [True]}) != []
+
+
+def test_a_copy_of_the_folder_above_the_cache_names_the_cache(tmp_path):
+    (tmp_path / "configs").mkdir()
+    says = f"no entry; {tmp_path} holds a cache folder, so name that one: EJKERNEL_CACHE_DIR={tmp_path / 'configs'}"
+    assert why(PersistentCache(tmp_path, shipped=False), X) == says

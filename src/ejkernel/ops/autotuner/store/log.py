@@ -83,6 +83,12 @@ class StoredSearch(Findings):
         return self.outcomes[self.winner_index]
 
     @property
+    def was_saved(self) -> bool:
+        """Whether it saved its winner's configuration."""
+        # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
+        return not (self.not_saved or (self.is_kept and not self.progress.state.is_finished))
+
+    @property
     def shares(self) -> dict[str, float]:
         """The weight of each call in the mean, by call key."""
         shares: dict[str, float] = {} if self.cases else {self.key.call: 1.0}

@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
@@ -32,6 +33,7 @@ from ejkernel.ops.config._files import (
     warn_of,
 )
 from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
@@ -64,6 +66,35 @@ class _Log:
     name: str
     lines: list[str]
     path: Path | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallHistory:
+    """The stored searches of one call.
+
+    Attributes:
+        entry: The saved configuration; `None` without one.
+        searches: The searches, the newest first.
+    """
+
+    entry: StoredEntry | None
+    searches: tuple[StoredSearch, ...]
+
+    @property
+    def behind(self) -> StoredSearch | None:
+        """The newest search that saved the configuration in force; `None` if its file is not here."""
+        return next((one for one in self.searches if one.was_saved and one.stays is None and self.entry), None)
+
+    @property
+    def shown(self) -> StoredSearch:
+        """The search behind the saved configuration, else the newest."""
+        return self.behind or self.searches[0]
+
+    @property
+    def shown_and_newer(self) -> tuple[StoredSearch, ...]:
+        """`shown`, and the newest search if it is another one."""
+        newest = self.searches[0]
+        return (self.shown,) if self.shown is newest else (self.shown, newest)
 
 
 class MeasurementStore(Shown):
@@ -128,11 +159,37 @@ class MeasurementStore(Shown):
             _remove(beside, known[: 1 - KEPT])
 
     def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
-        """Yield all searches, or those of one versioned operation; for each call the newest first."""
-        for log in self._logs(op):
+        """Yield all searches, or those of one versioned operation; for each call the newest first.
+
+        Those whose winner is not the saved configuration have it in `stays`.
+        """
+        return self._loaded(self._logs(op))
+
+    def _loaded(self, logs: Iterable[_Log]) -> Iterator[StoredSearch]:
+        """Yield the searches of usable logs, each with the saved configuration if it is not the winner's."""
+        saved: dict[ConfigKey, Any] = {}
+        for log in logs:
             search = _loaded(log)
-            if search is not None:
-                yield search
+            if search is None:
+                continue
+            if search.key not in saved:
+                entry = self.cache.load(search.key)
+                saved[search.key] = None if entry is None else entry.config
+            config = saved[search.key]
+            has_other = config is not None and not are_same(search.winner.config, config)
+            yield dataclasses.replace(search, stays=config) if has_other else search
+
+    def by_call(self, op: str | None = None) -> dict[ConfigKey, CallHistory]:
+        """Return all searches, or those of one versioned operation, by call."""
+        searches: dict[ConfigKey, list[StoredSearch]] = {}
+        for search in self.searches(op):
+            searches.setdefault(search.key, []).append(search)
+        return {key: CallHistory(entry=self.cache.load(key), searches=tuple(found)) for key, found in searches.items()}
+
+    def history(self, key: ConfigKey) -> CallHistory | None:
+        """Return the searches of one call; `None` without one."""
+        found = tuple(self._loaded(self._logs(key.op, key)))
+        return CallHistory(entry=self.cache.load(key), searches=found) if found else None
 
     def progress(self, key: ConfigKey) -> SearchProgress | None:
         """Return the tuning progress of a call, as all commands report it; `None` without a search.
@@ -217,12 +274,12 @@ class MeasurementStore(Shown):
                 break
         return found
 
-    def _logs(self, op: str | None) -> Iterator[_Log]:
-        """Yield the logs, for each key the newest first; unusable files are skipped with a warning."""
+    def _logs(self, op: str | None, key: ConfigKey | None = None) -> Iterator[_Log]:
+        """Yield the logs, or those of one key, for each key the newest first; skip unusable files with a warning."""
         seen = set()
         for name, place, read in self._places(op):
             # Another layer may hold a copy; the content of a file never changes.
-            if name in seen:
+            if name in seen or not (key is None or _is_of(key, name)):
                 continue
             seen.add(name)
             try:

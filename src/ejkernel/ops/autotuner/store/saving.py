@@ -13,6 +13,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
+from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -48,19 +49,22 @@ class Saver:
     def save(self, inv: Invocation[Any, Any], tuned: Any) -> Any:
         """Save a search for each of its calls; return it with the reason if its configuration is not saved.
 
+        The result also has the configuration saved earlier that stays in force.
+
         An unconfirmed configuration is not saved, and an earlier entry stays. So does an earlier entry that this search
         neither beats nor measures. Results of custom tuners that are no `AutotuneData` are saved unchecked.
 
         Raises:
             AdmissionError: The search named a winner without measuring, checking or confirming it.
         """
-        reasons = [self._save_call(key, call, found) for key, call, found in _found(inv, tuned)]
+        saved = [self._save_call(key, call, found) for key, call, found in _found(inv, tuned)]
         if not isinstance(tuned, AutotuneData):
             return tuned
-        faults = [reason for reason in reasons if isinstance(reason, AdmissionError)]
+        faults = [reason for reason, _ in saved if isinstance(reason, AdmissionError)]
         if faults and not tuned.interrupted:
             raise AdmissionError(f"{inv.op_id}: nothing is saved: {faults[0]}")
-        return dataclasses.replace(tuned, not_saved=str(reasons[0]))
+        reason, stays = saved[0]
+        return dataclasses.replace(tuned, not_saved=str(reason), stays=stays)
 
     def save_failure(self, inv: Invocation[Any, Any], error: TuningError) -> None:
         """Store a log of a search without measurements, so that commands can report the failure."""
@@ -78,9 +82,15 @@ class Saver:
             data = AutotuneData(inv=inv, config=outcomes[0].config, outcomes=outcomes, seconds=seconds, why=str(error))
             self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
 
-    def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str | AdmissionError:
-        """Save a search for one call; return why its configuration is not saved, or an empty string."""
+    def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> tuple[str | AdmissionError, Any]:
+        """Save a search for one call.
+
+        Returns:
+            Why its configuration is not saved, or an empty string; and another configuration that stays in force, or
+            `None`.
+        """
         reason: str | AdmissionError = ""
+        stays: Any = None
         if isinstance(found, AutotuneData):
             earlier = self._earlier(key, call)
             if earlier is not None and self.own_space:
@@ -91,7 +101,9 @@ class Saver:
             except AdmissionError as fault:
                 logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
                 reason = fault
-            found = dataclasses.replace(found, not_saved=str(reason))
+            if reason and earlier is not None and not same_config(earlier.config, found.config):
+                stays = earlier.config
+            found = dataclasses.replace(found, not_saved=str(reason), stays=stays)
         if not reason:
             space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
             self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
@@ -101,7 +113,7 @@ class Saver:
         # Store all measurements, not only the winner: later searches start from them.
         if self.store is not None and self.chain.persist_autotune:
             self.store.save(found)
-        return reason
+        return reason, stays
 
     def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:
         """Return the saved configurations of the calls as records, so that a search of a large space measures them."""
@@ -183,7 +195,9 @@ def why_not_saved(data: AutotuneData, *, validated: bool, earlier: Earlier | Non
     if progress.state == SearchState.FAILED:
         return "nothing was measured"
     if progress.state == SearchState.PARTIAL and winner is data.heuristic:
-        return progress.not_finished
+        has_other = earlier is not None and config_id(earlier.config) != config_id(data.config)
+        what = f", so the saved configuration, {compact(earlier.config)}, stays" if earlier and has_other else ""
+        return f"{progress.not_finished}{what}"
     _check(data, winner, validated=validated)
     return "" if earlier is None else _why_earlier_stays(data, progress, earlier)
 

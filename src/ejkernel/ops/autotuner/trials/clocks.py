@@ -10,6 +10,8 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
 
+_WALL = "wall"  # the method of the timer of the wall clock
+
 
 class _Timed(Protocol):
     """An `Outcome`."""
@@ -27,10 +29,15 @@ def clock_of(outcomes: Sequence[_Timed]) -> str:
 
 
 def clock_note(outcome: _Timed, clock: str = "") -> str:
-    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing."""
+    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing.
+
+    Wall-clock time among others is labelled ` wall-clock`.
+    """
     method = "" if outcome.measurement is None else outcome.measurement.method
     if method == PROCESSOR:
         return CPU
+    if method == _WALL and clock not in ("", _WALL):
+        return " wall-clock"
     return f" by {method}" if clock and method and method != clock else ""
 
 

@@ -11,75 +11,31 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import MARGIN
-from ejkernel.ops.autotuner.measure.sampling import Case, named_cases, seconds_on
+from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, to_decide
 from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
+from ejkernel.ops.autotuner.trials.programs import are_same, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table, wrapped
 from ejkernel.ops.utils.services import Shown
-from ejkernel.ops.utils.storage.serialize import stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import to_data
 
 _REASON = 100  # characters of a reason in a table
 _STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
 _FAILURES = 100  # failures listed in a cache entry; the log of the search has all
 _LEGEND = (
-    '* chosen, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
+    '* {marked}, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
     "confirmation run decides and may choose another row."
 )
-_TWINS = 2  # configurations that a table lists after the first of a program
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The outcome of one candidate.
-
-    Attributes:
-        config: Its configuration.
-        status: Its status; logs of later versions may contain values missing from `Status`.
-        reason: Why it was not measured.
-        twin: For status `same`: the configuration with the same program.
-        measurement: Its times.
-        compile_seconds: Seconds of lowering and compiling.
-        peak_bytes: Memory of one call with inputs and results, if the compiler reports it.
-        spilled: Bytes of registers that a thread spills to memory, if the compiler reports it: on GPUs, for programs
-            compiled in a separate process.
-    """
-
-    config: Any
-    status: Status | str
-    reason: str = ""
-    twin: Any = None
-    measurement: Measurement | None = None
-    compile_seconds: float | None = None
-    peak_bytes: int | None = None
-    spilled: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.status in list(Status):  # files and custom tuners pass a string
-            object.__setattr__(self, "status", Status(self.status))
-        object.__setattr__(self, "reason", printable_lines(self.reason))  # from a file or an exception
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds per call, or the mean over several cases; `None` if not measured."""
-        return None if self.measurement is None else self.measurement.median
-
-    @property
-    def relative(self) -> float | None:
-        """The time divided by the heuristic's in the same rounds; `None` if unknown."""
-        return None if self.measurement is None else self.measurement.relative
-
-    @property
-    def cases(self) -> tuple[Case, ...]:
-        """The measured cases with their times; empty if the search has a single case."""
-        return () if self.measurement is None else self.measurement.cases
-
-    def seconds_on(self, call: str) -> float | None:
-        """Return the seconds of the call with the key `call`, one of the calls of the search."""
-        return None if self.measurement is None else seconds_on(call, self.measurement.median, self.measurement.cases)
+_TWO_CLOCKS = (
+    "two clocks: `cpu` marks processor time, used while other processes disturb the wall clock; `wall-clock` marks "
+    "wall-clock time. Such times do not compare with unmarked ones, so rows by the other clock come last"
+)
+_CHOSEN, _IN_FORCE = "chosen", "in force, saved by another search"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +58,8 @@ class Findings(Shown):
         planned: Number of candidates in the search; `outcomes` may lack candidates that were never started.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
         not_saved: Why the configuration is not saved; empty if it is.
+        stays: The configuration saved by another search that is in force instead of this search's winner; `None`
+            without one.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
         times: How often a run of the tuned program makes the call; 0 if unknown.
@@ -118,6 +76,7 @@ class Findings(Shown):
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
+    stays: Any = None
     lacks_reference: bool = False
     times: int = 0
 
@@ -140,6 +99,15 @@ class Findings(Shown):
     def is_kept(self) -> bool:
         """Whether the heuristic stays."""
         return self.winner is self.heuristic
+
+    @property
+    def in_force(self) -> Any:
+        """The configuration in force: the one saved by another search, else the winner's."""
+        return self.winner.config if self.stays is None else self.stays
+
+    def is_in_force(self, outcome: Outcome) -> bool:
+        """Return whether an outcome is that of the configuration in force."""
+        return outcome is self.winner if self.stays is None else are_same(outcome.config, self.stays)
 
     @property
     def before(self) -> float | None:
@@ -178,7 +146,7 @@ class Findings(Shown):
         if outcome is self.winner or mine is None:
             return ""
         rival = self.winner.config if found is None else found.challenger
-        if found is not None and _are_same(rival, outcome.config):
+        if found is not None and are_same(rival, outcome.config):
             first = "fastest in the run of all candidates; confirmation run: " if found.is_confirmation else ""
             return f"{first}{found.comparison.in_words}: {found.verdict(self.progress.state)}"
         best = relative_to_heuristic(self.winner, self)
@@ -187,7 +155,7 @@ class Findings(Shown):
         if mine >= best * (1 - MARGIN):
             return f"within {MARGIN:.0%} of the chosen one"
         # The winner and its rival have more samples, of the confirmation run.
-        others = [one for one in self.outcomes if one is not self.winner and not _are_same(rival, one.config)]
+        others = [one for one in self.outcomes if one is not self.winner and not are_same(rival, one.config)]
         count, *counts = (len(one.measurement.samples) for one in (outcome, *others) if one.measurement is not None)
         if count < max(counts):
             return f"dropped after {counted(count, 'round')}"
@@ -199,7 +167,7 @@ class Findings(Shown):
         found = self.challenge
         if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
             return None
-        is_winner = _are_same(found.challenger, self.winner.config)
+        is_winner = are_same(found.challenger, self.winner.config)
         return found.comparison.speedup if is_winner and 0 < found.comparison.speedup < math.inf else None
 
     @property
@@ -214,20 +182,32 @@ class Findings(Shown):
 
     @property
     def in_a_word(self) -> str:
-        """The result in brief: the speed-up, `kept` (the heuristic), `undecided` or `not finished (n of m)`."""
-        return self.progress.in_brief(self.speedup, kept=self.is_kept)
+        """The result in brief: the speed-up, `kept` (the heuristic), `undecided` or `not finished (n of m)`.
+
+        If another search's configuration is in force, this follows.
+        """
+        found = self.progress.in_brief(self.speedup, kept=self.is_kept)
+        if self.stays is None:
+            return found
+        return "saved one in force" if found == "kept" else f"{found}, saved one in force"
 
     @property
     def in_words(self) -> str:
         """The result with the reason why the heuristic stays, or why the search has no result yet."""
+        found = self._found_in_words
+        return found if self.stays is None else f"{found}; in force is {compact(self.stays)}, saved by another search"
+
+    @property
+    def _found_in_words(self) -> str:
         why = f": {self.why}" if self.why else ""
         if not self.is_kept and self.speedup is None:
             return "the heuristic could not be measured"
         if not self.is_kept:
             found = f"{ratio(self.speedup)} the heuristic's speed"
             return found if self.progress.state == SearchState.COMPLETE else f"{found}, {self.progress.in_words}{why}"
-        found = "heuristic kept" if self.in_a_word == "kept" else self.in_a_word
-        return f"{found}{why}"
+        found = self.progress.in_brief(self.speedup, kept=True)
+        kept = "heuristic kept" if self.stays is None else "no candidate replaces the heuristic"
+        return f"{kept if found == 'kept' else found}{why}"
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -345,10 +325,12 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     found = ranked(search.outcomes)
     firsts, clock = [program[0] for program in found], clock_of(search.outcomes)
     times = zip(durations(one.seconds for one in firsts), firsts, strict=True)
-    names, common = _without_common(list(map(program_name, found)))
+    names, common = without_common(list(map(program_name, found)))
     columns = {
         "": [
-            "*" * (one is search.winner and one.seconds is not None) + "h" * (one is search.heuristic) for one in firsts
+            "*" * (one.seconds is not None and any(map(search.is_in_force, (one, *twins))))
+            + "h" * (one is search.heuristic)
+            for one, twins in found
         ],
         "configuration": names,
         "status": [str(one.status) for one in firsts],
@@ -363,13 +345,14 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
     }
     optional = ("compiled in", "spread")
     table = text_table(list(columns), zip(*columns.values(), strict=True), width=width, optional=optional)
-    legend = [wrapped(_LEGEND, width)] if any(one.measurement for one in firsts) else []
+    marked = _LEGEND.format(marked=_CHOSEN if search.stays is None else _IN_FORCE)
+    legend = [wrapped(marked, width)] if any(one.measurement for one in firsts) else []
     said = [wrapped(printable_lines(line), width, 2) for line in remarks(search)]
     said += [f"all candidates: {common}"] if common else []
     return "\n".join((*(wrapped(printable(line), width, 2) for line in (*title, tried)), *said, table, *legend))
 
 
-def _without_common(names: Sequence[str]) -> tuple[list[str], str]:
+def without_common(names: Sequence[str]) -> tuple[list[str], str]:
     """Return configurations without the plain fields at the start that all have, and these fields."""
     parts = [name.split() for name in names]
     fields = [first for first, *others in zip(*parts, strict=False) if len({first, *others}) == 1]
@@ -401,11 +384,6 @@ def share_of(outcome: Outcome, search: Findings) -> str:
     return "-" if found is None else f"{found:.0%}"
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """Return whether two configurations are the same; one from a file is plain data."""
-    return stable_json(to_data(one)) == stable_json(to_data(other))
-
-
 def _spread(measurement: Measurement | None) -> str:
     return "-" if measurement is None or len(measurement.samples) < 4 else f"{measurement.spread:.0%}"
 
@@ -427,7 +405,7 @@ def remarks(search: Findings) -> list[str]:
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
     if any(is_by_another(outcome, clock_of(search.outcomes)) for outcome in search.outcomes):
-        lines.append("two clocks: times with and without `cpu` do not compare, so rows by the other clock come last")
+        lines.append(_TWO_CLOCKS)
     if search.lacks_reference:
         lines.append("compared with the heuristic's results: the reference took too long to compile for the budget")
     if state == SearchState.UNDECIDED:
@@ -437,49 +415,6 @@ def remarks(search: Findings) -> list[str]:
     if search.not_saved not in ("", search.progress.not_finished):  # the first line says the latter
         lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
-
-
-def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search in order, each as its first outcome and the outcomes of its duplicates."""
-    # Configurations may be unhashable, and those from a file are plain data.
-    tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
-    twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
-    owners = []
-    for outcome, token in zip(outcomes, tokens, strict=True):
-        of = stable_json(to_data(outcome.twin)) if outcome.status == Status.SAME and outcome.twin is not None else ""
-        if of in twins:
-            twins[of].append(outcome)
-        else:
-            owners.append((outcome, token))
-    return [(outcome, tuple(twins[token])) for outcome, token in owners]
-
-
-def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search, the fastest first; those timed by another clock come last.
-
-    Candidates compare by their ratio to the heuristic in the same rounds where it is known.
-    """
-    clock = clock_of(outcomes)
-    unit = next((one.seconds for one in outcomes if one.seconds), 1.0)  # the heuristic's time, of any rounds
-
-    def place(program: tuple[Outcome, tuple[Outcome, ...]]) -> tuple[bool, bool, float]:
-        first = program[0].measurement
-        if first is None:
-            return True, False, 0.0
-        relative = first.median / unit if first.relative is None else first.relative
-        return False, is_by_another(program[0], clock), relative
-
-    return sorted(programs(outcomes), key=place)
-
-
-def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
-    """Return the configuration of a program, and some of those that compile to the same program."""
-    first, others = program
-    if not others:
-        return compact(first.config)
-    shown = ", ".join(compact(outcome.config) for outcome in others[:_TWINS])
-    more = f" and {len(others) - _TWINS} more" if len(others) > _TWINS else ""
-    return f"{compact(first.config)} (also {shown}{more})"
 
 
 def _times(outcome: Outcome, seconds: float | None) -> dict[str, Any] | None:

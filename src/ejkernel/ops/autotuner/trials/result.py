@@ -190,11 +190,12 @@ class AutotuningResult(Shown):
 def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str, str]]:
     """Return the times with the heuristic and with another winner of each search, for two columns of a table.
 
-    Their quotient is the speed-up of the search. Processor time has the label `cpu`.
+    Their quotient is the speed-up of the search. Processor time has the label `cpu`. A winner that replaces nothing has
+    no time here.
     """
     columns = [
         [None if s is None else s.before for s in searches],
-        [None if s is None or s.is_kept else s.tuned for s in searches],
+        [None if s is None or s.is_kept or s.stays is not None else s.tuned for s in searches],
     ]
     notes = ["" if s is None else clock_note(s.heuristic) for s in searches]
     every = list(itertools.chain(*columns))

@@ -14,7 +14,8 @@ import numpy as np
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
-from ejkernel.ops.autotuner.trials.outcome import Findings, Outcome, program_name, ranked, share_of
+from ejkernel.ops.autotuner.trials.outcome import Findings, share_of, without_common
+from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import compact, durations
@@ -30,7 +31,8 @@ class Row:
 
     Attributes:
         name: Its configuration, and others that compile to the same program.
-        mark: `winner`, `heuristic`, `heuristic kept` or empty.
+        mark: `winner`, `heuristic`, `heuristic kept` or empty. If another search's configuration is in force: `in
+            force`, `heuristic`, both, or `winner, not in force`.
         status: The status; files of later versions may contain others.
         group: The number of its failure group, from 1; 0 without a failure.
         time_us: The median.
@@ -147,9 +149,16 @@ class SearchView:
         return path + "H600"
 
     def rows_and_times(self) -> Iterator[tuple[Row, str]]:
-        """Return the rows, each with its time."""
+        """Return the rows, each with its time; their names lack the fields in `common`."""
         times = durations(None if row.time_us is None else row.time_us / 1e6 for row in self.rows)
-        return zip(self.rows, times, strict=True)
+        names = without_common([row.name for row in self.rows])[0] if self.rows else []
+        rows = (dataclasses.replace(row, name=name) for row, name in zip(self.rows, names, strict=True))
+        return zip(rows, times, strict=True)
+
+    @property
+    def common(self) -> str:
+        """The fields that all configurations have in common, as far as they come first."""
+        return without_common([row.name for row in self.rows])[1] if self.rows else ""
 
 
 def view_of(search: Findings) -> dict[str, Any]:
@@ -187,16 +196,12 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
     row = Row(name=program_name(program), mark="", status=printable(first.status))
     if first.measurement is None:
         return dataclasses.replace(row, group=_number(first, groups))
-    own = (first, *twins)
-    mark = "heuristic" if any(outcome is search.heuristic for outcome in own) else ""
-    if any(outcome is search.winner for outcome in own):
-        mark = "heuristic kept" if mark else "winner"
     samples = first.measurement.samples
     few = len(samples) < 4
     low, high = (min(samples), max(samples)) if few else np.quantile(samples, (0.25, 0.75), method="weibull")
     return dataclasses.replace(
         row,
-        mark=mark,
+        mark=_mark((first, *twins), search),
         time_us=in_microseconds(first.measurement.median),
         low_us=float(low) * 1e6,
         high_us=float(high) * 1e6,
@@ -207,6 +212,20 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
         why=printable(search.why_not_chosen(first)),
         relative=share_of(first, search),
     )
+
+
+def _mark(program: Sequence[Outcome], search: Findings) -> str:
+    is_heuristic = any(outcome is search.heuristic for outcome in program)
+    is_winner = any(outcome is search.winner for outcome in program)
+    if search.stays is None:
+        if is_winner:
+            return "heuristic kept" if is_heuristic else "winner"
+        return "heuristic" if is_heuristic else ""
+    if any(map(search.is_in_force, program)):
+        return "heuristic, in force" if is_heuristic else "in force"
+    if is_heuristic:
+        return "heuristic"
+    return "winner, not in force" if is_winner else ""
 
 
 def _group_of(outcome: Outcome) -> tuple[str, str]:

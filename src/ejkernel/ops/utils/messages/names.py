@@ -154,7 +154,12 @@ def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def field_advice(error: BaseException) -> str:
-    """Return the fields of a user's dataclass, if the error is about an unknown one, to end the message; else `""`."""
+    """Return the end of the message about an error in a hook of a kernel; `""` without advice.
+
+    It has the fields of a user's dataclass if the error is about an unknown one, or says where a call's arguments are.
+    """
+    if isinstance(error, AttributeError) and type(error.obj).__name__ == "Invocation":
+        return "; the arguments of the call are inv.args and inv.kwargs, e.g. inv.args[0].shape."
     found = _REJECTED.match(str(error)) if type(error) is TypeError else None
     if found is None or error.__traceback__ is None:
         return ""

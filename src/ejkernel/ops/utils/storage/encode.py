@@ -123,7 +123,8 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
         if isinstance(value, base):
             return _encode(base(value), path, depth + 1)
     what = "a callable" if callable(value) else "a value"
-    raise SerializationError(f"{path}: {what} of type {_type_name(value)} has no JSON form.")
+    hint = "" if callable(value) or not hasattr(value, "__dict__") else "; make its class a frozen dataclass"
+    raise SerializationError(f"{path}: {what} of type {_type_name(value)} has no JSON form{hint}.")
 
 
 def _fields(value: object) -> Mapping[object, object] | None:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors for natural mistakes say what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel.ops as ops
+from ejkernel.ops import (
+    AutotunePolicy,
+    Kernel,
+    PersistentCache,
+    autotune,
+    default_executor,
+    on_event,
+    overlay_cache,
+    policy_override,
+)
+from ejkernel.ops.errors import ArgumentError, KernelError, SerializationError
+from ejkernel.testing import check_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    rows: int = 8
+
+
+class Product(Kernel[Rows, jax.Array]):
+    def run(self, x, w, *, cfg):
+        return x @ w
+
+    def heuristic_cfg(self, inv):
+        return Rows()
+
+
+X = jnp.ones((8, 8))
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        (AutotunePolicy(), r"AutotunePolicy is no context manager: write `with policy_override\(autotune=True\):`"),
+        (policy_override, r"policy_override must be called: write `with policy_override\(autotune=True\):`"),
+        (on_event, r"on_event must be called: write `with on_event\(listener\):`"),
+        (overlay_cache, r"overlay_cache must be called: write `with overlay_cache\(cache\):`"),
+    ],
+)
+def test_a_with_statement_of_the_wrong_object_shows_the_right_one(block, says):
+    with pytest.raises(ArgumentError, match=says), block:
+        pass
+
+
+def test_a_function_for_with_statements_stays_a_function():
+    assert policy_override.__name__ == "policy_override"
+    assert pickle.loads(pickle.dumps(policy_override)) is policy_override
+    with policy_override(autotune=True):
+        pass
+
+
+def test_a_list_in_place_of_an_array_is_named():
+    with pytest.raises(TypeError) as caught:
+        Product("product")([[1.0, 2.0]], X)
+    assert any("pass jnp.asarray(...)" in note for note in caught.value.__notes__)
+
+
+def test_an_argument_by_its_name_on_an_invocation_says_where_arguments_are():
+    class ByName(Product):
+        def heuristic_cfg(self, inv):
+            return Rows(inv.x.shape[0])
+
+    with pytest.raises(KernelError, match=r"no attribute 'x'; the arguments of the call are inv.args and inv.kwargs"):
+        ByName("by_name")(X, X)
+
+
+def test_a_result_in_place_of_a_function_shows_the_call():
+    with pytest.raises(ArgumentError, match=r"followed by its arguments, e.g. \(step, w, x\); got an array"):
+        default_executor().explain(X @ X)
+
+
+def test_a_configuration_of_a_plain_class_names_the_remedy(tmp_path):
+    class Plain:
+        def __init__(self):
+            self.rows = 1
+
+    with pytest.raises(SerializationError, match="make its class a frozen dataclass"):
+        PersistentCache(tmp_path).put("device", "op", "call", Plain())
+
+
+def test_a_misspelt_name_of_the_package_has_a_suggestion():
+    with pytest.raises(AttributeError, match="no attribute 'autotun'; did you mean 'autotune'"):
+        ops.autotun  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("without", "says"),
+    [("vmap", r"without must be a list of names, got 'vmap'; write without=\['vmap'\]"), (["vmpa"], "mean 'vmap'")],
+)
+def test_groups_of_checks_are_a_list_of_known_names(without, says):
+    with pytest.raises(ArgumentError, match=says):
+        check_kernel(Product("product"), X, X, without=without)
+
+
+def test_an_unknown_limit_of_autotune_names_the_policy():
+    with pytest.raises(TypeError, match=r"with policy_override\(budget_s=...\)"):
+        autotune(lambda x: x, X, budget=3)
