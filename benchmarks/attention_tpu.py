@@ -144,7 +144,7 @@ def _ours(case: dict[str, Any]) -> Callable[..., Any]:
     from ejkernel.kernels.flash_attention.pallas_tpu import launch
     from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
 
-    rules, sizes = rules_of(case), dict(case["params"])
+    rules, sizes = rules_of(case).at_lengths(case["length"], case["length"]), dict(case["params"])
     if case["direction"] == "forward":
         params = ForwardParams(**sizes)
         return lambda operands: launch.forward(operands, rules, params, with_lse=False)[0]

@@ -117,11 +117,12 @@ def _spilled_by_forward(
         return max(4 * (size * (4 + 2 * split) // 4 + rows * (columns + split * LANES // 4)) for size, rows in tiles)
     if not scores.tile:
         parts = plan.block * (up(max(dims.head, dims.value)) - LANES)
-        return (scores.edges * 3 // 10 + parts) * (4 + split)
+        return (scores.edges * 7 // 20 + parts) * (4 + split)
     two_edges = sight.before is not None and sight.after is not None
     edges = scores.edges * 17 // 20 if two_edges else scores.edges
     if split:
-        return 4 * (max(scores.ahead * 5, edges * 2) + plan.rows * (columns + LANES))
+        lanes = 3 * LANES if _is_partial(dims.value) else LANES
+        return 4 * (max(scores.ahead * 5, edges * 2) + plan.rows * (columns + lanes))
     results = plan.block * columns
     if sum_by_product:
         return 4 * (max(scores.chunk, edges) + results * 6 // 5)
@@ -142,11 +143,13 @@ def _spilled_by_backward(
     factor = 4 + capped + 14 * (dims.size == 4)
     if not scores.tile:
         width = scores.strip // plan.strip
-        return scores.strip * factor + 4 * (plan.strip * (head + value) + (width * head if fused else 0))
+        live = min(scores.edges, 2 * scores.strip) if dims.size == 4 else scores.strip
+        return live * factor + 4 * (plan.strip * (head + value) + (width * head if fused else 0))
     own, others = plan.rows * (head + value), plan.chunk * head if fused else 0
     if segmented or (sight.before is None) == (sight.after is None):
         # products of several matrix units' widths are added up in parts
         results = (own + others) * 3 // 4 if max(head, value) == LANES else own * 23 // 20 + 2 * others
+        results += 3 * plan.rows * head if dims.size == 4 and segmented and not fused and head > LANES else 0
         found = max(scores.tile, scores.strip if segmented else 0) * factor + 4 * results
         # the strips of a single block are not in a branch
         static = plan.blocks == 1 and not segmented
