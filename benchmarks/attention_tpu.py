@@ -78,10 +78,10 @@ def _visible_share(case: dict[str, Any]) -> float:
 
 def kernel_cycles(lowered: Any, chip: str | None, folder: Path) -> int:
     """Compile a program, and return the cycles of its kernels, which may use most of the vector memory of `chip`."""
-    for file in folder.iterdir():
-        file.unlink()
+    from ejkernel.ops.autotuner.compile.simulation import compiled_and_simulated
+
     options = {} if chip is None else {"xla_tpu_scoped_vmem_limit_kib": str(_MEMORY[chip] << 10)}
-    text = lowered.compile(compiler_options=options).as_text()
+    text = compiled_and_simulated(lowered, folder, **options).as_text()
     kernels = set(re.findall(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"", text))
     found = {}
     for file in folder.glob("*.textproto"):
@@ -144,7 +144,7 @@ def _ours(case: dict[str, Any]) -> Callable[..., Any]:
     from ejkernel.kernels.flash_attention.pallas_tpu import launch
     from ejkernel.kernels.flash_attention.pallas_tpu.params import BackwardParams, ForwardParams
 
-    rules, sizes = rules_of(case), dict(case["params"])
+    rules, sizes = rules_of(case).at_lengths(case["length"], case["length"]), dict(case["params"])
     if case["direction"] == "forward":
         params = ForwardParams(**sizes)
         return lambda operands: launch.forward(operands, rules, params, with_lse=False)[0]

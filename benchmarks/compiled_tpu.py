@@ -357,6 +357,25 @@ def _statuses(result: dict[str, Any]) -> list[str]:
     return ["failed" if "error" in one else "compiled" for one in result["outcomes"]]
 
 
+def _table(results: list[dict[str, Any]]) -> str:
+    """Return the counts as a Markdown table, and the reason of each call that is refused or fails."""
+    statuses = ("compiled", "failed", "refused")
+    lines = ["| operation | configurations compiled | failed | calls refused |", "|---|---|---|---|"]
+    for name, counts in _counts(results).items():
+        lines.append(f"| {name} | {' | '.join(str(counts.get(status, 0)) for status in statuses)} |")
+    reasons = Counter(reason for one in results for reason in _reasons(one))
+    return "\n".join([*lines, "", *(f"- {count} × {reason}" for reason, count in sorted(reasons.items()))])
+
+
+def _reasons(result: dict[str, Any]) -> list[str]:
+    if "outcomes" not in result:
+        status = "refused" if "refused" in result else "failed"
+        # the caller's own machine is the first reason: the call is described again for the chip
+        reason = (result.get("refused") or result["error"]).split("use 'xla'. ", 1)[-1]
+        return [f"{result['implementation']} {status}: {reason}"]
+    return [f"{one['config']} failed: {one['error']}" for one in result["outcomes"] if "error" in one]
+
+
 DRAWS = Draws(
     module="compiled_tpu",
     about=__doc__,
@@ -364,16 +383,11 @@ DRAWS = Draws(
     drawn=drawn,
     compiled=compiled,
     facts=lambda results: {"counts": _counts(results)},
+    title="Random calls, compiled for TPUs",
+    table=_table,
     seconds=600.0,
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile, and print how many compiled."""
-    results, _ = DRAWS.run(arguments)
-    if results:
-        print(_counts(results))
-
-
 if __name__ == "__main__":
-    main()
+    DRAWS.main()

@@ -32,6 +32,8 @@ class Draws:
         drawn: Returns the call of a seed and an index.
         compiled: Compiles a call and returns what is to be recorded; an error is recorded as it is.
         facts: Returns further entries of the file.
+        title: The heading of the Markdown file.
+        table: Returns the results as Markdown.
         seconds: The time limit of a call.
     """
 
@@ -41,10 +43,12 @@ class Draws:
     drawn: Callable[[int, int], Case]
     compiled: Callable[[Case], Case]
     facts: Callable[[list[Case]], Case] = _facts_of_none
+    title: str
+    table: Callable[[list[Case]], str]
     seconds: float
 
-    def run(self, arguments: Sequence[str] | None) -> tuple[list[Case], Path | None]:
-        """Compile, write the results after each call, and return them with the path of their file."""
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Compile, write the results after each call, and at the end a Markdown file beside them; or print it."""
         parser = argparse.ArgumentParser(description=self.about)
         parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
         parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
@@ -53,7 +57,7 @@ class Draws:
         given = parser.parse_args(arguments)
         if given.compile:
             self._compile()
-            return [], None
+            return
         results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
         ended = f"the compiler ended with {{}}, or took more than {self.seconds:.0f} s"
         compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, ended)
@@ -66,7 +70,12 @@ class Draws:
                     self._write(given.out, results, given.seed)
         finally:
             compiler.end()
-        return results, given.out
+        if given.out:
+            data = json.loads(given.out.read_text())
+            about = f"{data['what']}; seed {data['seed']}. {json.dumps(data['versions'])}"
+            given.out.with_suffix(".md").write_text(f"# {self.title}\n\n{about}\n\n{self.table(results)}\n")
+        else:
+            print(self.table(results))
 
     def _compile(self) -> None:
         """Read calls from standard input, one JSON object a line, and write the results to standard output."""

@@ -182,6 +182,49 @@ def test_estimates_of_memory_are_up_to_15_percent_above_the_compilers(name):
     assert used <= choices.needed(call, params) <= 1.15 * used
 
 
+# Queries, head dimensions, repeats, dtype, mask, parameters, and the bytes of the largest kernel.
+NEEDS_MORE = {
+    "unrolled beyond the chunks of a causal call": (
+        *("tpu:tpu_v5", 3000, (160, 160), 8, "bfloat16", {"right": 0}),
+        *(ForwardParams(block_q=1024, chunk=1024, unroll=4, rows=1024, strip=256), 28_217_344),
+    ),
+    "a value that fills its last register in part": (
+        *("tpu:tpu_v5", 4096, (128, 160), 8, "bfloat16", {"right": 0}),
+        *(BackwardParams(block_kv=2048, chunk=1024, strip=256), 40_370_176),
+    ),
+    "strips of a single block": (
+        *("tpu:tpu_v6_lite", 2048, (64, 64), 4, "bfloat16", {"left": 511, "right": 0}),
+        *(BackwardParams(block_kv=2048, chunk=1024, strip=512), 22_470_656),
+    ),
+    "two kernels in float32": (
+        *("tpu:tpu_v5", 8192, (256, 256), 1, "float32", {"right": 0}),
+        BackwardParams(
+            block_kv=512,
+            chunk=512,
+            strip=256,
+            query=ForwardParams(block_q=512, chunk=512, unroll=1, rows=512, strip=256),
+        ),
+        54_120_448,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_estimates_of_memory_are_not_below_the_compilers(name):
+    chip, length, (dim, value_dim), repeats, dtype, mask, params, used = NEEDS_MORE[name]
+    call = AttentionCall(
+        query=(1, length, repeats, dim),
+        key=(1, length, 1, dim),
+        value=(1, length, 1, value_dim),
+        dtype=dtype,
+        rules=Rules(scale=0.1, **mask),
+        platform="tpu",
+        device_fingerprint=chip,
+        backward=isinstance(params, BackwardParams),
+    )
+    assert used <= choices.needed(call, params) <= 1.2 * used
+
+
 def test_estimates_of_memory_depend_on_what_a_kernel_reads():
     """Ids put a branch around each tile, and padding has ids; a transposed gradient has no padded lanes."""
     params = ForwardParams(block_q=1024, chunk=1024, unroll=4)

@@ -69,7 +69,8 @@ def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmente
     wide, capped = dims.size == 4, rules.soft_cap is not None
     split = (7 if segmented else 5) * wide  # float32 operands are split into three of the matrix unit's
     spilled = 4 * (live * (2 + capped + split) // 2 + plan.rows * (head + 2 * LANES))
-    return _total(windows + scratch + _float32_parts(dims, plan, segmented), plan, segmented, spilled)
+    parts = _float32_parts(dims, plan.block * 3 // 2, segmented)
+    return _total(windows + scratch + parts, plan, segmented, spilled)
 
 
 def of_keys(
@@ -84,18 +85,24 @@ def of_keys(
         scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
     lines = 2 * _LINE * plan.part
     spilled = _spilled_by_backward(dims, walked, rules, fused=fused, segmented=segmented, transpose=transpose)
-    return _total(windows + lines + scratch + _float32_parts(dims, plan, segmented), plan, segmented, spilled)
+    parts = _float32_parts(dims, plan.block + (0 if fused else 2 * plan.chunk), segmented)
+    return _total(windows + lines + scratch + parts, plan, segmented, spilled)
 
 
-def _float32_parts(dims: Dims, plan: Plan, segmented: bool) -> int:
-    """Return the bytes of two float32 operands of a backward, split in three parts each, if they are spilled whole."""
+def _float32_parts(dims: Dims, rows: int, segmented: bool) -> int:
+    """Return the bytes of rows of two float32 operands, split in three parts each, if a backward spills them whole."""
     whole = dims.size == 4 and not segmented and dims.head > 3 * LANES // 2
-    return 2 * 3 * 4 * plan.block * up(dims.head) if whole else 0
+    return 2 * 3 * 4 * rows * up(dims.head) if whole else 0
 
 
 def _total(arrays: int, plan: Plan, segmented: bool, spilled: int) -> int:
     ids = _LINE * (plan.block + plan.part) if segmented else 0
     return (arrays + ids + spilled + _INTERNAL) * 65 // 64
+
+
+def _is_partial(dim: int) -> bool:
+    """Return whether a product has several registers per row, the last of them partly used."""
+    return dim > LANES and dim % LANES != 0
 
 
 def _spilled_by_forward(
@@ -110,11 +117,12 @@ def _spilled_by_forward(
         return max(4 * (size * (4 + 2 * split) // 4 + rows * (columns + split * LANES // 4)) for size, rows in tiles)
     if not scores.tile:
         parts = plan.block * (up(max(dims.head, dims.value)) - LANES)
-        return (scores.edges * 3 // 10 + parts) * (4 + split)
+        return (scores.edges * 7 // 20 + parts) * (4 + split)
     two_edges = sight.before is not None and sight.after is not None
     edges = scores.edges * 17 // 20 if two_edges else scores.edges
     if split:
-        return 4 * (max(scores.ahead * 5, edges * 2) + plan.rows * (columns + LANES))
+        lanes = 3 * LANES if _is_partial(dims.value) else LANES
+        return 4 * (max(scores.ahead * 5, edges * 2) + plan.rows * (columns + lanes))
     results = plan.block * columns
     if sum_by_product:
         return 4 * (max(scores.chunk, edges) + results * 6 // 5)
@@ -135,13 +143,19 @@ def _spilled_by_backward(
     factor = 4 + capped + 14 * (dims.size == 4)
     if not scores.tile:
         width = scores.strip // plan.strip
-        return scores.strip * factor + 4 * (plan.strip * (head + value) + (width * head if fused else 0))
+        live = min(scores.edges, 2 * scores.strip) if dims.size == 4 else scores.strip
+        return live * factor + 4 * (plan.strip * (head + value) + (width * head if fused else 0))
     own, others = plan.rows * (head + value), plan.chunk * head if fused else 0
     if segmented or (sight.before is None) == (sight.after is None):
         # products of several matrix units' widths are added up in parts
         results = (own + others) * 3 // 4 if max(head, value) == LANES else own * 23 // 20 + 2 * others
-        return max(scores.tile, scores.strip if segmented else 0) * factor + 4 * results
+        results += 3 * plan.rows * head if dims.size == 4 and segmented and not fused and head > LANES else 0
+        found = max(scores.tile, scores.strip if segmented else 0) * factor + 4 * results
+        # the strips of a single block are not in a branch
+        static = plan.blocks == 1 and not segmented
+        return max(found, scores.edges * factor + 4 * (own + others) * 23 // 20) if static else found
     unroll = min(plan.unroll, plan.columns // plan.chunk)
-    partial = own + others if transpose and dims.head > LANES and dims.head % LANES else 0
-    chunks = (scores.chunk * factor + 4 * unroll * (own + others)) * 21 // 20
+    wide = dims.head if transpose or dims.head > LANES else dims.value
+    partial = own + others if _is_partial(wide) and (transpose or dims.head <= LANES) else 0
+    chunks = (scores.chunk * factor + 4 * unroll * (own + others)) * 27 // 25
     return max(chunks, scores.edges * factor + 4 * (own + others) * 11 // 10) + 4 * partial

@@ -223,8 +223,14 @@ def scores_at_once(sight: Sight, plan: Plan, *, branches: bool) -> Scores:
     sizes = [0] if strips is None else [plan.strip * width for _, _, width in strips.tiles]
     if strips is not None and _has_only_strips(sight, plan, strips):
         return Scores(0, 0, 0, sum(sizes), max(sizes))
-    unroll = 1 if branches else min(plan.unroll, plan.columns // plan.chunk)
+    unroll = 1 if branches else _emitted(sight, plan)
     return Scores(plan.rows * plan.chunk, chunk, unroll * chunk, sum(sizes), max(sizes))
+
+
+def _emitted(sight: Sight, plan: Plan) -> int:
+    """Return the chunks in the body of the loop; with one edge its bounds are traced, so it may never run."""
+    chunks, one_edge = plan.columns // plan.chunk, (sight.before is None) != (sight.after is None)
+    return plan.unroll if one_edge and chunks > 1 else min(plan.unroll, chunks)
 
 
 def _has_only_strips(sight: Sight, plan: Plan, strips: _Strips) -> bool:

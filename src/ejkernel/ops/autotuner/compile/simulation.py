@@ -108,9 +108,7 @@ def _cycles(lowered: Any, target: Target, own: Path) -> float:
     Raises:
         CandidateError: The simulator cannot estimate it.
     """
-    for file in own.iterdir():
-        file.unlink()
-    compiled = lowered.compile()
+    compiled = compiled_and_simulated(lowered, own)
     rate = (target.number_named("memory_bandwidth") or 0.0) / (target.number_named("clock_rate_ghz") or 1.0) / 1e9
     try:
         cycles = cycles_of(compiled.as_text(), _profiles(own), rate)
@@ -119,6 +117,24 @@ def _cycles(lowered: Any, target: Target, own: Path) -> float:
     if cycles <= 0:
         raise CandidateError("not estimated: the program has no kernel")
     return cycles
+
+
+def compiled_and_simulated(lowered: Any, own: Path, **options: str) -> Any:
+    """Compile a program whose estimates the compiler writes to a folder, which is emptied before."""
+    try:
+        return _compiled_into(own, lowered, options)
+    except jax.errors.JaxRuntimeError as error:
+        # While it simulates, the v5p compiler puts arrays of XLA behind the limit of a kernel that uses less: they then
+        # exceed the vector memory. Without this option only kernels use it.
+        if "HLO temp" not in str(error) or "space vmem" not in str(error):
+            raise
+        return _compiled_into(own, lowered, options | {"xla_vf_vmem_memory_space_assignment": "false"})
+
+
+def _compiled_into(own: Path, lowered: Any, options: dict[str, str]) -> Any:
+    for file in own.iterdir():
+        file.unlink()
+    return lowered.compile(compiler_options=options)
 
 
 @functools.cache
