@@ -8,6 +8,8 @@ asks for it elsewhere, and says more of a test by functions of a case's paramete
 
 - `by` returns what a case covers instead of the values, for example pairs of them;
 - `runs` returns whether the case runs here, so that no value is left to a case that skips itself.
+
+A test or case marked `whole` runs only with `--whole`: a cheaper one checks the same.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sampled(by): runs a covering sample of its cases; see tests/selection.py")
+    config.addinivalue_line("markers", "whole: runs only with --whole, since a cheaper test checks the same")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Apply the mark `sampled` and `--part`."""
+    """Apply the marks `whole` and `sampled`, and `--part`."""
     kept = items if config.getoption("--whole") else list(sampled(items))
     if part := config.getoption("--part"):
         kept = list(in_part(kept, *map(int, part.split("/"))))
@@ -42,9 +45,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sampled(items):
-    """Yield all items of unsampled tests, and a covering sample of each sampled test."""
+    """Yield all items of unsampled tests, and a covering sample of each sampled test, except those marked `whole`."""
     tests = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("whole") is not None:
+            continue
         if _is_sampled(item):
             tests[test_of(item)].append(item)
         else:

@@ -13,6 +13,7 @@ RUN = Path(__file__).resolve().parents[1] / "examples" / "eight_bit_training" / 
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.whole
 def test_the_loss_curves_of_fp8_and_bfloat16_agree():
     command = [sys.executable, str(RUN), "--steps", "120", "--seeds", "2", "--tokens", "64", "--width", "32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -20,10 +21,22 @@ def test_the_loss_curves_of_fp8_and_bfloat16_agree():
     assert "the curves agree" in done.stdout
 
 
-def test_a_recipe_that_trains_worse_is_reported(monkeypatch, capsys):
+@pytest.fixture
+def example(monkeypatch):
+    """The example with two of its recipes."""
     spec = importlib.util.spec_from_file_location("eight_bit_training", RUN)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RECIPES", ("bfloat16", "current scaling"))
+    return module
+
+
+def test_scaled_fp8_trains_like_bfloat16(example, capsys):
+    assert example.main(["--steps", "60", "--seeds", "2", "--tokens", "64", "--width", "32"]) == 0
+    assert "the curves agree" in capsys.readouterr().out
+
+
+def test_a_recipe_that_trains_worse_is_reported(example, monkeypatch, capsys):
     plain = example.quantized_dense
     monkeypatch.setattr(example, "quantized_dense", lambda x, w, **options: plain(x, w, **options) * 0.3)
     assert example.main(["--steps", "60", "--seeds", "2", "--tokens", "64", "--width", "32"]) == 1

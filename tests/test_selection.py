@@ -57,3 +57,10 @@ def test_a_case_that_does_not_run_leaves_its_values_to_others():
     cases = [{1, 2}, {1}, {2}, {3}]
     assert covering(cases) == [0, 3]
     assert covering(cases, lambda index: index not in {0, 3}) == [1, 2]
+
+
+def test_cases_marked_whole_are_left_out_of_samples():
+    items = [*items_of(CASES[:3]), *items_of(CASES[3:], marks=("slow", "whole"))]
+    kept = [item.callspec.params for item in selection.sampled(items)]
+    assert kept
+    assert all(case in CASES[:3] for case in kept)

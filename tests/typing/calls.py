@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right calls, and wrong ones that type checkers must refuse, each with `wrong` in a comment. Nothing here runs."""
+"""Right calls, and wrong ones that type checkers must refuse, each with `wrong` in a comment. Nothing here runs.
+
+`make lint` runs mypy, which reports a call that is refused unexpectedly, and an `ignore` of a call that is accepted.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +65,19 @@ def attention(q: jax.Array) -> None:
     assert_type(flash_attention(q, q, q, return_lse=True), tuple[jax.Array, jax.Array])
     assert_type(flash_attention(q, q, q, segment_ids=(q, q), cfg=FlashAttentionConfig()), jax.Array)
     flash_attention(q, q, q, implementation=["cudnn", "xla"], precision=jax.lax.Precision.HIGH)
-    flash_attention(q, q, q, casual=True)  # wrong
-    flash_attention(q, q, q, is_causal=True)  # wrong
-    flash_attention(q, q, q, causal="yes")  # wrong
-    flash_attention(q, q, q, softmax_scale="0.5")  # wrong
-    flash_attention(q, q, q, q)  # wrong
-    flash_attention(q, q)  # wrong
-    flash_attention(q, q, q, return_lse=True, casual=True)  # wrong
-    flash_attention(q, q, q, cfg=RmsNormConfig())  # wrong
+    flash_attention(q, q, q, casual=True)  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, is_causal=True)  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, causal="yes")  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, softmax_scale="0.5")  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, q)  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q)  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, return_lse=True, casual=True)  # type: ignore[call-overload]  # wrong
+    flash_attention(q, q, q, cfg=RmsNormConfig())  # type: ignore[call-overload]  # wrong
 
 
 def either_form(q: jax.Array, lse: bool) -> None:
     flash_attention(q, q, q, return_lse=lse)
-    out: jax.Array = flash_attention(q, q, q, return_lse=lse)  # wrong
+    out: jax.Array = flash_attention(q, q, q, return_lse=lse)  # type: ignore[assignment]  # wrong
     del out
 
 
@@ -82,15 +85,15 @@ def norms(x: jax.Array, w: jax.Array) -> None:
     assert_type(rms_norm(x, w, eps=1e-5), jax.Array)
     assert_type(rms_norm(x, w, eps=np.float64(1e-5), residual=x), tuple[jax.Array, jax.Array])
     assert_type(layer_norm(x, w, w), jax.Array)
-    rms_norm(x, w, epsilon=1e-5)  # wrong
-    rms_norm(x, w, 1e-5)  # wrong
-    layer_norm(x, w)  # wrong
+    rms_norm(x, w, epsilon=1e-5)  # type: ignore[call-overload]  # wrong
+    rms_norm(x, w, 1e-5)  # type: ignore[call-overload]  # wrong
+    layer_norm(x, w)  # type: ignore[call-overload]  # wrong
 
 
 def products(x: jax.Array, w: jax.Array, sizes: jax.Array) -> None:
     assert_type(grouped_matmul(x, w, sizes, activation="silu", gate=w), jax.Array)
-    grouped_matmul(x, w, sizes, group_offset=0)  # wrong
-    grouped_matmul(x, w, sizes, activation="swish")  # wrong
+    grouped_matmul(x, w, sizes, group_offset=0)  # type: ignore[call-overload]  # wrong
+    grouped_matmul(x, w, sizes, activation="swish")  # type: ignore[call-overload]  # wrong
 
 
 def losses(x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
@@ -98,10 +101,10 @@ def losses(x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
     assert_type(token_log_probs(x, w, labels), jax.Array)
     assert_type(token_log_probs(x, w, labels, return_entropy=True), tuple[jax.Array, jax.Array])
     linear_cross_entropy(x, w, labels, return_lse=True)
-    linear_cross_entropy(x, w, labels, reduction="average")  # wrong
-    linear_cross_entropy(x, w, labels, logsumexp_weight=1e-4)  # wrong
-    linear_cross_entropy(x, w)  # wrong
-    token_log_probs(x, w, labels, cfg=RmsNormConfig())  # wrong
+    linear_cross_entropy(x, w, labels, reduction="average")  # type: ignore[call-overload]  # wrong
+    linear_cross_entropy(x, w, labels, logsumexp_weight=1e-4)  # type: ignore[call-overload]  # wrong
+    linear_cross_entropy(x, w)  # type: ignore[call-overload]  # wrong
+    token_log_probs(x, w, labels, cfg=RmsNormConfig())  # type: ignore[call-overload]  # wrong
 
 
 def tuned_functions(x: jax.Array, layer: Layer) -> None:
@@ -110,10 +113,10 @@ def tuned_functions(x: jax.Array, layer: Layer) -> None:
     assert_type(doubled(x, 2.0, cfg={"rows": 2}), jax.Array)
     assert_type(layer.scaled(x, rows=2), jax.Array)
     doubled(x, 2.0, **autotune(doubled, x, 2.0))
-    doubled(x)  # wrong
-    doubled(x, 2.0, row=2)  # wrong
-    doubled(x, "2.0")  # wrong
-    layer.scaled(x, row=2)  # wrong
+    doubled(x)  # type: ignore[call-overload]  # wrong
+    doubled(x, 2.0, row=2)  # type: ignore[call-overload]  # wrong
+    doubled(x, "2.0")  # type: ignore[call-overload]  # wrong
+    layer.scaled(x, row=2)  # type: ignore[call-arg]  # wrong
 
 
 def tuning(x: jax.Array, w: jax.Array, gelu: Gelu, norm: RmsNorm) -> None:
@@ -125,5 +128,5 @@ def tuning(x: jax.Array, w: jax.Array, gelu: Gelu, norm: RmsNorm) -> None:
     with autotune(jax.grad(rms_norm), x, w) as result:
         assert_type(result, AutotuningResult)
     gelu(x, cfg=autotune(gelu, x))
-    gelu(x, cfg=3)  # wrong
-    autotune(gelu, x, configs=[3])  # wrong
+    gelu(x, cfg=3)  # type: ignore[arg-type]  # wrong
+    autotune(gelu, x, configs=[3])  # type: ignore[misc]  # wrong

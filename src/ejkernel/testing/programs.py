@@ -107,7 +107,7 @@ class Pattern:
 
 def _sum(gradients: Sequence[jax.Array]) -> Any:
     # NumPy needs no compilation.
-    return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
+    return jax.device_put(sum(np.asarray(gradient) for gradient in gradients))
 
 
 def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:

@@ -191,10 +191,13 @@ class Subject:
         rng = np.random.default_rng(self.scope.seed)
         concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
         # Copy, so that a kernel that writes to its arguments does not modify its author's arrays.
-        first = [[jnp.array(array) for array in self.given]] if concrete else []
+        first = [[_copied(array) for array in self.given]] if concrete else []
         if self.scope.is_brief and concrete:
             # Other integers, such as the sizes of groups, need not make sense.
-            turned = [array[::-1] if is_inexact(array) and array.ndim else array for array in first[0]]
+            turned = [
+                jax.device_put(np.asarray(array)[::-1]) if is_inexact(array) and array.ndim else array
+                for array in first[0]
+            ]
             return [*first, turned][:count]
         return [*first, *(self._example(rng) for _ in range(count - len(first)))]
 
@@ -253,6 +256,11 @@ class Truth:
 def function_of(subject: Subject, baseline: object) -> Flat:
     """Return the reference, or without one `run`, as a plain function."""
     return subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
+
+
+def _copied(array: Any) -> jax.Array:
+    # Unlike `jnp.array`, a copy on the host compiles no program for a new shape.
+    return jax.device_put(array.copy()) if isinstance(array, np.ndarray) else jnp.array(array)
 
 
 def _widened(arrays: Arrays) -> list[Any]:

@@ -58,12 +58,16 @@ def mosaic(monkeypatch):
 def operands(shape, dtypes, *, positive=False, axis=-1, block=None):
     m, n, k = shape
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal(size), jnp.float32) for size in ((m, k), (n, k))]
-    arrays = [jnp.abs(a) if positive else a for a in arrays]
-    return [
-        a.astype(dtype) if "float16" in dtype else quantize(a, dtype=dtype, axis=axis, block=block)
-        for a, dtype in zip(arrays, dtypes, strict=True)
-    ]
+    arrays = [rng.standard_normal(size, np.float32) for size in ((m, k), (n, k))]
+    arrays = [np.abs(a) if positive else a for a in arrays]
+
+    def made(arrays):
+        return [
+            a.astype(dtype) if "float16" in dtype else quantize(a, dtype=dtype, axis=axis, block=block)
+            for a, dtype in zip(arrays, dtypes, strict=True)
+        ]
+
+    return jax.jit(made)(arrays)
 
 
 def error(mosaic, x, w, params, *, races=False, **options):
@@ -78,9 +82,15 @@ def error(mosaic, x, w, params, *, races=False, **options):
     found = program(call, params, mosaic.InterpretGPUParams(detect_races=races))(*args)
     assert found.dtype == call.out_dtype
     assert not (races and compat.simulated_races())
+    return float(distance(found, x, w))
+
+
+@jax.jit
+def distance(found, x, w):
+    """Return the norm of the error relative to the norm of the float32 product."""
     wide = x.dequantize() if isinstance(x, Quantized) else x.astype(jnp.float32)
     expected = jnp.matmul(wide, w.dequantize().T, precision="highest")
-    return float(jnp.linalg.norm(found.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+    return jnp.linalg.norm(found.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
 
 
 @functools.cache

@@ -220,7 +220,7 @@ def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list
     if got != want:
         raise KernelError(f"{what} must be arrays of types {want}, got {got}.")
     # On the device, so that no measured call copies from the host.
-    return [jnp.asarray(leaf) for leaf in made]
+    return [jax.device_put(leaf) for leaf in made]
 
 
 def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]]) -> list[jax.ShapeDtypeStruct]:
@@ -249,4 +249,4 @@ def stack(arrays: Sequence[jax.Array], axis: int) -> Any:
     first = arrays[0]
     if first.size > LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
         return jnp.stack(arrays, axis)
-    return jnp.asarray(np.stack([np.asarray(array) for array in arrays], axis))
+    return jax.device_put(np.stack([np.asarray(array) for array in arrays], axis))

@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, ClassVar, Generic, Protocol, Self
 
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
@@ -53,33 +53,17 @@ class Computation(Noted, Generic[Cfg, Out]):
             cls.config_type = named
         _warn_of_misspelt_hooks(cls)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create a kernel, unless the arguments are those of a call."""
+        _check_created(cls, args, kwargs)
+        return super().__new__(cls)
+
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _is_name(name):
             raise KernelError(
                 f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
             )
         self._name = name
-
-    @classmethod
-    def _check_created(cls, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Raise an error that says how to create a kernel, if the arguments are those of a call.
-
-        Raises:
-            CallError: An argument is an array, or the class has no own `__init__` and takes no such arguments.
-        """
-        signature, is_usual = inspect.signature(cls.__init__), cls.__init__ is Computation.__init__
-        given = [*args, *kwargs.values()]
-        has_array = any(hasattr(value, "shape") for value in given)
-        try:
-            signature.bind(None, *args, **kwargs)
-            fits = True
-        except TypeError:
-            fits = False
-        if (fits and not (is_usual and has_array)) or not (is_usual or has_array):
-            return
-        if not has_array:
-            raise CallError(f"{cls.__name__} takes only the name of the operation; set the rest in the class.")
-        raise CallError(f"{no_instance(cls)} and call that.")
 
     @property
     def name(self) -> str:
@@ -169,6 +153,27 @@ class Computation(Noted, Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
+
+
+def _check_created(cls: type[Computation[Any, Any]], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Raise an error that says how to create a kernel, if the arguments are those of a call.
+
+    Raises:
+        CallError: An argument is an array, or the class has no own `__init__` and takes no such arguments.
+    """
+    signature, is_usual = inspect.signature(cls.__init__), cls.__init__ is Computation.__init__
+    given = [*args, *kwargs.values()]
+    has_array = any(hasattr(value, "shape") for value in given)
+    try:
+        signature.bind(None, *args, **kwargs)
+        fits = True
+    except TypeError:
+        fits = False
+    if (fits and not (is_usual and has_array)) or not (is_usual or has_array):
+        return
+    if not has_array:
+        raise CallError(f"{cls.__name__} takes only the name of the operation; set the rest in the class.")
+    raise CallError(f"{no_instance(cls)} and call that.")
 
 
 def no_instance(cls: type) -> str:

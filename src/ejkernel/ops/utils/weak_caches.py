@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -82,17 +82,12 @@ class Noted:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create and register an instance."""
-        cls._check_created(args, kwargs)
         made = super().__new__(cls)
         identity = id(made)
         with _lock:
             _living.pop(identity, None)  # a dead instance may have had the same id
             _living[identity] = weakref.ref(made)
         return made
-
-    @classmethod
-    def _check_created(cls, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Raise an error if the arguments of `__init__` show a mistake; for subclasses."""
 
 
 def living(cls: type) -> list[Any]:
