@@ -25,8 +25,9 @@ _FEW_QUERIES = 1024
 _WIDEST_WITH_96_KEYS = 216  # head dimension; for wider heads two stages of 64 keys fit
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 _EVEN = 1.05  # the imbalance up to which a persistent launch was faster
-# The same for causal calls with fewer than 2,048 queries: 1,391 queries at head_dim 64 took 106 us instead of 121 with an
-# imbalance of 1.06, and 90 us instead of 94 at head_dim 128 with 1.16. With 1.21, 1,500 queries took 89 instead of 88.
+# The same for causal calls with fewer than 2,048 queries, on one H100: 1,391 queries at head_dim 64 took 106 us instead
+# of 121 with an imbalance of 1.06, and 90 us instead of 94 at head_dim 128 with 1.16. With 1.21, 1,500 queries took 89
+# us instead of 88.
 _UNEVEN = 1.18
 
 
