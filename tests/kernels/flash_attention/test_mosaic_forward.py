@@ -526,6 +526,31 @@ def test_full_calls_with_wide_heads_are_persistent(dim, queries, cap):
     assert (found.kv_block, found.persistent, found.heads_first) == (64, True, True)
 
 
+@pytest.mark.parametrize(("queries", "expected"), [(512, True), (594, False), (830, True), (577, False)])
+def test_wide_heads_in_pieces_are_persistent_unless_two_warpgroups_take_the_last_tile(queries, expected):
+    sizes = {"queries": queries, "keys": queries, "head_dim": 240, "value_dim": 240}
+    found = heuristic(described(Case(batch=48, heads=8, groups=8, rules=Rules(scale=0.2), **sizes)))
+    assert (found.kv_block, found.persistent) == (64, expected)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ((34, 1391, 4, 64), (True, 2, False)),
+        ((16, 1800, 8, 64), (True, 3, True)),
+        ((20, 1100, 8, 96), (True, 2, True)),
+        ((12, 2300, 8, 64), (False, 3, False)),
+        ((2, 1500, 16, 128), (False, 2, False)),
+    ],
+    ids=["as even in both orders", "even with three warpgroups", "even by heads", "long", "uneven"],
+)
+def test_short_causal_calls_are_persistent_if_their_tiles_are_about_even(query, expected):
+    batch, queries, heads, dim = query
+    sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
+    found = heuristic(described(Case(batch=batch, heads=heads, groups=heads, rules=Rules(scale=0.2, right=0), **sizes)))
+    assert (found.persistent, found.warpgroups, found.heads_first) == expected
+
+
 def test_short_causal_calls_pack_heads():
     def packs(queries, groups):
         sizes = {"queries": queries, "keys": queries, "head_dim": 56, "value_dim": 56}
