@@ -40,10 +40,14 @@ from .schedule import (
 )
 
 WARPS = 16
-_AT_ONCE = 16384  # elements of a matrix that the threads hold
-_COMPARED = 64  # tiles that are compared with all others at once
+_AT_ONCE = 16384  # elements of a page table that the threads hold
+_SEARCHED = 1024  # comparisons of a search that compares all pairs of numbers; with more, it halves intervals
+_COMPARED = 8192  # pairs of tiles, or of a tile and a sequence, that are compared at once
 _MOST = 1024  # sequences, and tiles of decode
-_MOST_PREFILL = 128  # tiles of prefill, whose order takes as many comparisons as the square
+_MOST_PREFILL = 1024  # tiles of prefill
+_MOST_PAIRS = 65536  # all pairs that order the tiles of prefill
+_MOST_COLUMNS = 65536  # of a page table
+_BY_SEQUENCE = 4  # comparisons of tiles that take the time of one with a sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +87,21 @@ class Sizes:
     @property
     def fits(self) -> bool:
         """Whether one block of threads computes the schedule faster than XLA's kernels."""
-        table = 1 if self.columns is None else _power(self.sequences) * _power(self.columns)
-        if not self.tokens or not self.sequences or self.columns == 0 or self.prefill_tiles > _MOST_PREFILL:
+        if 0 in (self.tokens, self.sequences, self.columns) or max(self.sequences + 1, self.short_tiles) > _MOST:
             return False
-        return table <= _AT_ONCE and max(self.sequences + 1, self.short_tiles) <= _MOST
+        tiles = _power(self.prefill_tiles)
+        pairs = tiles * (_power(self.sequences + 1) if self.orders_by_sequence else tiles)
+        return tiles <= _MOST_PREFILL and pairs <= _MOST_PAIRS and (self.columns or 0) <= _MOST_COLUMNS
+
+    @property
+    def has_large_table(self) -> bool:
+        """Whether a kernel of several blocks of threads checks the page table."""
+        return self.columns is not None and _power(self.sequences) * _power(self.columns) > _AT_ONCE
+
+    @property
+    def orders_by_sequence(self) -> bool:
+        """Whether tiles of prefill are compared with sequences rather than with all tiles, to find their order."""
+        return _power(self.prefill_tiles) > _BY_SEQUENCE * _power(self.sequences + 1)
 
 
 class _Results(NamedTuple):
@@ -102,6 +117,15 @@ class _Results(NamedTuple):
     prefill_tiles: Any = None  # [tiles, 5]
     prefill_ends: Any = None  # [sequences + 1]
     orders: Any = None  # [tiles of prefill]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of prefill."""
+
+    row: jax.Array
+    sequence: jax.Array
+    number: jax.Array  # as in `PrefillTiles`
+    order: jax.Array  # as from `prefill_columns`
 
 
 class _After(NamedTuple):
@@ -121,6 +145,11 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
         arrays: Offsets and lengths, and the page table if `sizes` has columns; all int32.
         interpret: Whether to simulate the kernel.
     """
+    if sizes.has_large_table:
+        from . import table_kernel
+
+        lengths = table_kernel.run(sizes, arrays, interpret=interpret)
+        sizes, arrays = dataclasses.replace(sizes, columns=None), (arrays[0], lengths)
     sequences, short, prefill = sizes.sequences, sizes.short_tiles, sizes.prefill_tiles
     shapes = [(sequences + 1,), (sequences,), (short, len(Tile)), (PROGRAMS, len(Share))]
     shapes += [(sequences + 2,), (sequences + 1,), (short,)]
@@ -300,23 +329,80 @@ class _Kernel:
         sequence = jnp.where(inside, _count(results.prefill_ends, 0, sizes.sequences + 1, number), 0)
         found = PrefillTiles(number, sequence, results.prefill_ends)
         columns, order = prefill_columns(given, found, size, sizes.window, sizes.sequences - 1)
-        plt.store(results.orders.at[row], order, mask=inside)
+        if sizes.orders_by_sequence:
+            own = _Tiles(row, sequence, number, order)
+            rank = self._rank_by_sequence(given, own, size)
+        else:
+            rank = self._rank(row, order)
+        _store_columns(results.prefill_tiles, rank, columns, inside)
+
+    def _rank(self, row: jax.Array, order: jax.Array) -> jax.Array:
+        """Return how many tiles come before each one, by comparing all pairs."""
+        count, at_once = self.sizes.prefill_tiles, max(1, _COMPARED // len(row))
+        plt.store(self.results.orders.at[row], order, mask=row < count)
         self._wait()
 
         def step(index: jax.Array, rank: jax.Array) -> jax.Array:
-            other = index * _COMPARED + jnp.arange(_COMPARED, dtype=jnp.int32)
-            its = _loaded(results.orders, other, other < count, 2**31 - 1)[None, :]
+            other = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            its = _loaded(self.results.orders, other, other < count, 2**31 - 1)[None, :]
             is_before = (its < order[:, None]) | ((its == order[:, None]) & (other[None, :] < row[:, None]))
             return rank + jnp.sum(is_before.astype(jnp.int32), axis=1, dtype=jnp.int32)
 
-        rank = lax.fori_loop(0, -(-count // _COMPARED), step, jnp.zeros_like(row))
-        _store_columns(results.prefill_tiles, rank, columns, inside)
+        return _repeated(-(-count // at_once), step, jnp.zeros_like(row))
+
+    def _rank_by_sequence(self, given: Ranges, own: _Tiles, size: int) -> jax.Array:
+        """Return how many tiles come before each one, from the numbers of keys of a sequence's tiles, which ascend.
+
+        Only the last tile of a sequence, which may have fewer tokens, does not follow that order with a window.
+        """
+        sizes, ends = self.sizes, self.results.prefill_ends
+        at_once = min(_power(sizes.sequences + 1), max(1, _COMPARED // len(own.row)))
+        keys = jnp.maximum(-own.order, 0)
+        most = 2**31 - 1 if sizes.window is None else size + sizes.window
+
+        def step(index: jax.Array, rank: jax.Array) -> jax.Array:
+            number = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            inside = number <= sizes.sequences
+            its = jnp.where(inside, number, 0)
+            count = given.end[its] - given.begin[its]
+            begin = jnp.where(its > 0, ends[jnp.maximum(its - 1, 0)], 0)
+            tiles = jnp.where(inside, ends[its] - begin, 0)
+            first, whole = given.lengths[its] - count, jnp.maximum(tiles - 1, 0)
+            position, stop = first + whole * size, jnp.maximum(given.lengths[its], 0)
+            if sizes.window is not None:
+                stop -= jnp.minimum(jnp.maximum(position - sizes.window, 0), stop)
+            last = jnp.where(tiles > 0, stop, -1)  # keys of the last tile
+            is_own = number[None, :] == own.sequence[:, None]
+            later = (ends[its] - 1)[None, :] - own.number[:, None]  # tiles of the own sequence; 0: it is the last one
+            before = (number[None, :] < own.sequence[:, None]) | (is_own & (later <= 0))
+            # Tiles with equally many keys come in descending order of their numbers.
+            at_least = keys[:, None] + before.astype(jnp.int32)
+            skipped = jnp.maximum(
+                lax.shift_right_arithmetic(
+                    at_least - first[None, :] + (size - 1), jnp.full_like(at_least, size.bit_length() - 1)
+                )
+                - 1,
+                0,
+            )
+            found = jnp.maximum(whole[None, :] - skipped, 0)
+            found = jnp.where(at_least <= 0, whole[None, :], jnp.where(at_least > most, 0, found))
+            found += (last[None, :] >= at_least).astype(jnp.int32)
+            of_own = later - 1 + (last[None, :] >= keys[:, None]).astype(jnp.int32)
+            return rank + jnp.sum(jnp.where(is_own & (later > 0), of_own, found), axis=1, dtype=jnp.int32)
+
+        rank = _repeated(-(-(sizes.sequences + 1) // at_once), step, jnp.zeros_like(own.row))
+        return jnp.where(own.number >= 0, rank, own.row)
+
+
+def _repeated(count: int, step: Callable[[Any, jax.Array], jax.Array], first: jax.Array) -> jax.Array:
+    found: jax.Array = step(jnp.int32(0), first) if count == 1 else lax.fori_loop(0, count, step, first)
+    return found
 
 
 def _count(ref: Any, first: int, count: int, at: jax.Array) -> jax.Array:
     """Return how many of the `count` elements behind the `first` ones, which ascend, are at most these numbers."""
     number = _numbers(count)
-    if len(number) * len(at) <= _AT_ONCE:
+    if len(number) * len(at) <= _SEARCHED:
         found = _loaded(ref, first + number, number < count, 2**31 - 1)
         return jnp.sum((found[None, :] <= at[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     low, step = jnp.zeros_like(at), len(number)
