@@ -27,7 +27,13 @@ DECODE = BatchShape(tokens=5, heads=4, kv_heads=2, pages=PAGES, page_size=PAGE, 
 SPECULATIVE = BatchShape(tokens=18, heads=4, kv_heads=2, pages=PAGES, page_size=PAGE, table=(6, 5), window=20)
 MIXED = BatchShape(tokens=300, heads=8, kv_heads=1, pages=PAGES, page_size=PAGE, table=(6, 20), window=40)
 MANY = BatchShape(tokens=1100, heads=2, kv_heads=2, pages=PAGES, page_size=PAGE, table=(1100, 2), window=None)
-LONG = BatchShape(tokens=2, heads=1, kv_heads=1, pages=PAGES, page_size=PAGE, table=(2, 20000), window=None)
+LONG = BatchShape(tokens=2, heads=1, kv_heads=1, pages=PAGES, page_size=PAGE, table=(2, 70000), window=None)
+TILES = BatchShape(tokens=300000, heads=4, kv_heads=1, pages=PAGES, page_size=PAGE, table=(1, 512), window=None)
+# Many blocks check these page tables, and the tiles of prefill are ordered by their sequences.
+TABLE = BatchShape(tokens=5, heads=4, kv_heads=2, pages=PAGES, page_size=PAGE, table=(6, 1500), window=None)
+WINDOW = BatchShape(tokens=9, heads=4, kv_heads=2, pages=PAGES, page_size=PAGE, table=(6, 1500), window=20)
+PREFILL = BatchShape(tokens=300, heads=8, kv_heads=1, pages=PAGES, page_size=PAGE, table=(2, 20), window=None)
+NARROW = BatchShape(tokens=300, heads=8, kv_heads=1, pages=PAGES, page_size=PAGE, table=(2, 20), window=40)
 CHUNK = BatchShape(tokens=8192, heads=32, kv_heads=8, pages=PAGES, page_size=PAGE, table=(1, 512), window=None)
 
 knows_hopper = pytest.mark.skipif(not hasattr(triton, "get_gpu_info"), reason="needs JAX 0.11.2")
@@ -68,7 +74,11 @@ def batches(draw, shape):
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(data=st.data())
-@pytest.mark.parametrize("shape", [DECODE, SPECULATIVE, MIXED], ids=["decode", "speculative", "mixed"])
+@pytest.mark.parametrize(
+    "shape",
+    [DECODE, SPECULATIVE, MIXED, TABLE, WINDOW, PREFILL, NARROW],
+    ids=["decode", "speculative", "mixed", "large page table", "the same, window", "prefill", "prefill, window"],
+)
 def test_the_kernel_and_xla_have_equal_schedules(shape, data):
     args = data.draw(batches(shape))
     plain, kernel = both(shape)
@@ -98,23 +108,25 @@ def avals_of(shape=DECODE, lead=()):
 @knows_hopper
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("device", "function", "lead", "kernels"),
+    ("device", "function", "shape", "lead", "kernels"),
     [
-        ("NVIDIA H200", plan, (), 1),
-        ("NVIDIA A100", plan, (), 0),
-        ("NVIDIA H200", jax.vmap(plan), (3,), 0),
+        ("NVIDIA H200", plan, DECODE, (), 1),
+        ("NVIDIA H200", functools.partial(plan, shape=TABLE), TABLE, (), 2),
+        ("NVIDIA H200", functools.partial(plan, shape=CHUNK), CHUNK, (), 1),
+        ("NVIDIA A100", plan, DECODE, (), 0),
+        ("NVIDIA H200", jax.vmap(plan), DECODE, (3,), 0),
     ],
-    ids=["Hopper", "another GPU", "vmap"],
+    ids=["Hopper", "large page table", "prefill", "another GPU", "vmap"],
 )
-def test_programs_for_a_hopper_gpu_have_the_kernel(monkeypatch, device, function, lead, kernels):
+def test_programs_for_a_hopper_gpu_have_the_kernel(monkeypatch, device, function, shape, lead, kernels):
     monkeypatch.undo()
-    text = lowered_for(device, function, *avals_of(lead=lead))
+    text = lowered_for(device, function, *avals_of(shape, lead))
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
 @knows_hopper
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MANY, LONG, CHUNK], ids=["sequences", "page table", "prefill"])
+@pytest.mark.parametrize("shape", [MANY, LONG, TILES], ids=["sequences", "page table", "prefill"])
 def test_a_batch_beyond_one_block_has_the_form_of_xla(monkeypatch, shape):
     monkeypatch.undo()
     text = lowered_for("NVIDIA H200", functools.partial(plan, shape=shape), *avals_of(shape))

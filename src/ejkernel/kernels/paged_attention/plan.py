@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel import compat
 
 from . import schedule
+from .plan_sizes import Sizes
 from .schedule import (
     SHORT,
     Prefill,
@@ -30,9 +31,6 @@ from .schedule import (
     tile_sizes,
     token_schedule,
 )
-
-if TYPE_CHECKING:
-    from . import plan_kernel
 
 _PART, _MOST_PARTS = 64, 32  # columns of a part of a row of the page table, and parts of a row
 TILE_ROWS = 128  # rows of a tile: queries times the query heads that share a KV head
@@ -288,7 +286,7 @@ class Schedules(compat.Alternatives):
         return offsets, lengths, *short, *prefill
 
     def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """Return the same by one kernel, if it is the faster form."""
+        """Return the same by one kernel, or two, if that is the faster form."""
         from . import plan_kernel  # Pallas is slow to import
 
         sizes = self._sizes if len(arrays) > 2 else dataclasses.replace(self._sizes, columns=None)
@@ -299,11 +297,9 @@ class Schedules(compat.Alternatives):
         return found.offsets, found.lengths, *found.short, *found.prefill
 
     @property
-    def _sizes(self) -> plan_kernel.Sizes:
-        from . import plan_kernel
-
+    def _sizes(self) -> Sizes:
         shape = self.shape
-        return plan_kernel.Sizes(
+        return Sizes(
             tokens=shape.tokens,
             sequences=shape.table[0],
             columns=shape.table[1],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of `mosaic_gpu` as one kernel of one block of threads, if that takes less time than XLA's kernels.
+"""The schedule of `mosaic_gpu` as one kernel of one block of threads, after another for a large page table.
 
 Its results are those of `schedule.py`, bit for bit. Numbers that other threads need go through global memory, in
 arrays that the kernel returns, with a barrier between.
@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from . import table_kernel
+from .plan_sizes import Sizes, power
 from .schedule import (
     PROGRAMS,
     Found,
@@ -28,11 +30,9 @@ from .schedule import (
     Schedule,
     Share,
     Tile,
-    TileSizes,
     blocks_of,
     items_at,
     long_tiles,
-    most_prefill_tiles,
     no_prefill,
     prefill_columns,
     shares,
@@ -40,53 +40,8 @@ from .schedule import (
 )
 
 WARPS = 16
-_AT_ONCE = 16384  # elements of a matrix that the threads hold
-_COMPARED = 64  # tiles that are compared with all others at once
-_MOST = 1024  # sequences, and tiles of decode
-_MOST_PREFILL = 128  # tiles of prefill, whose order takes as many comparisons as the square
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a schedule.
-
-    Attributes:
-        tokens: New tokens of all sequences, with padding.
-        sequences: Sequences.
-        columns: Columns of the page table; `None`: the lengths are valid already.
-        pages, page_size: Pages of the cache, and tokens of a page.
-        kv_heads: KV heads.
-        tile: Query tokens of the tiles.
-        window: The keys that a query sees before its own; `None`: all.
-    """
-
-    tokens: int
-    sequences: int
-    columns: int | None
-    pages: int
-    page_size: int
-    kv_heads: int
-    tile: TileSizes
-    window: int | None
-
-    @property
-    def short_tiles(self) -> int:
-        """Tiles of decode."""
-        return self.tokens if self.tile.long is None else self.sequences
-
-    @property
-    def prefill_tiles(self) -> int:
-        """Tiles of prefill."""
-        size = self.tile.long
-        return 0 if size is None else most_prefill_tiles(self.tokens, self.sequences, size)
-
-    @property
-    def fits(self) -> bool:
-        """Whether one block of threads computes the schedule faster than XLA's kernels."""
-        table = 1 if self.columns is None else _power(self.sequences) * _power(self.columns)
-        if not self.tokens or not self.sequences or self.columns == 0 or self.prefill_tiles > _MOST_PREFILL:
-            return False
-        return table <= _AT_ONCE and max(self.sequences + 1, self.short_tiles) <= _MOST
+_SEARCHED = 1024  # comparisons of a search that compares all pairs of numbers; with more, it halves intervals
+_COMPARED = 8192  # pairs of tiles, or of a tile and a sequence, that are compared at once
 
 
 class _Results(NamedTuple):
@@ -102,6 +57,15 @@ class _Results(NamedTuple):
     prefill_tiles: Any = None  # [tiles, 5]
     prefill_ends: Any = None  # [sequences + 1]
     orders: Any = None  # [tiles of prefill]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of prefill."""
+
+    row: jax.Array
+    sequence: jax.Array
+    number: jax.Array  # as in `PrefillTiles`
+    order: jax.Array  # as from `prefill_columns`
 
 
 class _After(NamedTuple):
@@ -121,6 +85,9 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
         arrays: Offsets and lengths, and the page table if `sizes` has columns; all int32.
         interpret: Whether to simulate the kernel.
     """
+    if sizes.has_large_table:
+        lengths = table_kernel.run(sizes, arrays, interpret=interpret)
+        sizes, arrays = dataclasses.replace(sizes, columns=None), (arrays[0], lengths)
     sequences, short, prefill = sizes.sequences, sizes.short_tiles, sizes.prefill_tiles
     shapes = [(sequences + 1,), (sequences,), (short, len(Tile)), (PROGRAMS, len(Share))]
     shapes += [(sequences + 2,), (sequences + 1,), (short,)]
@@ -143,14 +110,9 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
     return Found(found.offsets, found.lengths, Schedule(found.short_tiles, found.short_programs), own)
 
 
-def _power(number: int) -> int:
-    """Return the number, rounded up to a power of two."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _numbers(count: int) -> jax.Array:
     """Return the first numbers, as many as the threads hold for `count` elements."""
-    return jnp.arange(_power(count), dtype=jnp.int32)
+    return jnp.arange(power(count), dtype=jnp.int32)
 
 
 def _loaded(ref: Any, at: jax.Array, inside: jax.Array, other: int = 0) -> jax.Array:
@@ -263,7 +225,7 @@ class _Kernel:
 
     def _deal(self, blocks: jax.Array) -> None:
         """Store the shares of the programs."""
-        sizes, programs, most = self.sizes, self.results.short_programs, _power(PROGRAMS)
+        sizes, programs, most = self.sizes, self.results.short_programs, power(PROGRAMS)
         number = jnp.arange(2 * most, dtype=jnp.int32)  # first where each program begins, then where it stops
         begins, program = number < most, number & (most - 1)
         own = shares(blocks, program)
@@ -300,23 +262,80 @@ class _Kernel:
         sequence = jnp.where(inside, _count(results.prefill_ends, 0, sizes.sequences + 1, number), 0)
         found = PrefillTiles(number, sequence, results.prefill_ends)
         columns, order = prefill_columns(given, found, size, sizes.window, sizes.sequences - 1)
-        plt.store(results.orders.at[row], order, mask=inside)
+        if sizes.orders_by_sequence:
+            own = _Tiles(row, sequence, number, order)
+            rank = self._rank_by_sequence(given, own, size)
+        else:
+            rank = self._rank(row, order)
+        _store_columns(results.prefill_tiles, rank, columns, inside)
+
+    def _rank(self, row: jax.Array, order: jax.Array) -> jax.Array:
+        """Return how many tiles come before each one, by comparing all pairs."""
+        count, at_once = self.sizes.prefill_tiles, max(1, _COMPARED // len(row))
+        plt.store(self.results.orders.at[row], order, mask=row < count)
         self._wait()
 
         def step(index: jax.Array, rank: jax.Array) -> jax.Array:
-            other = index * _COMPARED + jnp.arange(_COMPARED, dtype=jnp.int32)
-            its = _loaded(results.orders, other, other < count, 2**31 - 1)[None, :]
+            other = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            its = _loaded(self.results.orders, other, other < count, 2**31 - 1)[None, :]
             is_before = (its < order[:, None]) | ((its == order[:, None]) & (other[None, :] < row[:, None]))
             return rank + jnp.sum(is_before.astype(jnp.int32), axis=1, dtype=jnp.int32)
 
-        rank = lax.fori_loop(0, -(-count // _COMPARED), step, jnp.zeros_like(row))
-        _store_columns(results.prefill_tiles, rank, columns, inside)
+        return _repeated(-(-count // at_once), step, jnp.zeros_like(row))
+
+    def _rank_by_sequence(self, given: Ranges, own: _Tiles, size: int) -> jax.Array:
+        """Return how many tiles come before each one, from the numbers of keys of a sequence's tiles, which ascend.
+
+        Only the last tile of a sequence, which may have fewer tokens, does not follow that order with a window.
+        """
+        sizes, ends = self.sizes, self.results.prefill_ends
+        at_once = min(power(sizes.sequences + 1), max(1, _COMPARED // len(own.row)))
+        keys = jnp.maximum(-own.order, 0)
+        most = 2**31 - 1 if sizes.window is None else size + sizes.window
+
+        def step(index: jax.Array, rank: jax.Array) -> jax.Array:
+            number = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+            inside = number <= sizes.sequences
+            its = jnp.where(inside, number, 0)
+            count = given.end[its] - given.begin[its]
+            begin = jnp.where(its > 0, ends[jnp.maximum(its - 1, 0)], 0)
+            tiles = jnp.where(inside, ends[its] - begin, 0)
+            first, whole = given.lengths[its] - count, jnp.maximum(tiles - 1, 0)
+            position, stop = first + whole * size, jnp.maximum(given.lengths[its], 0)
+            if sizes.window is not None:
+                stop -= jnp.minimum(jnp.maximum(position - sizes.window, 0), stop)
+            last = jnp.where(tiles > 0, stop, -1)  # keys of the last tile
+            is_own = number[None, :] == own.sequence[:, None]
+            later = (ends[its] - 1)[None, :] - own.number[:, None]  # tiles of the own sequence; 0: it is the last one
+            before = (number[None, :] < own.sequence[:, None]) | (is_own & (later <= 0))
+            # Tiles with equally many keys come in descending order of their numbers.
+            at_least = keys[:, None] + before.astype(jnp.int32)
+            skipped = jnp.maximum(
+                lax.shift_right_arithmetic(
+                    at_least - first[None, :] + (size - 1), jnp.full_like(at_least, size.bit_length() - 1)
+                )
+                - 1,
+                0,
+            )
+            found = jnp.maximum(whole[None, :] - skipped, 0)
+            found = jnp.where(at_least <= 0, whole[None, :], jnp.where(at_least > most, 0, found))
+            found += (last[None, :] >= at_least).astype(jnp.int32)
+            of_own = later - 1 + (last[None, :] >= keys[:, None]).astype(jnp.int32)
+            return rank + jnp.sum(jnp.where(is_own & (later > 0), of_own, found), axis=1, dtype=jnp.int32)
+
+        rank = _repeated(-(-(sizes.sequences + 1) // at_once), step, jnp.zeros_like(own.row))
+        return jnp.where(own.number >= 0, rank, own.row)
+
+
+def _repeated(count: int, step: Callable[[Any, jax.Array], jax.Array], first: jax.Array) -> jax.Array:
+    found: jax.Array = step(jnp.int32(0), first) if count == 1 else lax.fori_loop(0, count, step, first)
+    return found
 
 
 def _count(ref: Any, first: int, count: int, at: jax.Array) -> jax.Array:
     """Return how many of the `count` elements behind the `first` ones, which ascend, are at most these numbers."""
     number = _numbers(count)
-    if len(number) * len(at) <= _AT_ONCE:
+    if len(number) * len(at) <= _SEARCHED:
         found = _loaded(ref, first + number, number < count, 2**31 - 1)
         return jnp.sum((found[None, :] <= at[:, None]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     low, step = jnp.zeros_like(at), len(number)
