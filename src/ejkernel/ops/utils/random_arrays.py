@@ -24,17 +24,22 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
         keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
     if like.dtype == np.bool_:
-        return jax.device_put(rng.integers(0, 2, like.shape).astype(np.bool_))
+        return _placed(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not jnp.issubdtype(like.dtype, jnp.inexact):
-        return jax.device_put(rng.integers(0, 2, like.shape).astype(like.dtype))
+        return _placed(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > LARGE:
         made: jax.Array = _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
         return made
     values = rng.standard_normal(like.shape, np.float32)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
+    return _placed(values.astype(like.dtype))
+
+
+def _placed(values: Any) -> jax.Array:
     # Unlike `jnp.asarray`, this compiles no program for a new shape.
-    return jax.device_put(values.astype(like.dtype))
+    placed: jax.Array = jax.device_put(values)
+    return placed
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
