@@ -172,6 +172,8 @@ TILES: dict[str, dict[str, Any]] = {
     "panel 32": {"panel": 32},
     "stages 3, out_slots 4": {"stages": 3, "out_slots": 4},
     "stages 4, out_slots 2": {"stages": 4, "out_slots": 2},
+    "no overlap": {"stages": 3, "out_slots": 4, "lag": 0, "cluster": 1},
+    "overlap": {"stages": 4, "out_slots": 2, "lag": 3, "cluster": 2},
 }
 CHUNKS: dict[str, dict[str, Any]] = {
     "all rows": {"chunk": None, "accumulation_dtype": None},

@@ -13,7 +13,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 
 TOKENS, INNER, COLUMNS = 2048, 4096, 32768
 CHUNKS = MosaicGpuParams(chunk=1024)
-HALVES = MosaicGpuParams(chunk=1024, accumulation_dtype="bfloat16", stages=3, out_slots=4)
+HALVES = MosaicGpuParams(chunk=1024, accumulation_dtype="bfloat16", lag=3, cluster=2)
 VOCABULARY = MosaicGpuParams(form="vocabulary", chunk=16384)
 ALL = ("sum", "expected", "max")
 

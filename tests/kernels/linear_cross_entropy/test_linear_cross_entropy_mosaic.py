@@ -131,12 +131,12 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("largest_sum", [gradients.LARGEST_SUM, 1.0], ids=["", "computed again"])
-def test_a_soft_cap_with_three_products_has_no_races(simulated, monkeypatch, largest_sum):
+def test_a_soft_cap_with_overlapping_epilogues_has_no_races(simulated, monkeypatch, largest_sum):
     simulated(detect_races=True)
     monkeypatch.setattr(gradients, "LARGEST_SUM", largest_sum)
     args = arrays()
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
-    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
+    run, reference = loss_and_gradients(args, MosaicGpuParams(lag=1, cluster=2, **SMALL), **options)
     assert_all_near(reference(*args), run(*args), 3)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -428,6 +428,13 @@ def test_three_products_have_a_buffer_for_each_piece():
     assert support.params_fault(CALL, found) is None
 
 
+@pytest.mark.parametrize("gradients", [(), ("x", "weight")])
+def test_epilogues_overlap_with_products_where_tiles_have_few_steps(gradients):
+    found = [support.heuristic(dataclasses.replace(CALL, inner=inner, gradients=gradients)) for inner in (2304, 4096)]
+    assert [(params.lag, params.cluster) for params in found] == [(3, 2), (0, 1)]
+    assert support.params_fault(CALL, found[0]) is None
+
+
 def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():
     call = dataclasses.replace(CALL, tokens=16384)
     found = MosaicGpuParams(chunk=4096)
@@ -463,6 +470,7 @@ def test_the_space_has_the_heuristic_and_only_what_fits(limit):
 def test_parameters_that_shared_memory_cannot_hold_are_refused():
     assert "shared memory" in support.params_fault(CALL, MosaicGpuParams(stages=6))
     assert "out_slots must divide 2" in support.params_fault(CALL, MosaicGpuParams(block_n=128, out_slots=4))
+    assert "lag must be less than stages" in support.params_fault(CALL, MosaicGpuParams(stages=2, lag=2))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of t
 
 SWIZZLE = 128  # bytes, the widest
 WARPGROUP = "warpgroup"  # the axis of the warpgroups of a block of threads; the last warpgroup is the producer
-PROGRAM = "program"  # the axis of the blocks of threads
+CLUSTER = "cluster"  # the axis of the blocks of threads in a cluster
+PROGRAM = "program"  # the axis of the blocks of threads, or of clusters of them
 
 Tree = TypeVar("Tree")
 
@@ -31,6 +32,7 @@ def launch(
     programs: int,
     memory: Any = (),
     consumers: int = 0,
+    cluster: int = 1,
     lane_semantics: bool = False,
     interpret: Any = None,
 ) -> list[jax.Array]:
@@ -41,14 +43,17 @@ def launch(
         arrays: A tree of arrays; `body` gets the same tree of references.
         out_type: Shapes and dtypes of the results.
         name: The kernel's name in profiles.
-        programs: How many blocks of threads are launched.
+        programs: How many blocks of threads, or clusters of them, are launched.
         memory: A tree of types of shared memory and barriers.
         consumers: Consumer warpgroups, beside one producer; 0: a block is a single warpgroup.
+        cluster: Blocks of threads in a cluster, which can share copies.
         lane_semantics: Lower for lanes rather than warpgroups: the warpgroup semantics refuse dynamic row offsets.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
     leaves, structure = jax.tree.flatten(arrays)
     threads: dict[str, Any] = {"num_threads": consumers + 1, "thread_name": WARPGROUP} if consumers else {}
+    if cluster > 1:
+        threads |= {"cluster": (cluster,), "cluster_names": (CLUSTER,)}
     semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if lane_semantics else {}
 
     def kernel(*refs: Any) -> None:

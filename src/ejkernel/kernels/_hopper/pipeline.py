@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from .device import remainder
-from .launch import plgpu
+from .launch import CLUSTER, plgpu
 
 
 class Pipeline(NamedTuple):
@@ -28,9 +28,15 @@ class Pipeline(NamedTuple):
     empty: Any
 
     @classmethod
-    def types(cls, stages: int, *, consumers: int, copies: int = 1) -> Pipeline:
-        """Return the types of the barriers; each stage is filled by `copies` TMA copies, which arrive by themselves."""
+    def types(cls, stages: int, *, consumers: int, copies: int = 1, cluster: int = 1) -> Pipeline:
+        """Return the types of the barriers; each stage is filled by `copies` TMA copies, which arrive by themselves.
+
+        In a cluster, a stage is empty when the consumers of all its blocks have released it.
+        """
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+        if cluster > 1:
+            shared = {"collective_axes": (CLUSTER,), "num_arrivals": consumers, "num_barriers": stages}
+            return cls(full, plgpu.ClusterBarrier(**shared))
         return cls(full, plgpu.Barrier(num_arrivals=consumers, num_barriers=stages))
 
     @property

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +42,48 @@ def accumulate(
     return found
 
 
+class Lag(NamedTuple):
+    """A lag between two consumer warpgroups, so that one's epilogue overlaps with the other's products.
+
+    Warpgroup 1 runs the last steps of a tile once warpgroup 0 has started all its products. The tensor core is then
+    busy while warpgroup 0 begins its epilogue, and again while warpgroup 1 ends its own.
+
+    Attributes:
+        barrier: A barrier; `Lag.barrier_type()` before `run_scoped`.
+        warpgroup: The number of this warpgroup.
+        steps: The number of these last steps, less than the pipeline's stages.
+    """
+
+    barrier: Any
+    warpgroup: Any
+    steps: int
+
+    @staticmethod
+    def barrier_type() -> Any:
+        """Return the type of the barrier."""
+        return plgpu.Barrier(num_arrivals=1)
+
+    def wait_if(self, condition: Any) -> None:
+        """Wait in warpgroup 1, if the condition holds, until warpgroup 0 has started all its products."""
+        pl.when((self.warpgroup == 1) & condition)(lambda: plgpu.barrier_wait(self.barrier))
+
+    def end(self) -> None:
+        """Tell warpgroup 1 that warpgroup 0 has started all its products."""
+        pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_arrive(self.barrier))
+
+
 def multiply_stages(
-    pipeline: Pipeline, step: Any, steps: int, multiply: Callable[[Any], None], *, products: int = 1
+    pipeline: Pipeline,
+    step: Any,
+    steps: int,
+    multiply: Callable[[Any], None],
+    *,
+    products: int = 1,
+    lag: Lag | None = None,
 ) -> None:
     """Run `multiply(stage)`, which starts `products` WGMMAs, on `steps` stages from `step` on, and release them."""
+    if steps < pipeline.stages:  # warpgroup 0 could be two tiles ahead, and no barrier counts two arrivals
+        lag = None
 
     def wait_and_multiply(stage: Any) -> None:
         pipeline.consumer_wait(stage)
@@ -56,9 +94,13 @@ def multiply_stages(
 
     @pl.loop(1, steps)
     def _step(i: Any) -> None:
+        if lag is not None:
+            lag.wait_if(i == steps - lag.steps)
         wait_and_multiply(pipeline.stage(step + i))
         plgpu.wgmma_wait(products)
         pipeline.consumer_release(pipeline.stage(step + i - 1))
 
+    if lag is not None:
+        lag.end()
     plgpu.wgmma_wait(0)
     pipeline.consumer_release(pipeline.stage(step + steps - 1))

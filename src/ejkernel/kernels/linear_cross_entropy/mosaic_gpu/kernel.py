@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel: a product whose epilogue turns a tile of logits into statistics, exponentials, or a gradient.
 
-Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
+Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
+have neighbouring tiles of one column; each copies its share of the weight to all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
+from ejkernel.kernels._hopper.launch import (
+    CLUSTER,
+    PROGRAM,
+    WARPGROUP,
+    dispatch_warpgroup,
+    launch,
+    plgpu,
+    tiled,
+    unsliced,
+)
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
+from ejkernel.kernels._hopper.products import Lag, accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
 
 from .plan import EXPONENTIALS, GRADIENT, MAXIMA, PRODUCT, STATISTICS, TILE_ROWS, HeadPlan
@@ -35,12 +45,14 @@ class HeadMemory(NamedTuple):
         rhs: Pipeline stages of the weight.
         out: Staging buffers of the epilogue, per consumer warpgroup; `None` without a matrix to store.
         pipeline: The barriers of the stages.
+        lag: The barrier of `Lag`; `None` without a lag.
     """
 
     lhs: Any
     rhs: Any
     out: Any
     pipeline: Pipeline
+    lag: Any
 
 
 class _Tile(NamedTuple):
@@ -83,6 +95,7 @@ def run_head(
             programs=plan.programs,
             memory=kernel.memory_types(),
             consumers=WARPGROUPS,
+            cluster=plan.cluster,
             lane_semantics=True,
             interpret=interpret,
         )
@@ -108,10 +121,9 @@ class HeadKernel:
         plan = self.plan
         matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
         out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1)
-        return HeadMemory(
-            tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE), out, pipeline
-        )
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
+        lhs, rhs = tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE)
+        return HeadMemory(lhs, rhs, out, pipeline, Lag.barrier_type() if plan.lag else None)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
@@ -119,7 +131,8 @@ class HeadKernel:
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
         program = lax.axis_index(PROGRAM)
-        tiles = plan.row_tiles * plan.column_tiles
+        self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
+        tiles = plan.row_tiles // plan.cluster * plan.column_tiles
         self.tiles = lax.div(tiles - program + (plan.programs - 1), plan.programs)
         if plan.conditional:
             self.tiles = jnp.where(self.condition[0] != 0, self.tiles, 0)
@@ -148,7 +161,9 @@ class HeadKernel:
         """Return row and column, in tiles, of this block's tile `index`."""
         plan = self.plan
         number = lax.axis_index(PROGRAM) + index * plan.programs
-        return tile_position(number, plan.row_tiles, plan.column_tiles, plan.panel)
+        panel = max(1, plan.panel // plan.cluster)
+        rows, column = tile_position(number, plan.row_tiles // plan.cluster, plan.column_tiles, panel)
+        return rows * plan.cluster + self.rank, column
 
     # Producer.
 
@@ -174,7 +189,8 @@ class HeadKernel:
             plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
         columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
         at = (columns, along) if plan.transpose_weight else (along, columns)
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full)
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
+        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
 
     # Consumers.
 
@@ -195,6 +211,7 @@ class HeadKernel:
     def _compute_tile(self, tile: _Tile, step: Any) -> None:
         plan = self.plan
         known = self._known(tile)  # loaded long before it is needed
+        lag = Lag(self.memory.lag, tile.warpgroup, plan.lag) if plan.lag else None
 
         def multiply(accumulator: Any) -> None:
             def one(stage: Any) -> None:
@@ -202,7 +219,7 @@ class HeadKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
                 plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
 
-            multiply_stages(self.pipeline, step, plan.steps, one)
+            multiply_stages(self.pipeline, step, plan.steps, one, lag=lag)
 
         [product] = accumulate((ROWS, plan.block_n), 1, multiply)
         epilogues: dict[str, Any] = {

@@ -28,6 +28,9 @@ class MosaicGpuParams(NamedFields):
         stages: Pipeline stages, each with 64 of `d`.
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
         out_slots: Staging buffers of the epilogue: pieces of 64 columns that are copied at once.
+        lag: Steps by which the second consumer ends its products after the first one, whose epilogue then overlaps with
+            them; less than `stages`. 0: both end them together.
+        cluster: Blocks of threads in a cluster, which share copies of the weight: 1 or 2.
     """
 
     form: str = "rows"
@@ -37,6 +40,8 @@ class MosaicGpuParams(NamedFields):
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
+    lag: int = 0
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -47,6 +52,8 @@ class MosaicGpuParams(NamedFields):
             stages=range(2, 9),
             panel=range(1, 257),
             out_slots=(1, 2, 4),
+            lag=range(8),
+            cluster=(1, 2),
         )
         multiple = 128 if self.form == "rows" else 256
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1 or self.chunk % multiple):

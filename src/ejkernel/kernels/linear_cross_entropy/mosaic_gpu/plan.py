@@ -39,7 +39,8 @@ class HeadPlan:
         statistics: Optional results, members of `STATISTICS` of the operation.
         conditional: Whether the launch does nothing unless an operand says so.
         has_constant, has_expected: Whether the gradient has these coefficients.
-        block_n, stages, panel, out_slots: As in the parameters.
+        block_n, stages, panel, out_slots, lag: As in the parameters.
+        cluster: As in the parameters; 1 if the rows of tiles are not a multiple.
     """
 
     mode: str
@@ -59,6 +60,8 @@ class HeadPlan:
     stages: int
     panel: int
     out_slots: int
+    lag: int = 0
+    cluster: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -82,8 +85,8 @@ class HeadPlan:
 
     @property
     def programs(self) -> int:
-        """Blocks of threads."""
-        return MULTIPROCESSORS
+        """Clusters of blocks of threads."""
+        return MULTIPROCESSORS // self.cluster
 
     @property
     def may_exceed(self) -> bool:
@@ -192,6 +195,8 @@ def head_plan(
         stages=params.stages,
         panel=params.panel,
         out_slots=params.out_slots,
+        lag=params.lag,
+        cluster=params.cluster if rows // TILE_ROWS % params.cluster == 0 else 1,
     )
 
 

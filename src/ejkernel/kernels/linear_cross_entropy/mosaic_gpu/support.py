@@ -21,6 +21,7 @@ _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
 _LOGITS_BYTES = 5 << 29  # of all rows, or of half of them, at once; shorter chunks have half as much
 _PANELS = (16, 12, 8)
 _PANEL_BYTES = 22 << 20  # of rows that stay in the L2 cache while the weight passes
+_LONG_ROW = 4096  # columns
 _COLUMN_CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
 
 
@@ -56,6 +57,8 @@ def params_fault(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> str |
         return f"it needs {needed} bytes of shared memory; a block of threads has at most {hopper.SHARED_MEMORY}."
     if plan.pieces % params.out_slots:
         return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {params.out_slots}."
+    if params.lag >= params.stages:
+        return f"lag must be less than stages, got {params.lag} with {params.stages} stages."
     if params.form == "rows" and call.gradients:
         return _three_products_fault(call)
     return None
@@ -99,9 +102,10 @@ def _sum_dtype(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> str:
 
 def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     """Return good parameters: few chunks of rows, shorter ones if memory is scarce, then chunks of the vocabulary."""
-    base = MosaicGpuParams()
-    if not is_known(call.tokens, call.inner, call.columns) or not _has_gradients(call):
-        return base
+    if not is_known(call.tokens, call.inner, call.columns):
+        return MosaicGpuParams()
+    if not _has_gradients(call):
+        return _overlapped(call, MosaicGpuParams())
     able = [choice for choice in _choices(call) if params_fault(call, choice) is None]
     choice = next((choice for choice in able if _fits_in_memory(call, choice)), None)
     if choice is None:
@@ -110,8 +114,15 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     if call.gradients and choice.form == "rows":
         panel = next((n for n in _PANELS if 2 * n * TILE_ROWS * call.inner <= _PANEL_BYTES), _PANELS[-1])
         # A buffer for each piece of a tile, so that no store waits for an earlier one.
-        return dataclasses.replace(choice, stages=3, out_slots=4, panel=panel)
+        return _overlapped(call, dataclasses.replace(choice, stages=3, out_slots=4, panel=panel))
     return choice
+
+
+def _overlapped(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> MosaicGpuParams:
+    """Return parameters with which epilogues and products overlap, if tiles have few steps: they take more stages."""
+    if call.inner >= _LONG_ROW:
+        return params
+    return dataclasses.replace(params, stages=4, out_slots=2, lag=3, cluster=2)
 
 
 def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
@@ -176,8 +187,8 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         params = dataclasses.replace(known[chunks], block_n=block_n)
         return params == first or estimated_bytes(call, params) <= memory_limit(call)
 
-    def fits(block_n: int, stages: int, out_slots: int) -> bool:
-        params = dataclasses.replace(first, block_n=block_n, stages=stages, out_slots=out_slots)
+    def fits(block_n: int, stages: int, out_slots: int, lag: int) -> bool:
+        params = dataclasses.replace(first, block_n=block_n, stages=stages, out_slots=out_slots, lag=lag)
         return params_fault(call, params) is None
 
     axes: dict[str, tuple[Any, ...]] = {
@@ -186,6 +197,8 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         "stages": (3, 4, 6),
         "panel": (8, 12, 16, 32),
         "out_slots": (1, 2, 4),
+        "lag": (0, 3),
+        "cluster": (1, 2),
     }
     return ConfigSpace(axes, constraints=(fits, fits_in_memory), build=build, read=read)
 
