@@ -14,7 +14,7 @@ import jax
 from jax._src import config
 from jax.sharding import AxisType
 
-from ejkernel.compat.partitioning import on_one_device
+from ejkernel.compat.partitioning import is_exporting, on_one_device
 from ejkernel.compat.programs import (
     is_partitioned,
     lower_each_platform,
@@ -48,7 +48,8 @@ alternatives_p.multiple_results = True
 def on_hopper_or_plain(forms: Alternatives, *arrays: jax.Array) -> list[jax.Array]:
     """Run the form for Hopper in programs for one such GPU, and in shards; the plain form otherwise, and under `vmap`.
 
-    A program that is lowered on a machine without a GPU has the plain form.
+    A program that is lowered on a machine without a GPU has the plain form, and so has an exported program: JAX cannot
+    serialize kernels of Pallas' Triton backend.
     """
     found: list[jax.Array] = alternatives_p.bind(*arrays, forms=forms)
     return found
@@ -81,7 +82,7 @@ def _lower(ctx: Any, *values: Any, forms: Alternatives) -> Any:
     if len(platforms) > 1:
         return lower_each_platform(ctx, functools.partial(_lower, forms=forms), *values)
     with lowering(ctx):
-        if platforms != ("cuda",) or is_partitioned() or not _is_for_hopper():
+        if platforms != ("cuda",) or is_partitioned() or is_exporting(ctx) or not _is_for_hopper():
             return lower_function(ctx, forms.plain, *values)
     # The kernel's types have neither shardings nor varying axes.
     bare = [[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in (ctx.avals_in, ctx.avals_out)]

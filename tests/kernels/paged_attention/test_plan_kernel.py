@@ -166,6 +166,15 @@ def test_shards_have_the_kernel_and_programs_that_xla_partitions_have_not(monkey
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
+@knows_hopper
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_hopper")
+def test_an_exported_program_for_a_hopper_gpu_can_be_serialized(monkeypatch):
+    monkeypatch.setattr(plan_kernel, "run", plan_kernel.run.func)
+    exported = jax.export.export(jax.jit(plan), platforms=["cuda"])(*avals_of())
+    assert jax.export.deserialize(exported.serialize()).platforms == ("cuda",)
+
+
 @pytest.mark.slow
 def test_plans_are_equal_under_vmap_and_with_64_bits():
     rng = np.random.default_rng(0)
