@@ -180,10 +180,10 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_estimates_of_memory_are_up_to_15_percent_above_the_compilers(name):
+def test_estimates_of_memory_are_up_to_20_percent_above_the_compilers(name):
     used, rules, params = COMPILED[name]
     call = dataclasses.replace(call_of(8192, CHIPS[1], False), rules=rules)
-    assert used <= choices.needed(call, params) <= 1.15 * used
+    assert used <= choices.needed(call, params) <= 1.2 * used
 
 
 # Queries, head dimensions, repeats, dtype, mask, parameters, and the bytes of the largest kernel.
@@ -200,6 +200,22 @@ NEEDS_MORE = {
         *("tpu:tpu_v6_lite", 2048, (64, 64), 4, "bfloat16", {"left": 511, "right": 0}),
         *(BackwardParams(block_kv=2048, chunk=1024, strip=512), 22_470_656),
     ),
+    "causal gradients of wide dimensions, partial values": (
+        *("tpu:tpu_v6_lite", 16_384, (256, 240), 1, "bfloat16", {"right": 0}),
+        *(BackwardParams(block_kv=1024, chunk=1024, unroll=1, strip=512, transpose=True), 84_664_320),
+    ),
+    "causal gradients of wide partial dimensions": (
+        *("tpu:tpu_v5_lite", 16_384, (240, 240), 1, "bfloat16", {"right": 0}),
+        *(BackwardParams(block_kv=2048, chunk=1024, unroll=1, strip=256), 99_270_656),
+    ),
+    "padded keys of a float32 forward with a partial value": (
+        *("tpu:tpu_v5", 3000, (192, 192), 2, "float32", {}),
+        *(ForwardParams(block_q=1024, chunk=512, unroll=1, rows=1024, strip=256), 29_806_592),
+    ),
+    "padded keys of a gradient": (
+        *("tpu:tpu_v5_lite", 1500, (80, 80), 4, "bfloat16", {}),
+        *(BackwardParams(block_kv=1024, chunk=2048, unroll=1, strip=512), 12_941_312),
+    ),
     "two kernels in float32": (
         *("tpu:tpu_v5", 8192, (256, 256), 1, "float32", {"right": 0}),
         BackwardParams(
@@ -211,6 +227,12 @@ NEEDS_MORE = {
         54_120_448,
     ),
 }
+
+
+def test_estimates_of_memory_of_strips_with_ids_are_not_below_the_compilers():
+    heads = {"query": (1, 1024, 4, 160), "key": (1, 1024, 1, 160), "value": (1, 1024, 1, 160)}
+    call = dataclasses.replace(call_of(1024, CHIPS[1], False, right=0), **heads, segments=True)
+    assert 8_830_976 <= choices.needed(call, ForwardParams(block_q=1024, chunk=512, strip=256)) <= 1.2 * 8_830_976
 
 
 @pytest.mark.parametrize("name", NEEDS_MORE)
