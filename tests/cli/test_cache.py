@@ -119,6 +119,16 @@ def test_verify_reads_every_file(clean, capsys):
     assert out == f"{clean}: 2 entries, 1 search, 1 note; all files are usable\n"
 
 
+def test_verify_tells_an_empty_default_cache_from_a_missing_one(capsys, monkeypatch, tmp_path):
+    for folder, words in (
+        (tmp_path, "0 entries, 0 searches, 0 notes; the folder is empty"),
+        (tmp_path / "none", "there is no such folder"),
+    ):
+        monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
+        main(["cache", "verify"])
+        assert capsys.readouterr().out == f"{folder}: {words}\n"
+
+
 @pytest.mark.parametrize("pattern", ["*/older-v0/*.json", "*/doubled-v0/*.jsonl", "missed/*/*/*.json"])
 def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
     (path,) = clean.glob(pattern)

@@ -202,7 +202,8 @@ def _compared(
         whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
     builds.append(untuned)
     if not any(map(is_measured, whys[1])):
-        missing[TUNED] = f"no saved configuration; run `ejkernel tune {options.target}` first"
+        command = f"ejkernel tune {options.target}"
+        missing[TUNED] = f"no saved configuration yet; run `{command}`, again if searches did not finish"
     elif same_configurations(*whys):
         untuned.name = TUNED
         missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"

@@ -226,7 +226,7 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
             _verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing}
         )
     else:
-        _print_verified(by_folder, bad, missing)
+        _print_verified(by_folder, bad)
     return 1 if bad or missing else 0
 
 
@@ -247,7 +247,7 @@ def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
     }
 
 
-def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item], missing: Sequence[str]) -> None:
+def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]) -> None:
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
     stale = [(text_of_differences(item.stale), item) for found in by_folder.values() for item in found if item.stale]
@@ -261,7 +261,7 @@ def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]
         counts = _counts(collections.Counter(item.kind for item in found))
         unusable = [item for item in found if item.problem]
         state = _usable(len(found), unusable, folder="" if folder == written else folder)
-        click.echo(f"{folder}: {'there is no such folder' if folder in missing else f'{counts}; {state}'}")
+        click.echo(f"{folder}: {f'{counts}; {state}' if Path(folder).is_dir() else 'there is no such folder'}")
 
 
 def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
