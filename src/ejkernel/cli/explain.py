@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def run_explain(
         report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
     elif explained:
         pairs = zip(found.calls, explained, strict=True)
-        click.echo("\n\n".join(_as_text(inv, why, verbose=verbose) for inv, why in pairs))
+        click.echo("\n\n".join(_as_text(inv, why, cache, verbose=verbose) for inv, why in pairs))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -129,15 +130,16 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> str:
+def _as_text(inv: Invocation[Any, Any], why: Explanation, cache: Path | None, *, verbose: bool) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
     tiers = [f"{'no answer':<10}  {', '.join(silent)}"] if silent else []
     tiers += [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent]
     tiers += [f"{name:<10}  not asked" for name in _after(why.tiers[-1].tier if why.tiers else "")] if verbose else []
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
-    lines = [f"{why.op_id_v}  {arguments(inv.description)}", key, *tiers, *_search(why), *refusals, why.elsewhere]
-    found = [report.wrapped(printable(line), indent=12) for line in (*lines, f"=> {why.answer}") if line]
+    title, search = f"{why.op_id_v}  {arguments(inv.description)}", _search(why, cache)
+    lines = [title, key, *tiers, *search, *refusals, why.elsewhere, f"=> {why.answer}"]
+    found = [report.wrapped(printable(line), indent=12) for line in lines if line]
     return "\n".join(found)
 
 
@@ -147,13 +149,12 @@ def _after(last: str) -> list[str]:
     return list(_ALWAYS[_ALWAYS.index(last) + 1 :]) if asked else []
 
 
-def _search(why: Explanation) -> list[str]:
+def _search(why: Explanation, cache: Path | None) -> list[str]:
     if why.search is None or why.key is None:
         return []
-    return [
-        f"search: {why.search_text}",
-        f"candidates: ejkernel show --log {why.key.op.partition('@')[0]}:{why.key.call}",
-    ]
+    place = "" if cache is None else f" --cache {shlex.quote(str(cache))}"
+    command = f"ejkernel show{place} --log {why.key.op.partition('@')[0]}:{why.key.call}"
+    return [f"search: {why.search_text}", f"candidates: {command}"]
 
 
 def _refusal(name: str, reason: str) -> str:
