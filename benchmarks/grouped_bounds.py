@@ -28,7 +28,7 @@ MORE_SHAPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches.
+    """Rates of a device.
 
     Attributes:
         dense: Operations per second of one large dense product.
@@ -67,7 +67,7 @@ def tile_rows(sizes: np.ndarray[Any, Any], height: int, last: int) -> int:
 
 
 def bound(shape: Shape, sizes: np.ndarray[Any, Any], rates: Rates, *, height: int, last: int) -> Bound:
-    """Return the bound of a product `[m, k] @ [groups, k, n]` whose tiles are `height` rows high."""
+    """Return the bound of a product `[m, k] @ [groups, k, n]` with tiles of `height` rows."""
     rows, matrices = int(sizes.sum()), int((sizes > 0).sum())
     per_row = 2 * shape.k * shape.n
     numbers = matrices * shape.k * shape.n + rows * (shape.k + shape.n)

@@ -23,7 +23,7 @@ sizes = pytest.mark.parametrize(
 
 
 def operands(size, head_dim=16, **options):
-    """Return the arguments of a call, in which each token belongs to another sequence."""
+    """Return the arguments of a call with one token per sequence."""
     sequences, tokens, columns, pages = size
     given = {
         "q": jnp.full((tokens, 4, head_dim), jnp.nan),
@@ -42,7 +42,7 @@ def plan(args, **options):
 
 
 def eager_and_jitted(function, *args):
-    """Return the results of both calls, which are the same."""
+    """Return the equal results of both calls."""
     found = function(*args)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(function)(*args), found)
     return found

@@ -286,7 +286,7 @@ class Schedules(compat.Alternatives):
         return offsets, lengths, *short, *prefill
 
     def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """Return the same by one kernel, or two, if that is the faster form."""
+        """Return the same results from our kernels, where these are faster."""
         from . import plan_kernel  # Pallas is slow to import
 
         sizes = self._sizes if len(arrays) > 2 else dataclasses.replace(self._sizes, columns=None)

@@ -270,7 +270,7 @@ class _Kernel:
         _store_columns(results.prefill_tiles, rank, columns, inside)
 
     def _rank(self, row: jax.Array, order: jax.Array) -> jax.Array:
-        """Return how many tiles come before each one, by comparing all pairs."""
+        """Return how many tiles precede each tile, by comparing all pairs."""
         count, at_once = self.sizes.prefill_tiles, max(1, _COMPARED // len(row))
         plt.store(self.results.orders.at[row], order, mask=row < count)
         self._wait()

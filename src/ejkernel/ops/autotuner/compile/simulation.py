@@ -120,7 +120,7 @@ def _cycles(lowered: Any, target: Target, own: Path) -> float:
 
 
 def compiled_and_simulated(lowered: Any, own: Path, **options: str) -> Any:
-    """Compile a program whose estimates the compiler writes to a folder, which is emptied before."""
+    """Empty a folder, and compile a program so that the compiler writes its estimates there."""
     try:
         return _compiled_into(own, lowered, options)
     except jax.errors.JaxRuntimeError as error:

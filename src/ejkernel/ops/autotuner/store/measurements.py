@@ -92,7 +92,7 @@ class CallHistory:
 
     @property
     def shown_and_newer(self) -> tuple[StoredSearch, ...]:
-        """`shown`, and the newest search if it is another one."""
+        """`shown`, then the newest search if they differ."""
         newest = self.searches[0]
         return (self.shown,) if self.shown is newest else (self.shown, newest)
 
@@ -161,7 +161,7 @@ class MeasurementStore(Shown):
     def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
         """Yield all searches, or those of one versioned operation; for each call the newest first.
 
-        Those whose winner is not the saved configuration have it in `stays`.
+        If the saved configuration is not the winner of a search, it is in `stays`.
         """
         return self._loaded(self._logs(op))
 
