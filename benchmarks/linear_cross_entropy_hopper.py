@@ -173,6 +173,8 @@ TILES: dict[str, dict[str, Any]] = {
     "stages 3, out_slots 4": {"stages": 3, "out_slots": 4},
     "stages 4, out_slots 2": {"stages": 4, "out_slots": 2},
     "no overlap": {"stages": 3, "out_slots": 4, "lag": 0, "cluster": 1},
+    "cluster alone": {"stages": 4, "out_slots": 2, "lag": 0, "cluster": 2},
+    "lag 2, stages 3": {"stages": 3, "out_slots": 4, "lag": 2, "cluster": 2},
     "overlap": {"stages": 4, "out_slots": 2, "lag": 3, "cluster": 2},
 }
 CHUNKS: dict[str, dict[str, Any]] = {

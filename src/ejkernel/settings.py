@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+CACHE_FOLDER = "configs"  # the last part of the default cache folder, which has other files beside it
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
 _STALE = ("use", "retune", "refuse")
@@ -68,7 +69,7 @@ class Settings:
                     f"EJKERNEL_CACHE_DIR: cannot find the home folder in {given!r}; use an absolute path."
                 ) from error
         base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
-        return Path(base).expanduser() / "ejkernel" / "configs"
+        return Path(base).expanduser() / "ejkernel" / CACHE_FOLDER
 
     @functools.cached_property
     def batches(self) -> Path | None:

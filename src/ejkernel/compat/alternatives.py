@@ -48,7 +48,7 @@ alternatives_p.multiple_results = True
 def on_hopper_or_plain(forms: Alternatives, *arrays: jax.Array) -> list[jax.Array]:
     """Run the form for Hopper in programs for one such GPU, and in shards; the plain form otherwise, and under `vmap`.
 
-    A program that is lowered on a machine without a GPU has the plain form, and so has an exported program: JAX cannot
+    A program lowered on a machine without a GPU has the plain form. An exported program has it too, because JAX cannot
     serialize kernels of Pallas' Triton backend.
     """
     found: list[jax.Array] = alternatives_p.bind(*arrays, forms=forms)

@@ -10,7 +10,7 @@ FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Program vmem
 
 
 class Lowered:
-    """A lowered program whose compilation fails with the first errors."""
+    """A lowered program that raises the first errors in `compile`."""
 
     def __init__(self, folder, *errors):
         self.folder, self.errors, self.options = folder, list(errors), []

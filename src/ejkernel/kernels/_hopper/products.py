@@ -43,7 +43,7 @@ def accumulate(
 
 
 class Lag(NamedTuple):
-    """A lag between two consumer warpgroups, so that one's epilogue overlaps with the other's products.
+    """A lag between two consumer warpgroups, which overlaps the epilogue of each with the products of the other.
 
     Warpgroup 1 runs the last steps of a tile once warpgroup 0 has started all its products. The tensor core is then
     busy while warpgroup 0 begins its epilogue, and again while warpgroup 1 ends its own.

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
 _REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
-_INNER = "configs"  # name of the default folder, which has other files beside it
 
 
 class PersistentCache(Shown):
@@ -124,7 +123,7 @@ class PersistentCache(Shown):
 
     def advice(self) -> str:
         """Return a clause for messages if the folder is the parent of a cache folder, as in a copy of it; else `""`."""
-        inner = None if self.path is None else self.path / _INNER
+        inner = None if self.path is None else self.path / settings.CACHE_FOLDER
         try:
             is_parent = inner is not None and inner.is_dir()
         except OSError:

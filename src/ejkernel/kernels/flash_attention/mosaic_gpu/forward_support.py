@@ -200,7 +200,7 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
         return ForwardParams(share_buffer=True)
     if wide > _WIDEST_WITH_96_KEYS and call.rules.left is call.rules.right is None:
         few = ForwardParams(kv_block=64, share_buffer=True)
-        # Persistent: 457 us instead of 476 if a last tile has at most 64 rows, which one warpgroup takes; else 15 to
+        # Persistent: 457 us instead of 476 if a last tile has at most 64 rows, which one warpgroup takes; else 7 to
         # 28 % slower, e.g. 455 us instead of 356 with 594 queries.
         last_half = call.query[1] % (2 * ROWS) <= ROWS
         return dataclasses.replace(few, persistent=True, heads_first=True) if last_half else few

@@ -119,7 +119,7 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
 
 
 def _overlapped(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> MosaicGpuParams:
-    """Return parameters with which epilogues and products overlap, if tiles have few steps: they take more stages."""
+    """Return parameters that overlap epilogues with products, with one more stage, where tiles have few steps."""
     if call.inner >= _LONG_ROW:
         return params
     return dataclasses.replace(params, stages=4, out_slots=2, lag=3, cluster=2)

@@ -102,7 +102,7 @@ class Findings(Shown):
 
     @property
     def in_force(self) -> Any:
-        """The configuration in force: the one saved by another search, else the winner's."""
+        """The configuration in force: that of another search if it stays, else the winner's."""
         return self.winner.config if self.stays is None else self.stays
 
     def is_in_force(self, outcome: Outcome) -> bool:
