@@ -250,7 +250,7 @@ class _WideKernel:
     def _ends(self) -> bool:
         """Whether a tile may have columns past the end of the keys that count."""
         plan = self.plan
-        stored = plan.columns != plan.keys  # padding, up to the next multiple of eight
+        stored = plan.columns != plan.keys  # padding, up to the next piece
         return plan.lengths or stored or (self.mode == STATISTICS and plan.keys % plan.kv_block > 0)
 
     @property

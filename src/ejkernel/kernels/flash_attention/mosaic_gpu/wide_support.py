@@ -60,8 +60,8 @@ class WidePlan(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Keys, padded for copies."""
-        return padded(self.keys, _ALIGNED_ROWS)
+        """Keys, padded for copies of the weights, whose columns they are."""
+        return padded(self.keys, PIECE)
 
     @property
     def row_tiles(self) -> int:
