@@ -8,7 +8,6 @@ end of the array.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 _WIDTHS = (64, 32, 16)  # of 16-bit elements: the swizzles of 128, 64 and 32 bytes
@@ -40,8 +39,3 @@ def split_columns(count: int, widest: int = 64) -> tuple[Columns, ...]:
             pieces.append(Columns(start, width))
             start += width
     return tuple(pieces)
-
-
-def same_start(pieces: Sequence[Columns], others: Sequence[Columns]) -> bool:
-    """Return whether the first pieces are equal to all of the `others`."""
-    return tuple(pieces[: len(others)]) == tuple(others)

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
-from ejkernel.kernels._hopper.columns import same_start
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
@@ -293,20 +292,15 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
 
 
 def _sharing_fault(plan: ForwardPlan) -> str | None:
-    if plan.params.share_buffer and plan.pieced:
-        if same_start(plan.head_columns, plan.out_columns):
-            return None
-        return (
-            f"share_buffer=True needs queries that begin with the pieces of the output; head_dim is {plan.head_dim} "
-            f"and the values' is {plan.value_dim}"
-        )
-    if plan.params.share_buffer and (ROWS * plan.head_dim) % (8 * plan.value_dim):
+    if not plan.params.share_buffer:
+        return None
+    if plan.value_dim > plan.head_dim:
+        return "share_buffer=True needs values that are at most as wide as queries"
+    if not plan.pieced and (ROWS * plan.head_dim) % (8 * plan.value_dim):
         return (
             f"share_buffer=True needs a buffer of queries that divides into rows of the output; head_dim is "
             f"{plan.head_dim} and the values' is {plan.value_dim}"
         )
-    if plan.params.share_buffer and plan.value_dim > plan.head_dim:
-        return "share_buffer=True needs values that are at most as wide as queries"
     return None
 
 

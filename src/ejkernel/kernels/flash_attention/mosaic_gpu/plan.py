@@ -267,11 +267,14 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     # As `lengths_as_segments` leaves them.
     segments = call.segments or call.query_lengths
     key_lengths = call.key_lengths and not segments
+    sizes, pieced = _sizes(call, whole_dim), is_pieced(call, WHOLE_DIMS)
+    if pieced and params.share_buffer:
+        sizes["value_dim"] = _shared_columns(sizes["head_dim"], sizes["value_dim"])
     return ForwardPlan(
-        **_sizes(call, whole_dim),
+        **sizes,
         dtype=call.dtype,
         params=params,
-        pieced=is_pieced(call, WHOLE_DIMS),
+        pieced=pieced,
         bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
@@ -281,6 +284,12 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         caps_late=caps_late,
         table=segments or mask == "block" or (mask == "keys" and _is_worth_a_table(call, params.kv_block)),
     )
+
+
+def _shared_columns(head_dim: int, value_dim: int) -> int:
+    """Return the columns of the first pieces of queries that cover an output in the same buffer, e.g. 256 for 208."""
+    ends = (piece.start + piece.width for piece in split_columns(head_dim))
+    return next((end for end in ends if end >= value_dim), value_dim)
 
 
 def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
