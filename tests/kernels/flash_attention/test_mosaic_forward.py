@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -36,6 +37,7 @@ LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
 ONE = ForwardParams(kv_block=32, warpgroups=1)
 TWO = ForwardParams(kv_block=32)
 TWO_TILES = ForwardParams(kv_block=32, warpgroups=1, persistent=True, query_buffers=2)
+SHARED = dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64)
 PACKED = ForwardParams(kv_block=32, pack_heads=True, share_buffer=True)
 Small = functools.partial(Case, batch=1, queries=70, keys=70, heads=1, groups=1)
 by_reference = jax.jit(attention, static_argnums=1)
@@ -117,12 +119,11 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(queries=150, heads=2, head_dim=88, value_dim=72), dataclasses.replace(TWO_TILES, warpgroups=2)),
         (
             Small(queries=150, heads=2, head_dim=80, value_dim=80),
-            dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64),
+            SHARED,
         ),
-        (
-            Small(heads=2, head_dim=112, value_dim=72),
-            dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64),
-        ),
+        (Small(heads=2, head_dim=112, value_dim=72), SHARED),
+        (Small(heads=2, head_dim=72, value_dim=88), SHARED),
+        (Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=48), SHARED),
         (Small(heads=2, rules=Rules(scale=0.2, left=15, right=2)), dataclasses.replace(PACKED, kv_block=96)),
         (Small(keys=130), dataclasses.replace(ONE, fma_columns=16)),
     ],
@@ -142,6 +143,8 @@ def assert_close(found, expected, dtype="bfloat16"):
         "warpgroup without queries",
         "pieces of columns in a shared buffer",
         "fewer columns of the output in a shared buffer",
+        "more columns of the output in a shared buffer",
+        "whole tiles in a shared buffer of another width",
         "window in one block",
         "polynomial exponentials",
     ],
@@ -408,6 +411,17 @@ def test_examples_whose_keys_exceed_the_cache_are_dealt_one_by_one():
     key = (4, 65536, 2, 64)
     call = dataclasses.replace(FINE, query=key, key=key, value=key)
     assert plan.forward_plan(call, ForwardParams(persistent=True)).bundle == 2
+
+
+@pytest.mark.parametrize("bias", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize("length", [512, 577])
+def test_copies_of_all_head_dimensions_overlap_with_products(length, bias):
+    """One stage of keys took up to 2.4 times as long as two."""
+    given = {} if bias is None else {"bias": (2, 4, length, length), "bias_dtype": bias}
+    for head_dim, value_dim in itertools.product(range(8, 257, 31), (8, 64, 104, 136, 192, 208, 224, 256)):
+        query, key, value = ((2, length, heads, dim) for heads, dim in ((4, head_dim), (2, head_dim), (2, value_dim)))
+        call = dataclasses.replace(FINE, query=query, key=key, value=value, **given)
+        assert heuristic(call).stages >= 2, (head_dim, value_dim)
 
 
 def test_wide_values_do_not_share_the_buffer_of_queries():

@@ -44,7 +44,7 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     plan = forward_plan(call, params)
     return (
         _packing_fault(plan, call)
-        or _sharing_fault(plan)
+        or _sharing_fault(plan, call)
         or _block_fault(plan)
         or _shared_memory_fault(plan)
         or _register_fault(plan)
@@ -86,7 +86,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
                 persistent=True,  # two query_buffers need it; shared memory does not depend on it
             ),
         )
-        return (_sharing_fault(plan) or _shared_memory_fault(plan)) is None
+        return (_sharing_fault(plan, call) or _shared_memory_fault(plan)) is None
 
     def registers(kv_block: int, warpgroups: int) -> bool:
         plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
@@ -125,7 +125,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
-    if wide > 128 and is_pieced(call, WHOLE_DIMS):
+    if wide > 128 and forward_plan(call, ForwardParams(share_buffer=True)).pieced:
         return _preferred_in_pieces(call, wide)
     if wide > 192 or call.query[3] > 128:
         return _preferred_wide(call, wide, packs=grouped)
@@ -260,8 +260,9 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
     """Yield `params`, then parameters that need less and less memory and fewer registers."""
     yield params
     few = dataclasses.replace(params, warpgroups=min(params.warpgroups, 2), pack_heads=False, query_buffers=1)
-    # Fewer keys per step before fewer stages, down to 64 keys.
-    for sizes, stages in (((128, 96, 64), 2), ((128, 96, 64), 1), ((32, 16), 2), ((32, 16), 1)):
+    # Fewer keys per step before fewer stages: with one stage of 64 or 96 keys, forwards took 1.2 to 2.4 times as long
+    # as with two of 32 or 48. Two stages of 16 keys were not measured.
+    for sizes, stages in (((128, 96, 64, 48, 32), 2), ((128, 96, 64, 32), 1), ((16,), 2), ((16,), 1)):
         for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
             yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
 
@@ -291,15 +292,12 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
     return None
 
 
-def _sharing_fault(plan: ForwardPlan) -> str | None:
-    if not plan.params.share_buffer:
-        return None
-    if plan.value_dim > plan.head_dim:
-        return "share_buffer=True needs values that are at most as wide as queries"
-    if not plan.pieced and (ROWS * plan.head_dim) % (8 * plan.value_dim):
+def _sharing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
+    # Queries take as many columns of shared memory as the output, and products with keys as much longer.
+    if plan.params.share_buffer and 4 * call.query[3] < 3 * call.value[3]:
         return (
-            f"share_buffer=True needs a buffer of queries that divides into rows of the output; head_dim is "
-            f"{plan.head_dim} and the values' is {plan.value_dim}"
+            f"share_buffer=True needs values that are at most a third wider than queries; they have {call.value[3]} "
+            f"columns, and queries {call.query[3]}"
         )
     return None
 

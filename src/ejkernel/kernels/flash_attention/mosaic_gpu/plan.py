@@ -268,8 +268,11 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     segments = call.segments or call.query_lengths
     key_lengths = call.key_lengths and not segments
     sizes, pieced = _sizes(call, whole_dim), is_pieced(call, WHOLE_DIMS)
-    if pieced and params.share_buffer:
-        sizes["value_dim"] = _shared_columns(sizes["head_dim"], sizes["value_dim"])
+    if params.share_buffer:
+        # An array of whole tiles is cut into rows of the output.
+        pieced = pieced or (ROWS * sizes["head_dim"]) % (8 * sizes["value_dim"]) > 0
+        if pieced:
+            sizes |= _shared_columns(sizes["head_dim"], sizes["value_dim"])
     return ForwardPlan(
         **sizes,
         dtype=call.dtype,
@@ -286,10 +289,14 @@ def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     )
 
 
-def _shared_columns(head_dim: int, value_dim: int) -> int:
-    """Return the columns of the first pieces of queries that cover an output in the same buffer, e.g. 256 for 208."""
+def _shared_columns(head_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the columns of queries and output in one buffer, whose first pieces are the same.
+
+    For example, an output of 208 columns takes 256 beside queries of 256: the last piece of 64 holds 16, and zeros.
+    """
     ends = (piece.start + piece.width for piece in split_columns(head_dim))
-    return next((end for end in ends if end >= value_dim), value_dim)
+    covering = (end for end in ends if end >= value_dim)
+    return {"head_dim": max(head_dim, value_dim), "value_dim": next(covering, value_dim)}
 
 
 def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
