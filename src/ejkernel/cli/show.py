@@ -17,6 +17,7 @@ from ejkernel.ops.autotuner.trials.programs import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
+from ejkernel.ops.config.misses.folders import fault_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
@@ -38,7 +39,7 @@ def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
         raise ConfigError(f"{store.path} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR.")
     # A missing --cache folder is probably a typo; the default folder is created on the first save.
     if cache is not None and not store.path.exists():
-        raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the default one.")
+        raise ConfigError(f"{fault_of(store.path)}; `ejkernel cache path` prints the default one.")
     return store
 
 
@@ -66,7 +67,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
         click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
     else:
-        click.echo(f"No saved configurations in {store.path}{store.advice()}.")
+        click.echo(f"No saved configurations{f': {store.fault}' if store.fault else f' in {store.path}'}.")
     return 0 if shown else 1
 
 
