@@ -192,7 +192,7 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Copy better entries from folders and URLs.
+    """Copy better entries from folders and URLs, and the searches of folders.
 
     Of two entries measured with the same versions, the greater speed-up over the heuristic wins; otherwise the entry
     measured with the versions here, or else the newer one. Entries set by hand always stay. If neither of two

@@ -125,7 +125,7 @@ class PersistentCache(Shown):
 
     @property
     def fault(self) -> str:
-        """Why the folder holds no configurations, e.g. because it is above a cache folder; empty if nothing is wrong."""
+        """Why the folder has no configurations, e.g. because it is above a cache folder; empty if nothing is wrong."""
         return "" if self.path is None else fault_of(self.path, self._variable)
 
     def why_not_writable(self) -> str | None:
