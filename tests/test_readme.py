@@ -89,7 +89,7 @@ def test_the_options_of_cache_prune_in_the_guide_are_there():
     text = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
     sentence = next(part for part in text.split(". ") if part.startswith("`ejkernel cache prune` removes"))
     named = set(re.findall(r"--[a-z-]+", sentence))
-    assert named == {"--unreadable", "--older-than", "--not-for-this-jax"}
+    assert named == {"--unreadable", "--older-than", "--not-for-this-jax", "--failed"}
     assert named <= {option for parameter in cache_commands.cache.commands["prune"].params for option in parameter.opts}
 
 
