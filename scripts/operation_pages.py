@@ -427,7 +427,8 @@ def written(text: str, name: str) -> str:
     if count != len(operations):
         raise SystemExit(f"{name}.md must have one support table for each operation that it documents.")
     old = rf"(?:{re.escape(SIGNATURE)}(?:(?!{SIGNATURE}).)*?{re.escape(END_OF_SIGNATURE)}\n\n)?"
-    return re.sub(rf"{old}^<!-- ::: ejkernel\.modules\.(\w+)\.(\w+) -->$", _signature, made, flags=re.DOTALL | re.MULTILINE)
+    docstring = r"^<!-- ::: ejkernel\.modules\.(\w+)\.(\w+) -->$"
+    return re.sub(old + docstring, _signature, made, flags=re.DOTALL | re.MULTILINE)
 
 
 def _signature(place: re.Match[str]) -> str:
