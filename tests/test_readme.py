@@ -97,6 +97,7 @@ def test_every_table_has_a_header():
     for file, text in TEXTS.items():
         for block in re.findall(r"(?:^\|.*\n?)+", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M):
             assert re.search(r"^\|[-:| ]+\|$", block, re.M), f"{file.name}: a row outside its table: {block}"
+            assert not re.search(r"\| *\|", block.splitlines()[0]), f"{file.name}: a column without a title: {block}"
 
 
 def test_the_readme_is_short():

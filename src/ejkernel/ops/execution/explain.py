@@ -181,9 +181,9 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
 
 def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
     """Return the fields of `Explanation` about the search for a call's configuration."""
-    store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
+    store = chooser.store if isinstance(chooser, ConfigSelectorChain) else None
     progress = None if store is None or key is None else store.progress(key)
-    if progress is None:
+    if store is None or progress is None:
         return {}
     history = store.history(key)
     if history is None:
