@@ -427,26 +427,28 @@ def written(text: str, name: str) -> str:
     if count != len(operations):
         raise SystemExit(f"{name}.md must have one support table for each operation that it documents.")
     old = rf"(?:{re.escape(SIGNATURE)}(?:(?!{SIGNATURE}).)*?{re.escape(END_OF_SIGNATURE)}\n\n)?"
-    return re.sub(rf"{old}^::: ejkernel\.modules\.(\w+)\.(\w+)$", _signature, made, flags=re.DOTALL | re.MULTILINE)
+    docstring = r"^<!-- ::: ejkernel\.modules\.(\w+)\.(\w+) -->$"
+    return re.sub(old + docstring, _signature, made, flags=re.DOTALL | re.MULTILINE)
 
 
 def _signature(place: re.Match[str]) -> str:
-    """Return the signature of a function as in its source, with a link to the docstring, before its `:::` line."""
+    """Return the signature of a function as in its source, with a link to the docstring, before its docstring's line.
+
+    That line is a comment in the file; the site shows the docstring there (`site_files.py`).
+    """
     module, name = place[1], place[2]
+    docstring = f"<!-- ::: ejkernel.modules.{module}.{name} -->"
     public = getattr(importlib.import_module(f"ejkernel.modules.{module}"), name)
     file = Path(inspect.getfile(inspect.unwrap(public)))
     source = file.read_text(encoding="utf-8")
     defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
     if not defined:  # a class
-        return f"::: ejkernel.modules.{module}.{name}"
+        return docstring
     function = defined[-1]  # after its overloads
     header = "\n".join(source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]).removesuffix(":")
     where = f"Its [docstring](../../{file.relative_to(PAGES.parents[1]).as_posix()}) describes results and errors."
     listed = "\n".join(f"- {line}" for line in _arguments(public))
-    return (
-        f"{SIGNATURE}\n\n```python\n{header}\n```\n\n{listed}\n\n{where}\n\n{END_OF_SIGNATURE}\n\n"
-        f"::: ejkernel.modules.{module}.{name}"
-    )
+    return f"{SIGNATURE}\n\n```python\n{header}\n```\n\n{listed}\n\n{where}\n\n{END_OF_SIGNATURE}\n\n{docstring}"
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -464,7 +466,7 @@ def _arguments(function: Callable[..., Any]) -> list[str]:
 
 def functions_of(text: str) -> list[str]:
     """Return the operations that a page documents, in order."""
-    documented = re.findall(r"^::: ejkernel\.modules\.\w+\.(\w+)$", text, re.MULTILINE)
+    documented = re.findall(r"^<!-- ::: ejkernel\.modules\.\w+\.(\w+) -->$", text, re.MULTILINE)
     return [name for name in documented if name in CALLS]
 
 

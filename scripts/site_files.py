@@ -28,6 +28,8 @@ SHOWN = (
 )
 # On the site, mkdocstrings shows these signatures.
 SIGNATURE = re.compile(r"<!-- signature: .*?<!-- end of signature -->\n\n", re.DOTALL)
+# The site shows a docstring where a file has such a comment, which readers of the file do not see.
+DOCSTRING = re.compile(r"^<!-- (::: \S+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()((?:\.\./)+)(?!https?:)([^)#\s]+)")
 
 
@@ -69,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = os.path.normpath(folder / (link.group(1) + link.group(2)))
         return os.path.relpath(_on_site(target), source.parent)
 
-    markdown = LINK.sub(moved, SIGNATURE.sub("", markdown))
+    markdown = LINK.sub(moved, DOCSTRING.sub(r"\1", SIGNATURE.sub("", markdown)))
     markdown = re.sub(r"\.ipynb\)(?!\{)", ".md)", markdown)
     if inside:  # links of a copy that do not go up
         own = re.compile(r"(?<=\]\()(?!\.\./|https?:|#|mailto:)([^)#\s]+)")

@@ -29,7 +29,7 @@ def script():
 
 
 def documented(text):
-    return re.findall(r"^::: ejkernel\.modules\.\w+\.(\w+)$", text, re.M)
+    return re.findall(r"^<!-- ::: ejkernel\.modules\.\w+\.(\w+) -->$", text, re.M)
 
 
 def test_every_public_function_has_one_page():

@@ -89,7 +89,7 @@ def test_the_options_of_cache_prune_in_the_guide_are_there():
     text = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
     sentence = next(part for part in text.split(". ") if part.startswith("`ejkernel cache prune` removes"))
     named = set(re.findall(r"--[a-z-]+", sentence))
-    assert named == {"--unreadable", "--older-than", "--not-for-this-jax"}
+    assert named == {"--unreadable", "--older-than", "--not-for-this-jax", "--failed"}
     assert named <= {option for parameter in cache_commands.cache.commands["prune"].params for option in parameter.opts}
 
 
@@ -97,6 +97,7 @@ def test_every_table_has_a_header():
     for file, text in TEXTS.items():
         for block in re.findall(r"(?:^\|.*\n?)+", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M):
             assert re.search(r"^\|[-:| ]+\|$", block, re.M), f"{file.name}: a row outside its table: {block}"
+            assert not re.search(r"\| *\|", block.splitlines()[0]), f"{file.name}: a column without a title: {block}"
 
 
 def test_the_readme_is_short():

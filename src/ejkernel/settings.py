@@ -71,6 +71,11 @@ class Settings:
         base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
         return Path(base).expanduser() / "ejkernel" / CACHE_FOLDER
 
+    @property
+    def cache_variable(self) -> str:
+        """The variable that names `cache_dir`; empty for the default folder."""
+        return "EJKERNEL_CACHE_DIR" if self._env.get("EJKERNEL_CACHE_DIR", "").strip() else ""
+
     @functools.cached_property
     def batches(self) -> Path | None:
         """The file of recorded batches with which tuning measures `paged_attention` (`EJKERNEL_BATCHES`)."""

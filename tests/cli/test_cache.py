@@ -8,6 +8,7 @@ import errno
 import importlib
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from ejkernel import settings
 from ejkernel.cli import folder as commands
 from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.misses.notes import MissedNotes
@@ -121,12 +124,16 @@ def test_verify_reads_every_file(clean, capsys):
 
 def test_verify_tells_an_empty_default_cache_from_a_missing_one(capsys, monkeypatch, tmp_path):
     for folder, words in (
-        (tmp_path, "0 entries, 0 searches, 0 notes; the folder is empty"),
-        (tmp_path / "none", "there is no such folder"),
+        (tmp_path, f"{tmp_path}: 0 entries, 0 searches, 0 notes; the folder is empty"),
+        (tmp_path / "none", f"there is no folder {tmp_path / 'none'}, named by EJKERNEL_CACHE_DIR"),
     ):
         monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
         main(["cache", "verify"])
-        assert capsys.readouterr().out == f"{folder}: {words}\n"
+        assert capsys.readouterr().out == f"{words}\n"
+
+
+def test_verify_of_the_folder_above_a_cache_names_the_cache(clean, capsys):
+    assert f"has no configurations, but {clean} has some: name {clean}" in run(capsys, "verify", cache=clean.parent)[1]
 
 
 @pytest.mark.parametrize("pattern", ["*/older-v0/*.json", "*/doubled-v0/*.jsonl", "missed/*/*/*.json"])
@@ -153,7 +160,7 @@ def test_verify_reads_the_layers_of_the_default_cache(clean, capsys, monkeypatch
     out = capsys.readouterr().out
     assert status == 1
     assert f"`ejkernel cache prune --unreadable --cache {clean}` removes" in out
-    assert out.endswith(f"{tmp_path / 'none'}: there is no such folder\n")
+    assert out.endswith(f"there is no folder {tmp_path / 'none'}\n")
     assert main(["cache", "verify", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["unusable"][0]["file"] == str(path)
     assert main(["cache", "verify", "--cache", str(tmp_path)]) == 0  # a named folder is checked alone
@@ -208,6 +215,20 @@ def test_prune_removes_entries_of_another_jax(clean, capsys, monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert "2 entries, 1 search, 0 notes removed" in run(capsys, "prune", "--not-for-this-jax", cache=clean)[1]
     assert len(written(clean)) == 1
+
+
+def test_a_failed_search_stays_in_the_list_until_it_is_pruned(clean, capsys):
+    call = Invocation(kernel=doubled, args=(jnp.ones(77),))
+    data = AutotuneData(inv=call, config=1, outcomes=(Outcome(config=1, status="failed", reason="no"),), seconds=1.0)
+    MeasurementStore(clean).save(data)
+    assert main(["show", "--cache", str(clean)]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"f32\[77\] .* failed ", printed.out)
+    assert "a search failed: `show --log` says why; `ejkernel cache prune --failed` removes it" in printed.err
+    assert "0 entries" in run(capsys, "prune", "--failed", "--older-than", "30d", cache=clean)[1]
+    assert "0 entries, 1 search, 0 notes removed" in run(capsys, "prune", "--failed", cache=clean)[1]
+    assert main(["show", "--cache", str(clean)]) == 0
+    assert "failed" not in "".join(capsys.readouterr())
 
 
 def test_prune_combines_all_conditions(clean, capsys):

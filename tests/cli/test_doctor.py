@@ -52,7 +52,7 @@ def test_a_missing_layer_is_a_problem_and_credentials_stay_private(doctor, monke
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"{tmp_path / 'none'},s3://me:secret@bucket/configs")
     status, found = doctor()
     assert status == 1
-    assert found["problems"] == [f"{tmp_path / 'none'} does not exist"]
+    assert found["problems"] == [f"there is no folder {tmp_path / 'none'}, named by EJKERNEL_CACHE_LAYERS"]
     assert "secret" not in json.dumps(found)
 
 
@@ -65,10 +65,25 @@ def test_a_folder_that_cannot_be_written_is_a_problem(doctor, monkeypatch, tmp_p
     assert f"{tmp_path / name} cannot be written: " in found["problems"][0]
 
 
-def test_a_missing_folder_is_not_created(doctor, monkeypatch, tmp_path):
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "new" / "configs"))
-    assert doctor()[0] == 0
+def test_a_missing_folder_is_a_problem_if_a_variable_names_it_and_is_not_created(doctor, monkeypatch, tmp_path):
+    folder = tmp_path / "new" / "configs"
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
+    says = f"there is no folder {folder}, named by EJKERNEL_CACHE_DIR; the first save creates it"
+    assert (1, [says]) == (lambda status, found: (status, found["problems"]))(*doctor())
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    status, found = doctor()
+    assert (status, found["caches"][0]["state"]) == (0, "does not exist; the first save creates it")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variable", ["EJKERNEL_CACHE_DIR", "EJKERNEL_CACHE_LAYERS"])
+def test_the_folder_above_a_cache_is_a_problem(doctor, monkeypatch, tmp_path, variable):
+    (tmp_path / "copy" / "configs" / "cpu-some").mkdir(parents=True)
+    monkeypatch.setenv(variable, str(tmp_path / "copy"))
+    status, found = doctor()
+    assert (status, len(found["problems"])) == (1, 1)
+    assert found["problems"][0].endswith(f"has some: set {variable}={tmp_path / 'copy' / 'configs'}")
 
 
 def test_it_prints_tables(capsys):

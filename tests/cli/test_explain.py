@@ -21,6 +21,7 @@ from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.config.tiers import ORDER
 from ejkernel.ops.execution.explain import Explanation
 
 PROGRAM = """
@@ -116,6 +117,16 @@ def test_a_verbose_explanation_has_a_line_for_every_tier(folder, capsys):
     assert "override    no cfg= was given" in forward
     assert "persistent  no entry" in backward
     assert "no answer" not in forward + backward
+    for text in (forward, backward):
+        assert [tier.name for tier in ORDER] == [line.split()[0] for line in text.splitlines()[2 : 2 + len(ORDER)]]
+    assert "shared      not asked: only with a URL in EJKERNEL_CACHE_LAYERS\n" in forward
+
+
+def test_explain_prints_no_command_for_candidates_that_were_not_copied(folder, capsys):
+    for log in (folder / "cache").rglob("*.jsonl"):
+        log.unlink()
+    forward = run(capsys, "explain", "explained_program:step", "--cache", "cache")[1].split("\n\n")[0]
+    assert "candidates: not here: the configuration was copied without its search" in " ".join(forward.split())
 
 
 def test_explain_as_json_has_every_tier(folder, capsys):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.cli.searches import found, save
 from tests.ops.config.shared.stores import entry, folder, rows, tuned_together
 
 from ejkernel.cli import main
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.store.measurements import KEPT, LOG, MeasurementStore
 from ejkernel.ops.config.shared import exchange
 from ejkernel.ops.config.shared.exchange import FolderPlace
 
@@ -69,6 +71,27 @@ def test_conflicts_are_shown(capsys, mine, theirs):
     assert (found["added"], found["kept"], found["same"]) == (0, 1, 2)
     (conflict,) = found["conflicts"]
     assert (conflict["ours"], conflict["stays"], conflict["why"]) == ({"rows": 99}, "ours", "ours was set by hand")
+
+
+def test_merge_takes_the_searches_of_a_folder_along_once(capsys, mine, tmp_path):
+    theirs = tmp_path / "theirs"
+    save(theirs, found())
+    assert "1 search would be added" in run(capsys, "merge", str(theirs), "--dry-run", cache=mine)[1]
+    assert not list(mine.rglob(f"*{LOG}"))
+    assert "; 1 search added\n" in run(capsys, "merge", str(theirs), cache=mine)[1]
+    assert json.loads(run(capsys, "merge", str(theirs), "--json", cache=mine)[1])["searches"] == 0
+    assert main(["show", "--log", "reported", "--cache", str(mine)]) == 0
+    assert "2.00x the heuristic's speed" in capsys.readouterr().out
+
+
+def test_merge_keeps_the_newest_searches_of_a_call(capsys, tmp_path):
+    for name in ("mine", "theirs"):
+        store = MeasurementStore(tmp_path / name)
+        for _ in range(KEPT - 2):
+            store.save(found())
+    names = sorted({log.name for log in tmp_path.rglob(f"*{LOG}")})
+    run(capsys, "merge", str(tmp_path / "theirs"), cache=tmp_path / "mine")
+    assert sorted(log.name for log in (tmp_path / "mine").rglob(f"*{LOG}")) == names[-KEPT:]
 
 
 def test_diff_lists_differences_and_the_better_entry(capsys, mine, theirs):

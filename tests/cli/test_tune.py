@@ -487,7 +487,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
         (["explain"], "MODULE:FUNCTION"),
         (["explain", "program:step", "--missed"], "pass one of"),
         (["tun"], "No such command 'tun'"),
-        (["cache", "prune"], "--older-than, --not-for-this-jax or --unreadable"),
+        (["cache", "prune"], "--older-than, --not-for-this-jax, --failed or --unreadable"),
         (["cache", "prune", "--older-than", "3 days"], "'3 days' is not a duration like 90m, 12h, 30d or 8w"),
         (["cache", "show"], "PREFIX"),
         (["tune", "program:step", "--budget", "nan"], "'nan' is not a number of seconds"),

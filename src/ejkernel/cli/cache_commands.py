@@ -106,21 +106,26 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
 @written_cache
 @older_than
 @click.option("--not-for-this-jax", "other_jax", is_flag=True, help="Only files measured with another version of JAX.")
+@click.option("--failed", is_flag=True, help="Only searches in which nothing could be measured.")
 @click.option("--unreadable", is_flag=True, help="Unusable files, of any age.")
 @dry_run
 @as_json
 def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: Any) -> int:
     """Remove some of the saved configurations, searches and notes.
 
-    With both --older-than and --not-for-this-jax, a removed file meets both conditions. Later searches start from
-    saved searches, and `tune --missed` tunes the calls in notes. A file that another process replaces during the
-    command stays.
+    With several of --older-than, --not-for-this-jax and --failed, a removed file meets all of them. Later searches
+    start from saved searches, and `tune --missed` tunes the calls in notes. A file that another process replaces
+    during the command stays.
 
     With URL, the command removes entries of that shared cache instead of the folder, and also every entry that is worse
     than another one. Readable entries of a damaged object stay. Other users may push at the same time.
     """
     if not url and not any(wanted.values()):
-        raise click.UsageError("choose the files to remove: --older-than, --not-for-this-jax or --unreadable.")
+        raise click.UsageError(
+            "choose the files to remove: --older-than, --not-for-this-jax, --failed or --unreadable."
+        )
+    if url and wanted["failed"]:
+        raise click.UsageError("--failed is about searches, which are not uploaded to a shared cache.")
     from ejkernel.cli.folder import Wanted, run_prune
     from ejkernel.cli.sharing import run_prune_shared
 
@@ -192,7 +197,7 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Copy better entries from folders and URLs.
+    """Copy better entries from folders and URLs, and the searches of folders.
 
     Of two entries measured with the same versions, the greater speed-up over the heuristic wins; otherwise the entry
     measured with the versions here, or else the newer one. Entries set by hand always stay. If neither of two

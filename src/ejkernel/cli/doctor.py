@@ -19,6 +19,7 @@ from ejkernel.cli import report
 from ejkernel.cli.explain import implementations_on
 from ejkernel.cli.folder import items
 from ejkernel.ops.config._files import driver_of
+from ejkernel.ops.config.misses.folders import fault_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.utils.error_text import error_text, printable
@@ -103,8 +104,14 @@ def _caches() -> list[dict[str, Any]]:
 
 
 def _folder(place: str, *, written: bool) -> dict[str, Any]:
+    variable = "EJKERNEL_CACHE_LAYERS" if not written else settings.current().cache_variable
+    fault = fault_of(Path(place), variable)
     if not os.path.isdir(place):
-        state, problem = ("does not exist yet", None) if written else ("does not exist", f"{place} does not exist")
+        # The default folder is missing until the first save, but a named one may be a copy with a misspelt name.
+        creates = "; the first save creates it" if written else ""
+        state, problem = f"does not exist{creates}", f"{fault}{creates}" if variable else None
+    elif fault:
+        state, problem = "no configurations", fault
     else:
         found = list(items(PersistentCache(place, layers=())))
         unusable = sum(bool(item.problem) for item in found)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,18 +20,7 @@ from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import (
-    AUTOTUNE,
-    FORWARD,
-    HEURISTIC,
-    MEMORY,
-    OVERLAY,
-    OVERRIDE,
-    PERSISTENT,
-    SHARED,
-    SHIPPED,
-    SISTER,
-)
+from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
@@ -60,11 +48,6 @@ _USUAL = frozenset(
         "the kernel has a heuristic for the backward call",
         "its forward call has no measured configuration either",
     }
-)
-# The tiers that every call may ask, in this order.
-_ALWAYS = (
-    *(OVERRIDE.name, OVERLAY.name, MEMORY.name, PERSISTENT.name, SHIPPED.name, AUTOTUNE.name),
-    *(SISTER.name, FORWARD.name, HEURISTIC.name),
 )
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
@@ -105,7 +88,7 @@ def run_explain(
         report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
     elif explained:
         pairs = zip(found.calls, explained, strict=True)
-        click.echo("\n\n".join(_as_text(inv, why, cache, verbose=verbose) for inv, why in pairs))
+        click.echo("\n\n".join(_as_text(inv, why, verbose=verbose) for inv, why in pairs))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -130,31 +113,25 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(inv: Invocation[Any, Any], why: Explanation, cache: Path | None, *, verbose: bool) -> str:
+def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
-    silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
-    tiers = [f"{'no answer':<10}  {', '.join(silent)}"] if silent else []
-    tiers += [f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent]
-    tiers += [f"{name:<10}  not asked" for name in _after(why.tiers[-1].tier if why.tiers else "")] if verbose else []
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
-    title, search = f"{why.op_id_v}  {arguments(inv.description)}", _search(why, cache)
-    lines = [title, key, *tiers, *search, *refusals, why.elsewhere, f"=> {why.answer}"]
+    search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
+    title = f"{why.op_id_v}  {arguments(inv.description)}"
+    lines = [title, key, *_tiers(why, verbose=verbose), *search, *refusals, why.elsewhere, f"=> {why.answer}"]
     found = [report.wrapped(printable(line), indent=12) for line in lines if line]
     return "\n".join(found)
 
 
-def _after(last: str) -> list[str]:
-    """Return the names of the tiers after the one that answered; those that cannot have an answer are left out."""
-    asked = [name for name in _ALWAYS if name == last]
-    return list(_ALWAYS[_ALWAYS.index(last) + 1 :]) if asked else []
-
-
-def _search(why: Explanation, cache: Path | None) -> list[str]:
-    if why.search is None or why.key is None:
-        return []
-    place = "" if cache is None else f" --cache {shlex.quote(str(cache))}"
-    command = f"ejkernel show{place} --log {why.key.op.partition('@')[0]}:{why.key.call}"
-    return [f"search: {why.search_text}", f"candidates: {command}"]
+def _tiers(why: Explanation, *, verbose: bool) -> list[str]:
+    """Return a line for each tier that says something about the call, or for every tier."""
+    silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
+    lines = {tier.tier: f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent}
+    if not verbose:
+        return [*([f"{'no answer':<10}  {', '.join(silent)}"] if silent else []), *lines.values()]
+    known = {tier.name: f"{tier.name:<10}  not asked{tier.only and f': only {tier.only}'}" for tier in ORDER}
+    # a user's own chooser asks no tiers
+    return list((known | lines if lines.keys() <= known.keys() else lines).values())
 
 
 def _refusal(name: str, reason: str) -> str:

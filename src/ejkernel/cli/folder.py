@@ -23,6 +23,7 @@ from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
+from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config._files import ENTRY, UnusableError, files, is_url
 from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import StoredEntry, read_entry
@@ -77,6 +78,7 @@ class Item:
         problem: Why it is unusable; empty if usable.
         time: The time of writing, if known.
         jax: The JAX version of the measurement; empty if unknown.
+        failed: Whether it is a search in which nothing could be measured.
         stale: Differences of an entry from the current environment.
         unknown: Names of environment properties missing in an entry.
         seen: Identifies the checked content of the file.
@@ -87,6 +89,7 @@ class Item:
     problem: str = ""
     time: datetime.datetime | None = None
     jax: str = ""
+    failed: bool = False
     stale: tuple[Difference, ...] = ()
     unknown: tuple[str, ...] = ()
     seen: Seen | None = None
@@ -104,21 +107,24 @@ class Wanted:
     Attributes:
         older_than: Only older files; `None`: any age.
         other_jax: Only files measured with another version of JAX.
+        failed: Only searches in which nothing could be measured.
         unreadable: Also unusable files.
     """
 
     older_than: datetime.timedelta | None = None
     other_jax: bool = False
+    failed: bool = False
     unreadable: bool = False
 
     def has(self, item: Item, now: datetime.datetime) -> bool:
         """Return whether to remove a file."""
         if item.problem:
             return self.unreadable and item.is_ours
-        if self.older_than is None and not self.other_jax:
+        if self.older_than is None and not self.other_jax and not self.failed:
             return False
         is_old = self.older_than is None or (item.time is not None and now - item.time > self.older_than)
-        return is_old and not (self.other_jax and item.jax in ("", jax.__version__))
+        is_of_this_jax = item.jax in ("", jax.__version__)
+        return is_old and not (self.other_jax and is_of_this_jax) and (item.failed or not self.failed)
 
 
 def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[Item]:
@@ -151,8 +157,9 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
                 continue
             if content is not None:
                 provenance = {"time": content.last} if kind == "note" else getattr(content, "provenance", {})
-                stale = _staleness(content, space_of) if kind == "entry" else {}
-                yield _item(path, kind, provenance, seen=was, **stale)
+                more: dict[str, Any] = _staleness(content, space_of) if kind == "entry" else {}
+                more |= {"failed": content.progress.state == SearchState.FAILED} if kind == "search" else {}
+                yield _item(path, kind, provenance, seen=was, **more)
     yield from _unlisted(cache.path)
 
 
@@ -226,7 +233,7 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
             _verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing}
         )
     else:
-        _print_verified(by_folder, bad)
+        _print_verified(by_folder, bad, {str(each.path): each.fault for each in (store, *layers)})
     return 1 if bad or missing else 0
 
 
@@ -247,7 +254,7 @@ def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
     }
 
 
-def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]) -> None:
+def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item], faults: Mapping[str, str]) -> None:
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
     stale = [(text_of_differences(item.stale), item) for found in by_folder.values() for item in found if item.stale]
@@ -261,7 +268,7 @@ def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]
         counts = _counts(collections.Counter(item.kind for item in found))
         unusable = [item for item in found if item.problem]
         state = _usable(len(found), unusable, folder="" if folder == written else folder)
-        click.echo(f"{folder}: {f'{counts}; {state}' if Path(folder).is_dir() else 'there is no such folder'}")
+        click.echo(faults[folder] or f"{folder}: {counts}; {state}")
 
 
 def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:

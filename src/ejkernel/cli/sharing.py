@@ -17,10 +17,11 @@ from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.folder import Wanted, item_of
 from ejkernel.cli.show import opened
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.config._files import is_url
 from ejkernel.ops.config.entries import key_cells
 from ejkernel.ops.config.shared import upkeep
-from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, bring, place_of, plan
+from ejkernel.ops.config.shared.exchange import FolderPlace, Place, Plan, SharedPlace, Step, bring, place_of, plan
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 
@@ -85,7 +86,12 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
     """Run `ejkernel cache merge`."""
     folder = _folder(cache)
     target = place_of(str(folder), folder)
-    _bring([place_of(name, folder) for name in sources], target, dry_run=dry_run, as_json=as_json)
+    places = [place_of(name, folder) for name in sources]
+    found = plan(places, target) if dry_run else bring(places, target)
+    mine = MeasurementStore(folder)
+    theirs = [MeasurementStore(place.folder) for place in places if isinstance(place, FolderPlace)]
+    searches = sum(mine.copy(store, dry_run=dry_run) for store in theirs)
+    _print(found, target, dry_run=dry_run, as_json=as_json, searches=searches)
 
 
 @_with_config_errors
@@ -124,17 +130,24 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
 
 def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
     found = plan(sources, target) if dry_run else bring(sources, target)
+    _print(found, target, dry_run=dry_run, as_json=as_json)
+
+
+def _print(found: Plan, target: Place, *, dry_run: bool, as_json: bool, searches: int | None = None) -> None:
+    """Print what was copied, or would be; `searches` is the number of new searches if they are copied too."""
     counts = collections.Counter(step.action for step in found.steps)
     if as_json:
         names = ("added", "replaced", "kept", "same")
         data = {"target": str(target), "dry_run": dry_run, **{name: counts[name] for name in names}}
+        data |= {} if searches is None else {"searches": searches}
         report.echo_json(data | {"conflicts": [_as_data(step) for step in found.conflicts]})
         return
     _conflicts(found)
     would = "would be " if dry_run else ""
+    more = "" if searches is None else f"; {counted(searches, 'search', 'searches')} {would}added"
     click.echo(
         f"{target}: {_entries(counts['added'])} {would}added, {counts['replaced']} {would}replaced by better entries; "
-        f"{counts['kept']} better entries kept, {counts['same']} identical"
+        f"{counts['kept']} better entries kept, {counts['same']} identical{more}"
     )
 
 

@@ -14,9 +14,10 @@ from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.programs import Outcome, programs
-from ejkernel.ops.autotuner.trials.status import SearchProgress, stored_in_brief, stored_in_words
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
+from ejkernel.ops.config.misses.folders import fault_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
@@ -38,7 +39,7 @@ def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
         raise ConfigError(f"{store.path} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR.")
     # A missing --cache folder is probably a typo; the default folder is created on the first save.
     if cache is not None and not store.path.exists():
-        raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the default one.")
+        raise ConfigError(f"{fault_of(store.path)}; `ejkernel cache path` prints the default one.")
     return store
 
 
@@ -54,9 +55,11 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
         keys.append(entry.key)
         if not prefix or _begins(entry.key, prefix):
             shown.append(_as_data(entry) if as_json else _cells(entry))
+    failed = 0
     for search in MeasurementStore(store).without_entry():
         keys.append(search.key)
         if _begins(search.key, prefix):
+            failed += search.progress.state == SearchState.FAILED
             shown.append(_as_data(search) if as_json else _open_cells(search))
     if prefix and not shown:
         raise _none(store, "entry", [prefix], keys)
@@ -65,8 +68,11 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     elif shown:
         header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
         click.echo(report.table(header, shown, "measured", "device", "call", "arguments"))
+        if failed:
+            text = "searches failed: `show --log` says why; `ejkernel cache prune --failed` removes them"
+            click.echo(text if failed > 1 else text.replace("searches", "a search").replace("them", "it"), err=True)
     else:
-        click.echo(f"No saved configurations in {store.path}{store.advice()}.")
+        click.echo(f"No saved configurations{f': {store.fault}' if store.fault else f' in {store.path}'}.")
     return 0 if shown else 1
 
 

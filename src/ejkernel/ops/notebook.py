@@ -144,7 +144,7 @@ def _(why: Explanation) -> list[_Section]:
     facts = [
         ("Configuration", "none" if why.resolution is None else f"{compact(why.config)}, from {why.source}"),
         ("Key", key),
-        *([("Search", why.search_text)] if why.search_text else []),
+        *([("Search", why.search_text), ("Candidates", why.candidates)] if why.search_text else []),
         *([("Devices", split)] if split else []),
         ("Label", why.label or f"none: {why.label_note}"),
     ]

@@ -2,6 +2,7 @@
 """A search as a person reads it."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, St
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.execution import explain
+from ejkernel.ops.notebook import html_of
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), np.float32),), device="gpu:h200")
 
@@ -93,7 +95,7 @@ def test_times_by_two_clocks_are_not_compared():
         ["configuration", "status", "median", "spread", "of", "heuristic", "reason"],
         ["*h", "rows=1", "measured", "4.0", "us", "0%", "100%"],
         ["rows=3", "measured", "5.0", "us", "0%", "125%"],
-        ["rows=2", "measured", "1.0", "us", "cpu", "0%", "-"],
+        ["rows=2", "measured", "(1.0", "us", "cpu)", "0%", "-"],
         ["rows=3", "failed", "-", "-", "-", "out", "of", "shared", "memory"],
     ]
     view = SearchView(**view_of(found))
@@ -236,6 +238,22 @@ def test_a_call_without_entry_says_what_tuning_again_does(state, says):
 
 def test_an_empty_result_is_one_line():
     assert str(AutotuningResult("gpu:h200", ())) == "0 configurations for gpu:h200"
+
+
+def test_a_time_by_another_clock_is_in_brackets_and_placed_by_its_ratio():
+    other = measured(2, 1, 1, 1, 1)
+    other = dataclasses.replace(
+        other, measurement=dataclasses.replace(other.measurement, method="processor", relative=1.1)
+    )
+    found = search(measured(1, 4, 4, 4, 4), other, measured(3, 5, 5, 5, 5), winner=0)
+    view = SearchView(**view_of(found))
+    assert [(row.name, row.place_us) for row in view.rows] == [("rows=1", 4.0), ("rows=2", 4.4), ("rows=3", 5.0)]
+    assert (view.axis.low, view.axis.high) == (4.0, 5.0)
+    assert re.search(r"rows=2 +measured +\(1.0 us cpu\) +0% +110%", found.summary())
+    row = html_of(found).partition("<td>rows=2<td")[2].partition("<tr")[0]
+    assert "<td data-v=4.4>(1.0 us cpu)" in row
+    assert "<rect" not in row
+    assert "<circle" in row
 
 
 def test_wall_clock_times_among_processor_times_say_so():

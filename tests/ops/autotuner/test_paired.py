@@ -158,6 +158,27 @@ def test_a_contradicting_clock_decides_nothing():
     assert verdict.doubt.startswith("by the clock, which other processes disturbed, it is 0.1")
 
 
+def test_after_the_last_round_the_clock_decides_a_contradiction():
+    idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
+    verdict = judge(idle, busy, is_last=True)
+    assert (verdict.wins, verdict.settled, verdict.judged_by) == (False, True, "clock")
+
+
+def test_after_the_last_round_a_parallel_challenger_wins_by_the_clock_and_its_busiest_thread():
+    noise = [1.0, 2.0] * 10
+    parallel, serial = calls(1.0, noise, threads=4), calls(1.5, noise)
+    assert not judge(parallel, serial).settled
+    verdict = judge(parallel, serial, is_last=True)
+    assert (verdict.wins, verdict.settled, verdict.judged_by) == (True, True, "clock")
+
+
+def test_a_serial_challenger_that_only_the_disturbed_clock_prefers_stays_undecided():
+    noise = [1.0, 2.0] * 10
+    serial, parallel = calls(1.5, noise), calls(1.0, [2 * stretch for stretch in noise], threads=4)
+    verdict = judge(serial, parallel, is_last=True)
+    assert (verdict.wins, verdict.settled) == (False, False)
+
+
 def test_nearly_equal_work_is_not_a_win():
     verdict = judge(calls(0.95, NOISE), calls(1.0, NOISE[::-1]))
     assert (verdict.wins, verdict.settled) == (False, False)

@@ -265,6 +265,18 @@ def held_up(*stretches, work=1.0):
         ([[Sample(1.0), Sample(9.0)], held_up(1.0, 9.0)], False),  # nobody knows
         ([[], held_up(1.0, 9.0)], True),
         ([], False),
+        # Two threads share the work of a sample in another way each time, on a quiet machine.
+        ([[Sample(1.0, Work(share, 1.0)) for share in (1.0, 0.5, 0.6, 0.5)]], False),
+        ([[Sample(share, Work(share, 1.0)) for share in (1.0, 0.5, 1.0, 1.0)]], False),
+        (
+            [
+                [
+                    Sample(seconds, Work(share, 1.0))
+                    for seconds, share in ((1.0, 1.0), (4.0, 0.5), (6.0, 0.9), (5.0, 0.5))
+                ]
+            ],
+            True,
+        ),
     ],
 )
 def test_the_clock_counts_as_disturbed_if_it_differs_from_the_work(noted, disturbed):

@@ -74,6 +74,28 @@ def test_an_explanation_shows_a_missing_answer(executor):
     assert str(explanation).splitlines()[-2:] == ["  label      - the call cannot run", "  => no configuration"]
 
 
+def test_an_explanation_names_the_command_for_candidates_unless_the_search_is_missing(tmp_path):
+    def explained(folder):
+        return Executor(ConfigSelectorChain(persistent=PersistentCache(folder, shipped=False))).explain(Times(), X)
+
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path / "tuned", shipped=False))
+    inv = ops.Invocation(kernel=Times(), args=(X,))
+    chain.search(inv, inv.kernel)
+    command = f"ejkernel show --cache {tmp_path / 'tuned'} --log Times:{inv.call_key}"
+    assert explained(tmp_path / "tuned").candidates == command
+    assert "  candidates ejkernel show" in str(explained(tmp_path / "tuned"))
+    PersistentCache(tmp_path / "copied", shipped=False).put(
+        inv.key, 2, measured=chain.persistent.load(inv.key).measured
+    )
+    assert explained(tmp_path / "copied").candidates.startswith("not here: the configuration was copied without")
+
+
+def test_a_command_for_candidates_in_the_usual_folder_needs_no_cache_option():
+    inv = ops.Invocation(kernel=Times(), args=(X,))
+    ops.autotune(inv.kernel, X)
+    assert default_executor().explain(inv.kernel, X).candidates == f"ejkernel show --log Times:{inv.call_key}"
+
+
 def test_an_explanation_gives_the_reason_for_a_missing_key(executor):
     explanation = executor.explain(Applies(), X, function=lambda x: x)
     assert (explanation.key, explanation.label, explanation.label_note) == (None, None, "the call has no key")

@@ -228,6 +228,18 @@ def test_the_result_applies_to_compiled_functions(executor, chain):
     assert (before, inside, function(X)) == (X.sum(), 7 * X.sum(), X.sum())
 
 
+def test_a_search_that_saves_nothing_gives_the_configuration_saved_before(tmp_path, kernel):
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path / "mine", shipped=False))
+    calls = [Invocation(kernel=kernel, args=(X,)), Invocation(kernel=Cube(), args=(X,))]
+    chain.persistent.put(calls[0].key, 2)
+    with policy_override(chain, budget_s=1e-6):
+        result = tune_invocations(chain, calls)
+    assert [search.not_saved[:12] for search in result.searches] == ["not finished"] * 2
+    assert [(entry.call_key, entry.cfg) for entry in result.entries] == [(calls[0].call_key, 2)]
+    assert "not finished (1 of 2)" in str(result)
+    assert ops.AutotuningResult.loads(result.dumps()) == result
+
+
 # --- recorded calls ---
 
 

@@ -42,6 +42,7 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
+from ejkernel.ops.config.misses.folders import fault_of
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
@@ -93,6 +94,7 @@ class PersistentCache(Shown):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
         if layers is None:
             layers = settings.current().cache_layers if path is None else ()
+        self._variable = settings.current().cache_variable if path is None else ""
         self.path = _expand(path)
         opened = {layer: _shared(layer, self.path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)}
         self.layers = tuple(layer for layer in opened.values() if layer is not None)
@@ -121,14 +123,10 @@ class PersistentCache(Shown):
         for layer in self.shared:
             layer.refresh_if_due()
 
-    def advice(self) -> str:
-        """Return a clause for messages if the folder is the parent of a cache folder, as in a copy of it; else `""`."""
-        inner = None if self.path is None else self.path / settings.CACHE_FOLDER
-        try:
-            is_parent = inner is not None and inner.is_dir()
-        except OSError:
-            is_parent = False
-        return f"; {self.path} holds a cache folder, so name that one: EJKERNEL_CACHE_DIR={inner}" if is_parent else ""
+    @property
+    def fault(self) -> str:
+        """Why the folder has no configurations, e.g. because it is above a cache folder; empty if nothing is wrong."""
+        return "" if self.path is None else fault_of(self.path, self._variable)
 
     def why_not_writable(self) -> str | None:
         """Return why the folder is not writable; `None` if a test write succeeds."""
@@ -251,13 +249,20 @@ class PersistentCache(Shown):
                 yield entry.key, entry
 
     def _look_for_layers(self) -> None:
-        """Warn once of missing folders. Shared caches at URLs are contacted on a miss."""
+        """Warn once of missing layers, and of folders above or inside a cache folder. A missing own folder is no fault.
+
+        Shared caches at URLs are contacted on a miss.
+        """
         if self._has_looked_for_layers:
             return
         self._has_looked_for_layers = True
         if not self._write_failed and self.path is not None and os.path.isfile(self.path):
             text = f"the persistent cache {self.path} is a file, so it has no configurations"
             warn_once(str(self.path), f"{text}; name a folder, e.g. with EJKERNEL_CACHE_DIR.")
+        for folder in self.folders():
+            variable = self._variable if folder == self.path else ""
+            if os.path.isdir(folder) and (fault := fault_of(folder, variable)):
+                warn_once(f"{folder} holds", f"{fault}.")
         folders = [str(layer) for layer in self.layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
             text = f"there is no folder {name}, a layer read after {self.path}; check its name."

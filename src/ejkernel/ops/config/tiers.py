@@ -22,6 +22,7 @@ class Tier:
         is_temporary: Whether the answers are temporary and not remembered.
         is_for_one_call: Whether an answer is for the exact call, rather than for all calls of its bucket.
         is_saved: Whether another process found the answers, maybe with another version of the kernel.
+        only: Where it can have an answer at all; empty for everywhere. It is not asked elsewhere.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Tier:
     is_temporary: bool = False
     is_for_one_call: bool = False
     is_saved: bool = False
+    only: str = ""
 
 
 OVERRIDE: Final = Tier("override", is_temporary=True, is_for_one_call=True)
@@ -36,22 +38,27 @@ OVERLAY: Final = Tier("overlay", is_temporary=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 SHIPPED: Final = Tier("shipped", is_saved=True)
-SHARED: Final = Tier("shared", is_saved=True)  # found by a refresh of a shared cache's copy
+# found by a refresh of a shared cache's copy
+SHARED: Final = Tier("shared", is_saved=True, only="with a URL in EJKERNEL_CACHE_LAYERS")
 AUTOTUNE: Final = Tier("autotune")
-AGREED: Final = Tier("agreed", is_temporary=True)  # by the processes of a program; a source continues with the process
-STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, but the policy asks to tune it again
+# by the processes of a program; a source continues with the process
+AGREED: Final = Tier("agreed", is_temporary=True, only="in programs of several processes")
+# saved, but the policy asks to tune it again
+STALE: Final = Tier("stale", is_provisional=True, is_saved=True, only="if EJKERNEL_STALE asks to tune entries again")
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
-PUBLISHED: Final = Tier("published", is_provisional=True, is_saved=True)  # measured by others
-ESTIMATED: Final = Tier("estimated", is_provisional=True, is_saved=True)  # by a compiler's simulator, not measured
+# measured by others
+PUBLISHED: Final = Tier("published", is_provisional=True, is_saved=True, only="on TPUs")
+# by a compiler's simulator, not measured
+ESTIMATED: Final = Tier("estimated", is_provisional=True, is_saved=True, only="on TPUs")
 HEURISTIC: Final = Tier("heuristic", is_provisional=True, is_for_one_call=True)
 CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # a user-defined chooser, which asks no tiers
 
-_TIERS: Final = (
-    *(OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE),
-    *(STALE, SISTER, FORWARD, PUBLISHED, ESTIMATED, HEURISTIC, CHOOSER),
+ORDER: Final = (
+    *(OVERRIDE, OVERLAY, AGREED, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE),
+    *(STALE, SISTER, FORWARD, PUBLISHED, ESTIMATED, HEURISTIC),
 )
-_BY_NAME: Final = {tier.name: tier for tier in _TIERS}
+_BY_NAME: Final = {tier.name: tier for tier in (*ORDER, CHOOSER)}
 
 
 def tier_named(name: str) -> Tier:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
 
 if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.store.log import StoredSearch
     from ejkernel.ops.autotuner.trials.status import SearchProgress
 
 
@@ -48,6 +50,7 @@ class Explanation(Shown):
         search: State of the search for its configuration; `None` without a search.
         search_note: Why the search failed, is not finished or undecided, and why a newer search saved nothing; empty
             if it is complete and the newest.
+        candidates: The command that prints the candidates of the search, or where they are; empty without a search.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
 
@@ -63,6 +66,7 @@ class Explanation(Shown):
     split_note: str = ""
     search: SearchProgress | None = None
     search_note: str = ""
+    candidates: str = ""
     runs: Any = None
 
     @property
@@ -81,7 +85,8 @@ class Explanation(Shown):
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
         lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
-        lines += [f"  search     {self.search_text}"] if self.search_text else []
+        if self.search_text:
+            lines += [f"  search     {self.search_text}", f"  candidates {self.candidates}"]
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         label = f"{self.label} (its name in the program's text)" if self.label else f"- {self.label_note}"
@@ -169,28 +174,36 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         refusals=kernel.refusals(inv),
         split=split,
         split_note=split_note,
-        search=_search_of(chooser, key),
-        search_note=_why_open(chooser, key),
+        **_search_of(chooser, key),
         runs=None if resolution is None else kernel.completed(inv, resolution.config),
     )
 
 
-def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
-    store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
-    return None if store is None or key is None else store.progress(key)
-
-
-def _why_open(chooser: object, key: ConfigKey | None) -> str:
-    """Return why the search of a call failed, is not finished or undecided, and the result of a newer search."""
-    store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
+def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
+    """Return the fields of `Explanation` about the search for a call's configuration."""
+    store = chooser.store if isinstance(chooser, ConfigSelectorChain) else None
     progress = None if store is None or key is None else store.progress(key)
-    history = None if store is None or key is None or progress is None else store.history(key)
+    if store is None or progress is None:
+        return {}
+    history = store.history(key)
     if history is None:
-        return ""
+        away = "not here: the configuration was copied without its search, which stays in the cache it comes from"
+        return {"search": progress, "candidates": away}
     found, newest = history.shown, history.searches[0]
     why = found.why if found.progress == progress and progress.state != "complete" else ""
     later = f"a newer search is not saved: {newest.not_saved or newest.in_a_word}" if newest is not found else ""
-    return "; ".join(filter(None, (why, later)))
+    note = "; ".join(filter(None, (why, later)))
+    return {"search": progress, "search_note": note, "candidates": _command_for(found)}
+
+
+def _command_for(search: StoredSearch) -> str:
+    """Return the command that prints the candidates of a search."""
+    if search.path is None:
+        return "in this process only, because the cache cannot be written"
+    folder = search.path.parents[2]
+    usual = folder in tuple(PersistentCache().folders())
+    place = "" if usual else f" --cache {shlex.quote(str(folder))}"
+    return f"ejkernel show{place} --log {search.key.op.partition('@')[0]}:{search.key.call}"
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:

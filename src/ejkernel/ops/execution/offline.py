@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.store.saving import saved_before
 from ejkernel.ops.autotuner.tasks.asked import Inputs, asked_calls
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Counter, on_event
@@ -141,9 +142,9 @@ def tune_invocations(
 ) -> AutotuningResult:
     """Tune each call, forwards first, and save the configurations in the chain.
 
-    A call without a measurable candidate gives a `TuningWarning` and no entry in the result. A call has no entry either
-    if its search ended before the winner was confirmed. Ctrl-C ends the current search, keeps its times for the next
-    search, and raises the interrupt.
+    A call without a measurable candidate gives a `TuningWarning` and no entry in the result. If a search saves nothing,
+    e.g. because it ended before the winner was confirmed, the result has the configuration saved before, if any. Ctrl-C
+    ends the current search, keeps its times for the next search, and raises the interrupt.
 
     Args:
         selector: The chain that tunes and saves.
@@ -188,7 +189,7 @@ def tune_together(
             if isinstance(data, BaseException):
                 raise data
             searched.append((calls, data))
-    return _result(searched, sets[0][0].inv.device_fingerprint if sets else device_fingerprint())
+    return _result(selector, searched, sets[0][0].inv.device_fingerprint if sets else device_fingerprint())
 
 
 @contextlib.contextmanager
@@ -368,7 +369,7 @@ def autotune_kernel(
         more |= {"weight": first.weight, "others": others}
     policy = effective_policy(chain)
     data = chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
-    return _result([([first, *others], data)], first.inv.device_fingerprint)
+    return _result(chain, [([first, *others], data)], first.inv.device_fingerprint)
 
 
 def _check_counts(num_warmup: int, num_iters: int) -> None:
@@ -376,13 +377,17 @@ def _check_counts(num_warmup: int, num_iters: int) -> None:
         raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
 
 
-def _result(searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str) -> AutotuningResult:
-    """Return the result of all searches, with an entry for each call of a search."""
+def _result(
+    chain: ConfigSelectorChain[Any, Any], searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str
+) -> AutotuningResult:
+    """Return the result of all searches, with an entry for each call that has a saved configuration now."""
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-            if not getattr(data, "not_saved", ""):  # a user's own tuner may return another type
-                entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+            is_saved = not getattr(data, "not_saved", "")  # a user's own tuner may return another type
+            in_force = data if is_saved else saved_before(chain, kernel_of(inv), inv)
+            if in_force is not None:
+                entries.append(Entry(inv.op_id_v, inv.call_key, in_force.config))
             searches.append(found)
     return AutotuningResult(device, tuple(entries), tuple(searches))
 

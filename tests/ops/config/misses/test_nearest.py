@@ -153,6 +153,16 @@ def test_equal_calls_do_not_differ():
 
 
 def test_a_copy_of_the_folder_above_the_cache_names_the_cache(tmp_path):
-    (tmp_path / "configs").mkdir()
-    says = f"no entry; {tmp_path} holds a cache folder, so name that one: EJKERNEL_CACHE_DIR={tmp_path / 'configs'}"
-    assert why(PersistentCache(tmp_path, shipped=False), X) == says
+    (tmp_path / "configs" / "cpu-some").mkdir(parents=True)
+    says = (
+        f"no entry; {tmp_path} has no configurations, but {tmp_path / 'configs'} has some: name {tmp_path / 'configs'}"
+    )
+    with pytest.warns(CacheWarning, match="has no configurations, but"):
+        assert why(PersistentCache(tmp_path, shipped=False), X) == says
+
+
+def test_a_missing_folder_is_the_reason_for_no_entry(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cahce"))
+    text = f"there is no folder {tmp_path / 'cahce'}, named by EJKERNEL_CACHE_DIR, but there is {tmp_path / 'cache'}"
+    assert why(PersistentCache(), X) == f"no entry; {text}"

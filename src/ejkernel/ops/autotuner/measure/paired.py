@@ -145,7 +145,8 @@ def judge(
 
     Processor time means that of the busiest thread. It decides only if neither the clock nor the total of all threads
     contradicts it; the total may, for example if only one candidate is parallel. Otherwise the clock decides, with a
-    higher confidence.
+    higher confidence. After the last round, more rounds cannot resolve a contradiction, so the clock also decides it:
+    against the challenger, and for it if the time of the busiest thread agrees.
 
     Args:
         challenger, incumbent: The samples; extra samples of the longer one are ignored.
@@ -174,7 +175,7 @@ def judge(
     opposed = compare(*(clock[::-1] if busiest.wins else clock)).wins
     if busiest.settled and busiest.wins == total.wins and not opposed:
         return by_work
-    if by_clock.settled and not busiest.settled:
+    if by_clock.settled and (not busiest.settled or (is_last and (busiest.wins or not by_clock.wins))):
         return by_clock
     if opposed:
         doubt = f"by the clock, which other processes disturbed, it is {by_clock.speedup:.2f}x"

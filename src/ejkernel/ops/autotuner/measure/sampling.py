@@ -63,7 +63,9 @@ def work_of(samples: Sequence[Sample]) -> list[float]:
 def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
     """Return whether other processes delayed the samples so much that the clock cannot rank the candidates.
 
-    On a quiet machine, clock time and the time of the busiest thread agree up to a constant factor per candidate.
+    On a quiet machine, clock time agrees with processor time up to a constant factor per candidate: with that of the
+    busiest thread, or with that of all threads if the calls of a sample share them in another way each time. Waiting
+    for a processor adds to the clock beside both.
 
     Args:
         noted: The samples of each candidate.
@@ -73,11 +75,19 @@ def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
     # times slower than the best candidate (benchmarks/under_load.py).
     excess: list[float] = []
     for samples in filter(None, noted):
-        stretches = [s.seconds / busiest for s, busiest in zip(samples, work_of(samples), strict=False)]
-        if not stretches:
+        if not work_of(samples):
             return False
-        excess += [stretch / min(stretches) for stretch in stretches]
+        works = [(sample.seconds, sample.work) for sample in samples if sample.work is not None]
+        by_busiest = _relative(seconds / work.busiest for seconds, work in works)
+        by_total = _relative(seconds / work.total for seconds, work in works)
+        excess += map(min, by_busiest, by_total)
     return bool(excess) and sorted(excess)[3 * len(excess) // 4] > _UNSTEADY
+
+
+def _relative(values: Iterable[float]) -> list[float]:
+    """Return positive values divided by the least of them."""
+    found = list(values)
+    return [value / min(found) for value in found]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,28 @@ class MeasurementStore(Shown):
         else:
             _remove(beside, known[: 1 - KEPT])
 
+    def copy(self, other: MeasurementStore, *, dry_run: bool = False) -> int:
+        """Copy the searches of another cache to the writable folder; return how many this cache did not have.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        folder, count = self.cache.path, 0
+        if folder is None:
+            return 0
+        for log in other._logs(None):
+            beside = folder.joinpath(*location(log.key)[:2])
+            known = _known(log.key, (place.name for place in listed(beside)))
+            kept = sorted({*known, log.name})[-KEPT:]
+            if log.path is None or log.name in known or log.name not in kept:
+                continue
+            count += 1
+            raw = None if dry_run else read_file(log.path, _LARGEST)
+            if raw is not None:
+                write_file(beside / log.name, raw.decode(), root=folder)
+                _remove(beside, set(known) - set(kept))
+        return count
+
     def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
         """Yield all searches, or those of one versioned operation; for each call the newest first.
 

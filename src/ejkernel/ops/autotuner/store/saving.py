@@ -92,7 +92,7 @@ class Saver:
         reason: str | AdmissionError = ""
         stays: Any = None
         if isinstance(found, AutotuneData):
-            earlier = self._earlier(key, call)
+            earlier = saved_before(self.chain, self.kernel, call)
             if earlier is not None and self.own_space:
                 has_left = not is_in(candidates_of(self.kernel, call.representative), earlier.config)
                 earlier = dataclasses.replace(earlier, has_left=has_left)
@@ -119,23 +119,13 @@ class Saver:
         """Return the saved configurations of the calls as records, so that a search of a large space measures them."""
         if not self.own_space:
             return []
-        saved = [earlier for inv in calls if (earlier := self._earlier(inv.key, inv)) is not None]
+        saved = [earlier for inv in calls if (earlier := saved_before(self.chain, self.kernel, inv)) is not None]
         return [Record("saved", ((earlier.config, 1.0),)) for earlier in saved]
-
-    def _earlier(self, key: ConfigKey, call: Invocation[Any, Any]) -> Earlier | None:
-        """Return the saved configuration, if it counts as measured; `None` otherwise."""
-        if self.chain.persistent is None:
-            return None
-        stale = effective_policy(self.chain).stale
-        for config, entry in saved_in(self.chain.persistent, key, self.kernel.config_type):
-            if standing(stale, entry, self.kernel, call)[0] == "use":
-                return Earlier(config, entry)
-        return None
 
     def _use_here(self, key: ConfigKey, call: Invocation[Any, Any], config: object) -> None:
         """Let this process use the best result so far rather than search again, unless it has an earlier result."""
         before = self.chain.cache.remembered(key)
-        if (before is None or before.tier.is_provisional) and self._earlier(key, call) is None:
+        if (before is None or before.tier.is_provisional) and saved_before(self.chain, self.kernel, call) is None:
             self.chain.cache.remember(key, config, AUTOTUNE.name)
 
 
@@ -171,6 +161,19 @@ class Earlier:
         progress = self.progress
         is_undecided = progress is not None and progress.state == SearchState.UNDECIDED
         return not (is_undecided and self.entry is not None and is_kept_in(self.entry.measured))
+
+
+def saved_before(
+    chain: ConfigSelectorChain[Any, Any], kernel: Kernel[Any, Any], call: Invocation[Any, Any]
+) -> Earlier | None:
+    """Return the saved configuration of a call, if it counts as measured; `None` otherwise."""
+    if chain.persistent is None:
+        return None
+    stale = effective_policy(chain).stale
+    for config, entry in saved_in(chain.persistent, call.key, kernel.config_type):
+        if standing(stale, entry, kernel, call)[0] == "use":
+            return Earlier(config, entry)
+    return None
 
 
 class AdmissionError(TuningError):

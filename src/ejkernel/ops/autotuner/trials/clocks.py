@@ -44,3 +44,9 @@ def clock_note(outcome: _Timed, clock: str = "") -> str:
 def is_by_another(outcome: _Timed, clock: str) -> bool:
     """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
     return outcome.measurement is not None and outcome.measurement.method != clock
+
+
+def labelled(time: str, outcome: _Timed, clock: str) -> str:
+    """Return an outcome's time with its `clock_note`, in brackets if it does not compare with the heuristic's."""
+    text = f"{time}{clock_note(outcome, clock)}"
+    return f"({text})" if is_by_another(outcome, clock) else text

@@ -13,7 +13,7 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import MARGIN
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, to_decide
-from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.clocks import clock_of, is_by_another, labelled
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
 from ejkernel.ops.autotuner.trials.programs import are_same, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
@@ -33,7 +33,7 @@ _LEGEND = (
 )
 _TWO_CLOCKS = (
     "two clocks: `cpu` marks processor time, used while other processes disturb the wall clock; `wall-clock` marks "
-    "wall-clock time. Such times do not compare with unmarked ones, so rows by the other clock come last"
+    "wall-clock time. Times in brackets are by another clock than the heuristic's: compare `of heuristic` instead"
 )
 _CHOSEN, _IN_FORCE = "chosen", "in force, saved by another search"
 
@@ -334,7 +334,7 @@ def summary_of(title: Sequence[str], search: Findings, *, width: int | None = No
         ],
         "configuration": names,
         "status": [str(one.status) for one in firsts],
-        "mean" if search.cases else "median": [f"{time}{clock_note(one, clock)}" for time, one in times],
+        "mean" if search.cases else "median": [labelled(*pair, clock) for pair in times],
         **({"of each": _times_of_each(firsts)} if search.cases else {}),
         "spread": [_spread(one.measurement) for one in firsts],
         "of heuristic": [share_of(one, search) for one in firsts],

@@ -89,9 +89,9 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search, the fastest first; those timed by another clock come last.
+    """Return the programs of a search, the fastest first, by their ratio to the heuristic in the same rounds.
 
-    Candidates compare by their ratio to the heuristic in the same rounds where it is known.
+    Without common rounds their medians count, and those by another clock than the heuristic's come last.
     """
     clock = clock_of(outcomes)
     unit = next((one.seconds for one in outcomes if one.seconds), 1.0)  # the heuristic's time, of any rounds
@@ -100,8 +100,9 @@ def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ..
         first = program[0].measurement
         if first is None:
             return True, False, 0.0
-        relative = first.median / unit if first.relative is None else first.relative
-        return False, is_by_another(program[0], clock), relative
+        if first.relative is not None:
+            return False, False, first.relative
+        return False, is_by_another(program[0], clock), first.median / unit
 
     return sorted(programs(outcomes), key=place)
 

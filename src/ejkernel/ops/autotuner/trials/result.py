@@ -71,7 +71,7 @@ class AutotuningResult(Shown):
 
     Attributes:
         device: Fingerprint of the device.
-        entries: The configurations.
+        entries: The saved configurations of the tuned calls, also those of earlier searches that stay in force.
         searches: The searches behind them; neither compared nor serialised.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
-from ejkernel.ops.autotuner.trials.outcome import Findings, share_of, without_common
+from ejkernel.ops.autotuner.trials.outcome import Findings, relative_to_heuristic, share_of, without_common
 from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable
@@ -40,6 +40,7 @@ class Row:
         samples: Number of samples.
         compile_s: Seconds to compile.
         clock: The timer, if it is another than the heuristic's: such times do not compare.
+        place_us: Place of the median on the axis; by another clock the heuristic's time times `relative`, if known.
         note: The label of the time: ` cpu` for processor time, or the timer if it is another than the heuristic's.
         why: Why it lost, if it was compared with the heuristic or its time is shorter than the winner's.
         relative: The time relative to the heuristic's as text, `-` if they do not compare; the order of the rows.
@@ -55,6 +56,7 @@ class Row:
     samples: int = 0
     compile_s: float | None = None
     clock: str = ""
+    place_us: float | None = None
     note: str = ""
     why: str = ""
     relative: str = ""
@@ -88,9 +90,9 @@ class Axis:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Axis:
-        """Return the axis of a search, which spans the quartiles of all rows by one clock; any axis without a time."""
-        timed = [row for row in rows if row.time_us is not None and not row.clock]
-        ends = [end for row in timed for end in (row.low_us, row.time_us or 0.0, row.high_us)]
+        """Return the axis of a search, which spans all medians, and the quartiles by the heuristic's clock."""
+        ends = [end for row in rows if not row.clock and row.samples for end in (row.low_us, row.high_us)]
+        ends += [row.place_us for row in rows if row.place_us is not None]
         return cls(min(ends, default=1.0), max(ends, default=1.0))
 
     def at(self, value: float) -> float:
@@ -196,7 +198,10 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
     row = Row(name=program_name(program), mark="", status=printable(first.status))
     if first.measurement is None:
         return dataclasses.replace(row, group=_number(first, groups))
-    samples = first.measurement.samples
+    samples, clock = first.measurement.samples, clock_of(search.outcomes)
+    relative, heuristic = relative_to_heuristic(first, search), search.heuristic.seconds
+    is_other = is_by_another(first, clock)
+    moved = None if relative is None or heuristic is None else relative * heuristic
     few = len(samples) < 4
     low, high = (min(samples), max(samples)) if few else np.quantile(samples, (0.25, 0.75), method="weibull")
     return dataclasses.replace(
@@ -207,8 +212,9 @@ def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups:
         high_us=float(high) * 1e6,
         samples=len(samples),
         compile_s=first.compile_seconds,
-        clock=printable(first.measurement.method) if is_by_another(first, clock_of(search.outcomes)) else "",
-        note=printable(clock_note(first, clock_of(search.outcomes))),
+        clock=printable(first.measurement.method) if is_other else "",
+        place_us=in_microseconds(moved if is_other else first.measurement.median),
+        note=printable(clock_note(first, clock)),
         why=printable(search.why_not_chosen(first)),
         relative=share_of(first, search),
     )
