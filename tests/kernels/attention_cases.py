@@ -192,14 +192,18 @@ def check_log_sum_exp(args, options, residuals, dtype):
     assert_close(SUBJECT, np.asarray(expected)[seen], np.asarray(residuals)[seen], dtype)
 
 
-def in_use(length, **options):
-    """Return a call with shapes of a language model."""
+def in_use(length, *, keys=None, heads=(4, 2), dims=(128, 128), arrays=None, **options):
+    """Return a call with shapes of a language model; `arrays` are shapes and dtypes of further arguments."""
 
     def call(dtype):
-        query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), dtype) for heads in (4, 2))
-        return (query, key, key), options
+        shapes = [(3, length, heads[0], dims[0]), *((3, keys or length, heads[1], dim) for dim in dims)]
+        given = {name: jax.ShapeDtypeStruct(shape, own or dtype) for name, (shape, own) in (arrays or {}).items()}
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), given | options
 
     return call
+
+
+ARRAYS = {"bias": ((1, 6, 205, 307), None), "attention_mask": ((3, 1, 205, 307), "bool")}
 
 
 SUBJECT = Subject(
@@ -217,5 +221,11 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
     spaces={"causal, 2048": in_use(2048, causal=True)},
+    odd={
+        "prime lengths": in_use(1879, causal=True),
+        "prime lengths, wide heads": in_use(1877, keys=1879, heads=(2, 1), dims=(384, 520), causal=True),
+        "narrower values": in_use(77, keys=1879, dims=(200, 136), sliding_window=(333, 0)),
+        "odd heads, arrays": in_use(205, keys=307, heads=(6, 2), dims=(65, 33), logits_soft_cap=30.0, arrays=ARRAYS),
+    },
     check_residuals=check_log_sum_exp,
 )

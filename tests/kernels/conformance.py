@@ -53,6 +53,7 @@ class Subject:
         briefly: Names of calls that suffice for further dtypes, programs and transformations.
         in_float16: Names of calls that also run in float16, where values overflow unless they are scaled first.
         spaces: By name, as `calls`, calls of realistic shapes, to lower their spaces.
+        odd: By name, as `calls`, calls whose sizes leave a remainder in tiles and copies, to lower our Hopper kernels.
         check_residuals: Compares the residuals of a forward: `(arguments, options, residuals, dtype)`.
     """
 
@@ -62,6 +63,7 @@ class Subject:
     tolerance: Mapping[str, float]
     briefly: tuple[str, ...]
     spaces: Mapping[str, Call]
+    odd: Mapping[str, Call]
     check_residuals: Callable[[Any, Any, Any, str], None] | None = None
     in_float16: tuple[str, ...] = ()
     references: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,7 +71,7 @@ class Subject:
 
     def prepared(self, name, dtype):
         """Return the arguments and options of a call as implementations see them."""
-        args, options = (self.calls | self.spaces)[name](dtype)
+        args, options = (self.calls | self.spaces | self.odd)[name](dtype)
         return self.operation.prepare(*args, **options)
 
     def described(self, name, dtype):

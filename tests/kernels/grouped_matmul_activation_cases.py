@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.kernels.conformance import Backend, Subject, assert_close
-from tests.kernels.grouped_matmul_cases import SIZES, beyond_float16, call_with, in_use
+from tests.kernels.grouped_matmul_cases import ODD, SIZES, beyond_float16, call_with, in_use
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation
@@ -42,4 +42,5 @@ SUBJECT = Subject(
         "16 groups, gated": in_use("gate", activation="silu"),
         "16 groups, with factors of rows": in_use("row_scale", activation="relu2", transpose_rhs=True),
     },
+    odd={"odd sizes": in_use("gate", "row_scale", activation="gelu", **ODD)},
 )

@@ -54,14 +54,19 @@ def beyond_float16(*others, **options):
     return call
 
 
-def in_use(*others, **options):
+def in_use(*others, rows=4096, groups=16, matrix=(1024, 1024), **options):
     def call(dtype):
-        lhs, rhs, row_scale = (jax.ShapeDtypeStruct(x, dtype) for x in ((4096, 1024), (16, 1024, 1024), (4096,)))
+        inner = matrix[1] if options.get("transpose_rhs") else matrix[0]
+        shapes = (rows, inner), (groups, *matrix), (rows,)
+        lhs, rhs, row_scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         given = {"gate": rhs, "row_scale": row_scale}
-        sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+        sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
         return (lhs, rhs, sizes), options | {name: given[name] for name in others}
 
     return call
+
+
+ODD = {"rows": 1333, "groups": 5, "matrix": (264, 328)}
 
 
 def interpret_megablox(monkeypatch):
@@ -91,4 +96,5 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use(), "16 groups, transposed": in_use(transpose_rhs=True)},
+    odd={"odd sizes": in_use(**ODD), "odd sizes, transposed": in_use("row_scale", transpose_rhs=True, **ODD)},
 )

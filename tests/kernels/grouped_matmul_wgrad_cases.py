@@ -21,9 +21,12 @@ def call_with(sizes, **options):
     return call
 
 
-def in_use(dtype):
-    lhs, rhs = (jax.ShapeDtypeStruct((4096, columns), dtype) for columns in (1024, 2048))
-    return (lhs, rhs, jax.ShapeDtypeStruct((16,), jnp.int32)), {}
+def in_use(rows, *columns, groups):
+    def call(dtype):
+        lhs, rhs = (jax.ShapeDtypeStruct((rows, each), dtype) for each in columns)
+        return (lhs, rhs, jax.ShapeDtypeStruct((groups,), jnp.int32)), {}
+
+    return call
 
 
 SUBJECT = Subject(
@@ -39,5 +42,6 @@ SUBJECT = Subject(
         "megablox": Backend(),  # interpreted in a separate test
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"16 groups": in_use},
+    spaces={"16 groups": in_use(4096, 1024, 2048, groups=16)},
+    odd={"odd sizes": in_use(1333, 264, 328, groups=5)},
 )

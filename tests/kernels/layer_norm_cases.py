@@ -28,9 +28,8 @@ def rows_of(*shape, vectors=None, residual=False, **options):
     return call
 
 
-def in_use(dtype):
-    vector = jax.ShapeDtypeStruct((4096,), dtype)
-    return (jax.ShapeDtypeStruct((8192, 4096), dtype), vector, vector), {}
+def in_use(*shape):
+    return lambda dtype: (tuple(jax.ShapeDtypeStruct(own, dtype) for own in (shape, shape[1:], shape[1:])), {})
 
 
 def interpret_pallas(monkeypatch):
@@ -55,5 +54,6 @@ SUBJECT = Subject(
         "pallas": Backend(params=(PallasParams(block_rows=16),) * 2, simulate=interpret_pallas),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"many rows": in_use},
+    spaces={"many rows": in_use(8192, 4096)},
+    odd={"odd rows": in_use(1333, 1408)},
 )

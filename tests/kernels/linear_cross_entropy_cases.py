@@ -37,12 +37,13 @@ def call_of(*sizes, bias=False, padded=0, transpose_weight=False, **options):
     return call
 
 
-def in_use(tokens, inner, columns, *more):
+def in_use(tokens, inner, columns, *more, **options):
     """Return the shapes of a call."""
 
     def call(dtype):
-        shapes = [((tokens, inner), dtype), ((inner, columns), dtype), ((tokens,), "int32"), *more]
-        return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes), {}
+        matrix = (columns, inner) if options.get("transpose_weight") else (inner, columns)
+        shapes = [((tokens, inner), dtype), (matrix, dtype), ((tokens,), "int32"), *more]
+        return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes), options
 
     return call
 
@@ -70,4 +71,5 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"one head": in_use(8192, 4096, 128256)},
+    odd={"odd sizes": in_use(1333, 264, 8200, transpose_weight=True, logits_soft_cap=30.0)},
 )

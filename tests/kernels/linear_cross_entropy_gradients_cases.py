@@ -49,4 +49,5 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"one head": in_use(8192, 4096, 128256, ((8192,), "float32"))},
+    odd={"odd sizes": in_use(1333, 264, 8200, ((1333,), "float32"), transpose_weight=True)},
 )

@@ -69,12 +69,12 @@ def plan_of(args, **options):
     return paged_plan(offsets, lengths, **sizes, tokens=len(q), pages=len(cache), page_table=table, **options)
 
 
-def in_use(sequences, tokens, pages):
+def in_use(sequences, tokens, pages, *, page=(16, 8, 2, 128), heads=32, **options):
     def call(dtype):
         like = jax.ShapeDtypeStruct
-        cache = like((sequences * pages, 16, 8, 2, 128), dtype)
+        cache = like((sequences * pages, *page), dtype)
         integers = (like(shape, jnp.int32) for shape in ((sequences, pages), (sequences + 1,), (sequences,)))
-        return (like((tokens, 32, 128), dtype), cache, *integers), {}
+        return (like((tokens, heads, page[-1]), dtype), cache, *integers), options
 
     return call
 
@@ -110,4 +110,8 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"64 decodes": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
+    odd={
+        "odd decodes": in_use(7, 7, 37, page=(8, 3, 2, 64), heads=21, sliding_window=101),
+        "odd prefill, latent": in_use(5, 333, 37, page=(8, 1, 1, 320), heads=20, value_dim=256),
+    },
 )

@@ -20,8 +20,8 @@ def call_of(*shape, values="float8_e4m3fn", positive=False, transposed=False, si
     return call
 
 
-def in_use(dtype):
-    return (jax.ShapeDtypeStruct((4096, 1024), dtype),), {"transposed": True}
+def in_use(*shape):
+    return lambda dtype: ((jax.ShapeDtypeStruct(shape, dtype),), {"transposed": True})
 
 
 SUBJECT = Subject(
@@ -40,5 +40,6 @@ SUBJECT = Subject(
     },
     # A number halfway between two others may be rounded to either: e4m3 has 14 units between its largest numbers.
     tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), 0.08),
-    spaces={"many rows": in_use},
+    spaces={"many rows": in_use(4096, 1024)},
+    odd={"odd sizes": in_use(336, 656)},
 )

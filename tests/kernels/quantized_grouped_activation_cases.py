@@ -27,9 +27,12 @@ def call_of(lhs, rhs, *sizes, gated=True, **options):
     return call
 
 
-def in_use(dtype):
-    (lhs, rhs, sizes, lhs_scale, rhs_scale), options = products.in_use(dtype)
-    return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), {**options, "activation": "silu"}
+def in_use(*shape, groups):
+    def call(dtype):
+        (lhs, rhs, sizes, lhs_scale, rhs_scale), options = products.in_use(*shape, groups=groups)(dtype)
+        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), {**options, "activation": "silu"}
+
+    return call
 
 
 SUBJECT = Subject(
@@ -50,5 +53,6 @@ SUBJECT = Subject(
     },
     # A number halfway between two others may be rounded to either: float8 has few digits.
     tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), 0.15),
-    spaces={"16 groups": in_use},
+    spaces={"16 groups": in_use(4096, 1024, 2048, groups=16)},
+    odd={"odd sizes": in_use(1333, 1040, 400, groups=5)},
 )

@@ -43,11 +43,15 @@ def call_of(lhs, rhs, sizes=UNEVEN, *, inner=256, positive=False, factors=False,
     return call
 
 
-def in_use(dtype):
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, E4M3) for shape in ((4096, 1024), (16, 2048, 1024)))
-    scales = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1), (16, 2048, 1))]
-    blocks = {"lhs_block": (1, None), "rhs_block": (1, 1, None)}
-    return (lhs, rhs, jax.ShapeDtypeStruct((16,), jnp.int32), *scales), {"transpose_rhs": True, **blocks}
+def in_use(m, k, n, *, groups):
+    def call(dtype):
+        shapes = (m, k), (groups, n, k)
+        values = [jax.ShapeDtypeStruct(shape, E4M3) for shape in shapes]
+        scales = [jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32) for shape in shapes]
+        blocks = {"lhs_block": (1, None), "rhs_block": (1, 1, None)}
+        return (*values, jax.ShapeDtypeStruct((groups,), jnp.int32), *scales), {"transpose_rhs": True, **blocks}
+
+    return call
 
 
 SUBJECT = Subject(
@@ -74,5 +78,6 @@ SUBJECT = Subject(
         ),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"16 groups": in_use},
+    spaces={"16 groups": in_use(4096, 1024, 2048, groups=16)},
+    odd={"odd sizes": in_use(1333, 1040, 328, groups=5)},
 )

@@ -34,11 +34,14 @@ def call_of(lhs=E4M3, rhs=E4M3, sizes=(0, 13, 1, 150), *, rows=170, **options):
     return call
 
 
-def in_use(dtype):
-    rows = 128 * block_count(4096, 16)
-    arrays = [jax.ShapeDtypeStruct((size, rows), E4M3) for size in (1024, 2048)]
-    scales = [jax.ShapeDtypeStruct((size, rows // 128), jnp.float32) for size in (1024, 2048)]
-    return (*arrays, jax.ShapeDtypeStruct((16,), jnp.int32), *scales), {}
+def in_use(rows, *columns, groups):
+    def call(dtype):
+        blocks = block_count(rows, groups)
+        arrays = [jax.ShapeDtypeStruct((size, 128 * blocks), E4M3) for size in columns]
+        scales = [jax.ShapeDtypeStruct((size, blocks), jnp.float32) for size in columns]
+        return (*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32), *scales), {}
+
+    return call
 
 
 SUBJECT = Subject(
@@ -56,5 +59,6 @@ SUBJECT = Subject(
         "xla": Backend(dtypes=("float32", "bfloat16"), params=(XlaGroupedParams(block_rows=100), XlaGroupedParams())),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"16 groups": in_use},
+    spaces={"16 groups": in_use(4096, 1024, 2048, groups=16)},
+    odd={"odd sizes": in_use(1333, 264, 328, groups=5)},
 )

@@ -45,11 +45,16 @@ def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
     return call
 
 
-def in_use(dtype):
-    x, w = (jax.ShapeDtypeStruct(shape, E4M3) for shape in ((4096, 1024), (2048, 1024)))
-    scales = [jax.ShapeDtypeStruct((size, 1), jnp.float32) for size in (4096, 2048)]
-    blocks = {"x_block": (1, None), "w_block": (1, None)}
-    return (x, w, *scales), {"transpose_w": True, **blocks}
+def in_use(m, k, n, *, blocks=1):
+    """Return a product; each row and each column has `blocks` scales."""
+
+    def call(dtype):
+        arrays = [jax.ShapeDtypeStruct((size, k), E4M3) for size in (m, n)]
+        scales = [jax.ShapeDtypeStruct((size, blocks), jnp.float32) for size in (m, n)]
+        block = (1, None if blocks == 1 else 128)
+        return (*arrays, *scales), {"transpose_w": True, "x_block": block, "w_block": block}
+
+    return call
 
 
 SUBJECT = Subject(
@@ -74,5 +79,6 @@ SUBJECT = Subject(
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(), None)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"many rows": in_use},
+    spaces={"many rows": in_use(4096, 1024, 2048)},
+    odd={"odd sizes": in_use(1333, 1040, 328), "odd sizes, blocks": in_use(37, 1040, 328, blocks=9)},
 )

@@ -25,4 +25,5 @@ SUBJECT = Subject(
     # A number halfway between two others may be rounded to either: float8 has few digits.
     tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), 0.15),
     spaces={"many rows": in_use(8192, 4096)},
+    odd={"odd rows": in_use(1333, 1536)},
 )

@@ -53,4 +53,5 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"many rows": in_use(8192, 4096), "many short rows": in_use(65536, 128)},
+    odd={"odd rows": in_use(1333, 1408), "odd short rows": in_use(1328, 192)},
 )

@@ -3,31 +3,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
-import jax.export
-import numpy as np
 import pytest
 from tests import selection
 from tests.kernels.conformance import Row, subjects
-
-from ejkernel import compat
-from ejkernel.ops import ConfigSpace, Invocation
-from ejkernel.ops.core import invocation
-from ejkernel.testing.forms import CUDNN, lowered
-from ejkernel.testing.subject import Scope
-from ejkernel.testing.subject import Subject as Called
 
 pytestmark = pytest.mark.slow
 
 SUBJECTS = subjects()
 ROWS = [Row(subject, name) for subject in SUBJECTS.values() for name in subject.backends]
 TESTED = [*ROWS, *(dataclasses.replace(row, simulated=True) for row in ROWS if row.backend.simulate is not None)]
-EXPORTED = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}
-DEVICES = {"tpu": "tpu:v5", "cpu": "cpu:some", "cuda": "gpu:nvidia_h200", "rocm": "gpu:amd_instinct_mi300x"}
-SAMPLED = 1  # configurations of a space and direction to lower in every run; `--whole` lowers all
 
 
 def params(cases):
@@ -143,72 +130,3 @@ def test_suite_notices_a_wrong_gradient_a_wrong_dtype_and_wrong_residuals(monkey
     wrong_residuals = dataclasses.replace(row.subject, check_residuals=lambda *given: 1 / 0)
     failures = Row(wrong_residuals, "xla").report("rows", "float32", "gradient").failures
     assert "ZeroDivisionError: division by zero" in {each.reason for each in failures if each.check == "residuals"}
-
-
-# --- platforms: on any machine ---
-
-
-@pytest.mark.sampled(
-    by=lambda row, platform: {str(row), platform}, runs=lambda row, platform: supported_call(row, platform) is not None
-)
-@pytest.mark.parametrize(
-    ("row", "platform"), params((r, name) for r in ROWS for platform in r.platforms for name in EXPORTED[platform])
-)
-def test_a_call_and_its_gradient_export_for_the_platforms_that_the_implementation_names(monkeypatch, row, platform):
-    """An implementation without a backward must find one that takes its residuals."""
-    # A program for a GPU that this process lacks is for some GPU, and the kernels are for Hopper alone.
-    known = invocation.platform_fingerprint
-    monkeypatch.setattr(
-        invocation, "platform_fingerprint", lambda name: DEVICES["cuda"] if name == "cuda" else known(name)
-    )
-    found = supported_call(row, platform)
-    args, options = found or pytest.skip(f"no call of {row} runs on {platform}")
-    subject = Called.of(row.subject.operation, args, options | {"implementation": row.name}, Scope())
-    for function in lowered(subject, subject.executed(None)):
-        with targeted(platform):
-            exported = jax.export.export(function, platforms=[platform], disabled_checks=CUDNN)(*subject.types)
-        assert exported.platforms == (platform,)
-
-
-def targeted(platform):
-    """Return a context in which kernels for a TPU that ask for its generation can be lowered."""
-    return compat.abstract_device("tpu", "TPU v5", 1) if platform == "tpu" else contextlib.nullcontext()
-
-
-def supported_call(row, platform):
-    """Return arguments and options of the first call that the implementation runs on a platform, or `None`."""
-    subject = row.subject
-    for name in (*subject.briefly, *subject.calls, *subject.spaces):
-        args, options = row.subject.described(name, row.backend.dtypes[0])
-        inv = Invocation(kernel=subject.operation, args=args, kwargs=options, device=DEVICES[platform])
-        if subject.operation.implementations.unsupported(row.name, subject.operation.call_of(inv)) is None:
-            return args, options
-    return None
-
-
-@pytest.mark.sampled(by=lambda row, platform, name: {str(row), platform, (row.subject.operation.name, name)})
-@pytest.mark.parametrize(
-    ("row", "platform", "name"),
-    params((r, EXPORTED[platform][0], name) for r in ROWS for platform in r.platforms for name in r.subject.spaces),
-)
-def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request, row, platform, name):
-    operation, (args, options) = row.subject.operation, row.subject.described(name, row.backend.dtypes[-1])
-    call = operation.call_of(Invocation(kernel=operation, args=args, kwargs=options, device=DEVICES[platform]))
-    subject = Called.of(operation, args, options, Scope())
-    for direction in ("fwd", "bwd"):
-        own = dataclasses.replace(call, backward=direction == "bwd")
-        if operation.implementations.unsupported(row.name, own):
-            continue
-        space = row.implementation.space(own)
-        for found in chosen_of(space, whole=request.config.getoption("--whole")):
-            if row.implementation.params_fault(own, found) is None:
-                run = subject.executed(operation.config_type(implementation=row.name, **{direction: found}))
-                with targeted(platform):
-                    lowered(subject, run)[own.backward].trace(*subject.types).lower(lowering_platforms=(platform,))
-
-
-def chosen_of(space, *, whole):
-    """Return all of a space, or always the same sample of it."""
-    if isinstance(space, ConfigSpace):
-        return list(space) if whole else space.sample(np.random.default_rng(0), SAMPLED)
-    return list(space) if whole else list(space)[:: -(-len(space) // SAMPLED)]
