@@ -20,12 +20,12 @@ class AnsweringProcess:
         option: The option with which the module answers.
         environment: Further variables of the process.
         seconds: The time limit of an answer.
-        ended: The error if the process ends, with `{}` for its exit status.
+        name: What errors call the process.
     """
 
-    def __init__(self, module: str, option: str, environment: Mapping[str, str], seconds: float, ended: str) -> None:
+    def __init__(self, module: str, option: str, environment: Mapping[str, str], seconds: float, name: str) -> None:
         self._command = [sys.executable, "-m", f"benchmarks.{module}", option]
-        self._environment, self._seconds, self._ended = environment, seconds, ended
+        self._environment, self._seconds, self._name = environment, seconds, name
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, question: Any) -> dict[str, Any]:
@@ -35,15 +35,30 @@ class AnsweringProcess:
         assert process.stdout is not None
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-        limit = threading.Timer(self._seconds, process.kill)
+        is_over = threading.Event()
+
+        def end() -> None:
+            is_over.set()
+            process.kill()
+
+        limit = threading.Timer(self._seconds, end)
         limit.start()
         answer = process.stdout.readline()
         limit.cancel()
         if not answer:
             self._process = None
-            return {"error": self._ended.format(process.wait())}
+            return {"error": self._why_it_ended(process, is_over.is_set())}
         found: dict[str, Any] = json.loads(answer)
         return found
+
+    def _why_it_ended(self, process: subprocess.Popen[str], took_too_long: bool) -> str:
+        """Return the reason and the most memory that the process used, which tells a full memory from a crash."""
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        with process:  # closes its pipes
+            pass
+        how = f"took more than {self._seconds:.0f} s" if took_too_long else f"ended with {process.returncode}"
+        return f"{self._name} {how}, and used up to {usage.ru_maxrss / 2**20:.1f} GiB"
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
@@ -59,7 +74,7 @@ class AnsweringProcess:
 
     def end(self) -> None:
         """End the process; the next question starts another one."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
+        if self._process is not None:
+            with self._process:  # closes its pipes, which ends it
+                pass
         self._process = None

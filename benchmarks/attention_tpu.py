@@ -50,7 +50,6 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
-_SECONDS = 300.0  # for one program: some take gigabytes and hours
 _SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
 
 
@@ -230,13 +229,14 @@ class Simulator:
 
     Args:
         module: The module of this package that simulates.
+        seconds: The time limit of a program: some take gigabytes and hours.
     """
 
-    def __init__(self, module: str = "attention_tpu") -> None:
+    def __init__(self, module: str = "attention_tpu", seconds: float = 300.0) -> None:
         self._folder = tempfile.TemporaryDirectory()
         profiles = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}"}
-        ended = "the simulator ended with {}"
-        self._process = AnsweringProcess(module, "--simulate", ENVIRONMENT | profiles, _SECONDS, ended)
+        variables = ENVIRONMENT | profiles
+        self._process = AnsweringProcess(module, "--simulate", variables, seconds, "the simulator")
 
     def __call__(self, case: dict[str, Any], groups: int) -> dict[str, Any]:
         """Return the cycles of some key heads and their query heads, or an error."""

@@ -4,8 +4,9 @@
 Each call is drawn by a seed: chip, operation, implementation, sizes, dtypes and options. If the implementation does not
 take the call, its reason is recorded. Otherwise Google's compiler compiles, forward and backward, the heuristic's
 configuration and one of the space. A configuration that the compiler refuses is a fault of ours: the space should not
-contain it. Nothing runs on a TPU. A process compiles one call after the other. If it ends or takes more than 600 s for
-a call, this call counts as failed, and another process goes on.
+contain it. The exceptions are those of `pallas_tpu` whose vector memory the compiler is to decide about. Nothing runs
+on a TPU. A process compiles one call after the other. If it ends or takes more than 600 s for a call, this call counts
+as failed, and another process goes on.
 """
 
 from __future__ import annotations

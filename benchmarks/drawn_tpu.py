@@ -59,8 +59,7 @@ class Draws:
             self._compile()
             return
         results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-        ended = f"the compiler ended with {{}}, or took more than {self.seconds:.0f} s"
-        compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, ended)
+        compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, "the compiler")
         try:
             for index in range(len(results), given.calls):
                 case = self.drawn(given.seed, index)

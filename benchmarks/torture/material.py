@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import warnings
@@ -20,6 +19,7 @@ from ejkernel.ops import ConfigKey, Invocation, Kernel, PersistentCache
 from ejkernel.ops.autotuner.compile.bundles import device_and_versions
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.candidates import CodeFile
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.estimates import EstimateFiles, Estimates, row_of
@@ -135,16 +135,14 @@ def _write_pack(cache: PersistentCache, key: ConfigKey, folder: Path) -> None:
 def _write_bundle(folder: Path, inv: Invocation[Any, Any]) -> None:
     """Write a bundle with a dummy program; reading it runs nothing."""
     folder.mkdir()
-    code = b"machine code"
-    (folder / "000-0000.bin").write_bytes(code)
-    digest = hashlib.sha256(code).hexdigest()
+    digest = CodeFile.written(folder / "000-0000.bin", b"machine code").sha256
     config_type = f"{Tile.__module__}.Tile"
     row: dict[str, Any] = {"config": {"rows": 2}, "config_type": config_type, "status": "ready", "file": "000-0000.bin"}
     row |= {"sha256": digest, "inputs": 1, "outputs": 1}
     other = {"config": {"rows": 3}, "config_type": config_type, "status": "failed", "reason": "it does not fit"}
     target, version, jaxlib = device_and_versions()
     calls = [{"description": inv.description, "candidates": [row, other]}]
-    manifest = {"schema": 2, "target": target, "jax": version, "jaxlib": jaxlib, "calls": calls}
+    manifest = {"schema": 3, "target": target, "jax": version, "jaxlib": jaxlib, "calls": calls}
     (folder / "manifest.json").write_text(sealed_json(manifest))
 
 

@@ -130,6 +130,20 @@ def test_a_pipe_gets_the_time_left_once_the_first_call_shows_it():
     ]
 
 
+def test_a_pipe_gets_the_time_left_to_compile_once_a_quarter_of_a_call_shows_it():
+    clock, text = Seconds(), io.StringIO()
+    console = Console(file=text, width=200)
+    with Progress(console=console, disable=True) as progress:
+        shown = SearchBar(progress, console, ["rms_norm"] * 2, "compiling", measures=False, clock=clock)
+        for inv, done, clock.now in ((0, 0, 0.0), (0, 1, 5.0), (0, 2, 10.0), (1, 0, 10.0), (1, 3, 40.0), (1, 4, 50.0)):
+            shown.step(CALLS[inv], done, 2 + 10 * inv)
+    assert text.getvalue().splitlines() == [
+        "compiling rms_norm (1 of 2), 2 candidates",
+        "compiling rms_norm (2 of 2), 12 candidates, about 60 s left for all calls",
+        "compiling rms_norm (2 of 2), 3 of 12 candidates, about 90 s left for all calls",
+    ]
+
+
 def test_a_pipe_gets_one_line_for_each_call():
     text = io.StringIO()
     with bars(Console(file=text, width=20), ["rms_norm"] * 2, "tuning") as shown:

@@ -149,6 +149,19 @@ def test_without_measurements_a_compiled_call_is_over():
     assert left.total() == ", about 30 s left"
 
 
+def test_without_measurements_a_call_takes_as_long_as_its_candidates():
+    """At first as long as those of earlier calls, then by its own progress."""
+    clock, left = searches(3, measures=False)
+    left.step(KEYS[0], 0.0, 10)
+    clock.now = 20.0
+    left.step(KEYS[0], 1.0, 10)
+    left.step(KEYS[1], 0.0, 50)
+    assert left.total() == ", about 120 s left"  # 100 s for 50 candidates, and 20 s for a call of unknown size
+    clock.now = 80.0
+    left.step(KEYS[1], 0.25, 50)
+    assert left.total() == ", about 200 s left"
+
+
 def test_candidates_dropped_early_shorten_the_rest_and_the_confirmation_run():
     clock, left = searches()
     left.step(KEYS[0], 1.0)

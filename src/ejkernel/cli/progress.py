@@ -12,7 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
-from ejkernel.cli.time_left import TimeLeft
+from ejkernel.cli.time_left import ENOUGH, TimeLeft
 from ejkernel.ops.autotuner.trials.clocks import clock_note
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, SearchFinished
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -50,6 +50,7 @@ class SearchBar:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._progress, self._console, self._doing, self._count = progress, console, doing, len(operations)
+        self._measures = measures
         self._time = TimeLeft(operations, clock, budget=budget, measures=measures)
         self._task: TaskID = progress.add_task(doing, total=max(self._count, 1), note="")
         self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
@@ -78,15 +79,17 @@ class SearchBar:
 
     def step(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         """Show that a call has `done` finished candidates of `total`."""
-        is_new = inv.key not in self._shares
-        self._shares[inv.key] = done / max(total, 1)
-        self._time.step(inv.key, self._shares[inv.key])
+        before, share = self._shares.get(inv.key), done / max(total, 1)
+        self._shares[inv.key] = share
+        self._time.step(inv.key, share, total)
         self._current = (inv, done, total)
         self._show(*self._current)
-        if is_new and not self._console.is_terminal:
+        is_known = not self._measures and (before or 0) < ENOUGH <= share and (self._time.of_all() or 0) >= _LONG
+        if (before is None or is_known) and not self._console.is_terminal:
             where = f"({self._number(inv)} of {self._count})"
             left = self._time.total(" for all calls")
-            text = f"{self._doing} {inv.op_id} {where}, {counted(total, 'candidate')}{left}"
+            count = counted(total, "candidate") if before is None else f"{done} of {counted(total, 'candidate')}"
+            text = f"{self._doing} {inv.op_id} {where}, {count}{left}"
             self._console.print(text, highlight=False, soft_wrap=True)
 
     def _tell_once(self, key: ConfigKey) -> None:

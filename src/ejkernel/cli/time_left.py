@@ -13,7 +13,7 @@ from typing import Final
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
 
-_ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
+ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
 _PAIR: Final = 2  # candidates of a confirmation run
 _DROPPING: Final = 4  # rounds in which many candidates are dropped, so that their time says little
 _CLOSE: Final = 2.25  # ends of a range whose ratio is at most this have their geometric mean within 1.5 times of both
@@ -56,6 +56,7 @@ class _Search:
 
     operation: str
     began: float
+    candidates: int = 1
     done: float = 0.0
     compiled: float | None = None
     ended: float | None = None
@@ -89,10 +90,10 @@ class TimeLeft:
         self._together = 1  # searches that ran at the same time
         self._stretched: list[float] = []  # seconds of confirmation runs as multiples of those expected
 
-    def step(self, key: ConfigKey, share: float) -> None:
+    def step(self, key: ConfigKey, share: float, candidates: int = 1) -> None:
         """Note that a search has compiled this share of its candidates."""
         now = self._clock()
-        search = self._searches.setdefault(key, _Search(_family(key.op), now))
+        search = self._searches.setdefault(key, _Search(_family(key.op), now, candidates))
         search.done = share
         if share >= 1 and search.compiled is None:
             search.compiled = now
@@ -149,7 +150,7 @@ class TimeLeft:
     @property
     def knows_calls(self) -> bool:
         """Whether the time of all calls can be estimated, from searches that have ended."""
-        return self._of_all() is not None
+        return self.of_all() is not None
 
     def total(self, of: str = "") -> str:
         """Return the time left of all searches, in words; empty if nothing is known about it.
@@ -160,7 +161,7 @@ class TimeLeft:
         running, count = self._running(), sum(self._operations.values())
         if len(self._searches) >= count and not running:
             return ""
-        seconds = self._of_all()
+        seconds = self.of_all()
         if seconds is not None:
             return f", about {seconds:.0f} s left{of}"
         if self._budget is not None:
@@ -169,7 +170,7 @@ class TimeLeft:
             return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
         return self._to_compile(running, of)
 
-    def _of_all(self) -> float | None:
+    def of_all(self) -> float | None:
         """Return the seconds left of all searches; `None` if no search of some operation has ended."""
         if all(search.ended is None for search in self._searches.values()):
             return None
@@ -189,7 +190,7 @@ class TimeLeft:
 
     def _to_compile(self, running: list[_Search], of: str) -> str:
         """Return the time of compiling the first searches, in words."""
-        known = [one for one in running if one.compiled is None and one.done >= _ENOUGH]
+        known = [one for one in running if one.compiled is None and one.done >= ENOUGH]
         if len(known) < len(running) or not known or len(self._searches) > len(running):
             return ""
         left = max((self._clock() - one.began) * (1 - one.done) / one.done for one in known)
@@ -197,13 +198,26 @@ class TimeLeft:
         return f", about {left:.0f} s left{of} to compile" if is_known else ""
 
     def _left(self, search: _Search) -> float | None:
-        """Return the seconds left of a running search; `None` if neither its rounds nor earlier searches tell."""
+        """Return the seconds left of a running search; `None` if neither its progress nor earlier searches tell."""
+        if not self._measures:
+            return self._left_to_compile(search)
         usual, own = self._usual(search.operation), self._by_rounds(search)
         is_confirming = search.rounds is not None and search.rounds.event.is_confirmation
         rest = None if usual is None else max(usual - (self._clock() - search.began), 0.0)
         if own is None or rest is None or is_confirming:
             return rest if own is None else own
         return max(own, rest)  # checks on new inputs precede the confirmation run
+
+    def _left_to_compile(self, search: _Search) -> float | None:
+        """Return the seconds left to compile, by its own progress or by the candidates of earlier searches."""
+        took = self._clock() - search.began
+        if search.done >= ENOUGH:
+            return took * (1 - search.done) / search.done
+        known = [one for one in self._searches.values() if one.operation == search.operation and one.ended is not None]
+        if not known:
+            return None
+        seconds = sum((one.ended or 0.0) - one.began for one in known)
+        return max(seconds * search.candidates / sum(one.candidates for one in known) - took, 0.0)
 
     def _by_rounds(self, search: _Search) -> float | None:
         """Return the seconds left of a search's measurements; `None` if its rounds say too little."""

@@ -143,7 +143,7 @@ def test_the_heuristic_fits_in_the_memory_of_every_chip(length, chip, backward):
     for more in ({}, {"right": 0}, {"left": 1000, "right": 0}):
         call = call_of(length, chip, backward, **more)
         implementation = PallasTpu()
-        assert implementation.params_fault(call, implementation.heuristic(call)) is None
+        assert choices.fits(call, implementation.heuristic(call))
         space = implementation.space(call)
         assert implementation.heuristic(call) in space
         assert 1 <= len(space) <= 60
@@ -159,8 +159,8 @@ def test_long_sequences_are_streamed_and_their_backward_is_split():
 def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
     call = call_of(65_536, CHIPS[1], True, right=0)
     fault = PallasTpu().params_fault(call, BackwardParams())
-    assert "bytes of vector memory, more than the 100663296" in fault
-    assert choices.needed(call, BackwardParams()) > choices.capacity(call)
+    assert "bytes of vector memory, and a kernel may take 100663296" in fault
+    assert choices.needed(call, BackwardParams()).least > choices.capacity(call)
 
 
 # Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_tpu.json has more.
@@ -183,7 +183,8 @@ COMPILED = {
 def test_estimates_of_memory_are_up_to_20_percent_above_the_compilers(name):
     used, rules, params = COMPILED[name]
     call = dataclasses.replace(call_of(8192, CHIPS[1], False), rules=rules)
-    assert used <= choices.needed(call, params) <= 1.2 * used
+    need = choices.needed(call, params)
+    assert need.least <= used <= need.most <= 1.2 * used
 
 
 # Queries, head dimensions, repeats, dtype, mask, parameters, and the bytes of the largest kernel.
@@ -232,13 +233,20 @@ NEEDS_MORE = {
 def test_estimates_of_memory_of_strips_with_ids_are_not_below_the_compilers():
     heads = {"query": (1, 1024, 4, 160), "key": (1, 1024, 1, 160), "value": (1, 1024, 1, 160)}
     call = dataclasses.replace(call_of(1024, CHIPS[1], False, right=0), **heads, segments=True)
-    assert 8_830_976 <= choices.needed(call, ForwardParams(block_q=1024, chunk=512, strip=256)) <= 1.2 * 8_830_976
+    need = choices.needed(call, ForwardParams(block_q=1024, chunk=512, strip=256))
+    assert need.least <= 8_830_976 <= need.most <= 1.2 * 8_830_976
 
 
 @pytest.mark.parametrize("name", NEEDS_MORE)
 def test_estimates_of_memory_are_not_below_the_compilers(name):
-    chip, length, (dim, value_dim), repeats, dtype, mask, params, used = NEEDS_MORE[name]
-    call = AttentionCall(
+    *case, params, used = NEEDS_MORE[name]
+    need = choices.needed(drawn_call(*case, params), params)
+    assert need.least <= used <= need.most <= 1.2 * used
+
+
+def drawn_call(chip, length, dims, repeats, dtype, mask, params):
+    dim, value_dim = dims
+    return AttentionCall(
         query=(1, length, repeats, dim),
         key=(1, length, 1, dim),
         value=(1, length, 1, value_dim),
@@ -248,26 +256,53 @@ def test_estimates_of_memory_are_not_below_the_compilers(name):
         device_fingerprint=chip,
         backward=isinstance(params, BackwardParams),
     )
-    assert used <= choices.needed(call, params) <= 1.2 * used
+
+
+# As above; the compiler takes the first three, and refuses the last one on a chip with 64 MiB.
+CLOSE = {
+    "43 of 48 MiB": (
+        *("tpu:tpu_v5", 4096, (192, 192), 1, "bfloat16", {"left": 1023, "right": 0}),
+        *(ForwardParams(block_q=2048, chunk=2048, unroll=2, rows=2048, strip=256), 43_110_400),
+    ),
+    "95 of 96 MiB": NEEDS_MORE["causal gradients of wide partial dimensions"],
+    "52 of 48 MiB": NEEDS_MORE["two kernels in float32"],
+    "72 of 48 MiB": (
+        *("tpu:tpu_v5", 8192, (240, 240), 1, "bfloat16", {"left": 4095, "right": 0}),
+        *(ForwardParams(block_q=2048, chunk=2048, unroll=4, rows=2048, strip=256), 75_602_329),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_the_compiler_decides_whether_parameters_fit_that_the_estimates_do_not_decide(name):
+    *case, params, used = CLOSE[name]
+    call = drawn_call(*case, params)
+    assert not choices.fits(call, params)
+    assert choices.needed(call, params).least <= used
+    assert PallasTpu().params_fault(call, params) is None
 
 
 def test_estimates_of_memory_depend_on_what_a_kernel_reads():
     """Ids put a branch around each tile, and padding has ids; a transposed gradient has no padded lanes."""
+
+    def most(call, params):
+        return choices.needed(call, params).most
+
     params = ForwardParams(block_q=1024, chunk=1024, unroll=4)
     plain = call_of(8192, CHIPS[1], False)
-    assert choices.needed(dataclasses.replace(plain, segments=True), params) < choices.needed(plain, params)
-    assert choices.needed(call_of(8000, CHIPS[1], False), params) < choices.needed(plain, params)
+    assert most(dataclasses.replace(plain, segments=True), params) < most(plain, params)
+    assert most(call_of(8000, CHIPS[1], False), params) < most(plain, params)
     causal = call_of(8000, CHIPS[1], False, right=0)
-    assert choices.needed(causal, params) == choices.needed(call_of(8192, CHIPS[1], False, right=0), params)
+    assert most(causal, params) == most(call_of(8192, CHIPS[1], False, right=0), params)
     narrow = {"query": (1, 8192, 8, 64), "key": (1, 8192, 4, 64), "value": (1, 8192, 4, 64)}
     backward = dataclasses.replace(call_of(8192, CHIPS[1], True), **narrow)
-    saved = choices.needed(backward, BackwardParams()) - choices.needed(backward, BackwardParams(transpose=True))
+    saved = most(backward, BackwardParams()) - most(backward, BackwardParams(transpose=True))
     assert 2**21 <= saved < 2.1 * 2**20
 
 
 def test_the_compilers_limit_has_a_margin_above_the_estimate():
-    assert memory.limit(2**20) == memory.limit(2**24) == 2**24
-    assert memory.limit(2**25) == 2**25 * 5 // 4
+    assert memory.limit(memory.Need(0, 2**20)) == memory.limit(memory.Need(0, 2**24)) == 2**24
+    assert memory.limit(memory.Need(0, 2**25)) == 2**25 * 5 // 4
 
 
 def test_the_space_of_float32_has_no_large_tiles():

@@ -22,13 +22,15 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.trials.candidates import CodeFile
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import ConfigError, TuningWarning
+from ejkernel.ops.errors import CandidateError, ConfigError, TuningWarning
+from ejkernel.ops.utils.storage.serialize import digest_of
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +125,17 @@ def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     x = np.arange(8, dtype=np.int32)
     assert call.reference.load()(x)[0].tolist() == (2 * x).tolist()
     assert twice.traced.count("reference") == 1
+
+
+def test_machine_code_is_compressed(twice, tmp_path):
+    for _, program in bundle(twice, tmp_path).programs:
+        assert len(program.code.path.read_bytes()) < len(program.code.read()) / 2
+
+
+def test_machine_code_that_is_not_compressed_is_an_error(tmp_path):
+    (tmp_path / "0.bin").write_bytes(b"code")
+    with pytest.raises(CandidateError, match=r"program 0\.bin cannot be used: Error -3"):
+        CodeFile(tmp_path / "0.bin", digest_of(b"code")).read()
 
 
 def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
@@ -231,8 +244,8 @@ def first_row(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema=3, colour="red"), "written by a newer ejkernel: schema 3, not 2; compile it again"),
-        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 2; compile it again"),
+        (lambda m: m.update(schema=4, colour="red"), "written by a newer ejkernel: schema 4, not 3; compile it again"),
+        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 3; compile it again"),
         (lambda m: m.pop("calls"), "is not a usable bundle: .*calls"),
         (lambda m: m.update(colour="red"), "is not a usable bundle: .*colour"),
         (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),

@@ -332,8 +332,7 @@ def test_a_second_ctrl_c_does_not_wait():
 
 
 def test_programs_are_sent_with_their_code_and_recompiled_if_the_file_is_gone(tmp_path):
-    (tmp_path / "0-0.bin").write_bytes(b"code")
-    here = Program(code=CodeFile(tmp_path / "0-0.bin", digest_of(b"code")))
+    here = Program(code=CodeFile.written(tmp_path / "0-0.bin", b"code"))
     gone = Program(code=CodeFile(tmp_path / "0-1.bin", digest_of(b"code")))
     candidates = [
         BundledCandidate(outcome=Outcome(config=config, status="ready"), program=program)

@@ -424,8 +424,8 @@ def test_the_representative_is_compiled_for_other_devices(tmp_path):
     (inv,) = calls_of(kernel, rows(5), W).values()
     (bundled,) = compile_bundle([inv], Target.named("here"), tmp_path / "bundle")
     assert bundled.description == inv.description
-    (program,) = (tmp_path / "bundle").rglob("*.bin")
-    compiled = compat.loaded(program.read_bytes(), inputs=2, outputs=1)
+    ((_, program),) = bundled.programs
+    compiled = compat.loaded(program.code.read(), inputs=2, outputs=1)
     assert compiled(rows(8), W)[0].shape == (8, 2)
 
 

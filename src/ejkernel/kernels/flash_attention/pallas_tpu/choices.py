@@ -42,8 +42,8 @@ def capacity(call: AttentionCall) -> int:
     return _CAPACITY.get(call.device_fingerprint, _OTHER)
 
 
-def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> int:
-    """Return an upper bound on the bytes of vector memory of the kernels of one direction."""
+def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> memory.Need:
+    """Return the bytes of vector memory of the larger kernel of one direction."""
     lengths = Lengths(call.query[1], call.key[1])
     repeats = call.query[2] // call.key[2]
     dims = memory.Dims(call.query[3], call.value[3], repeats, jnp.dtype(call.dtype).itemsize)
@@ -59,7 +59,8 @@ def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> int:
         return found
     walked = forward_plan(lengths, call.rules, params.query)
     segmented = _segmented(call, walked[1].columns)
-    return max(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
+    other = memory.of_queries(dims, walked, call.rules, segmented=segmented)
+    return memory.Need(max(found.least, other.least), max(found.most, other.most))
 
 
 def _segmented(call: AttentionCall, padded_keys: int) -> bool:
@@ -69,23 +70,28 @@ def _segmented(call: AttentionCall, padded_keys: int) -> bool:
 
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
-    """Return why a kernel exceeds the chip's vector memory; `None` if none does."""
-    size, most = needed(call, params), capacity(call)
-    if size <= most:
+    """Return why a kernel exceeds the chip's vector memory; `None` if it may fit, which the compiler decides."""
+    least, most = needed(call, params).least, capacity(call)
+    if least <= most:
         return None
-    return f"it takes {size} bytes of vector memory, more than the {most} that a kernel may take on this chip."
+    return f"it takes at least {least} bytes of vector memory, and a kernel may take {most} on this chip."
+
+
+def fits(call: AttentionCall, params: ForwardParams | BackwardParams) -> bool:
+    """Return whether the kernels fit in the chip's vector memory even by the upper estimate."""
+    return needed(call, params).most <= capacity(call)
 
 
 def heuristic(call: AttentionCall) -> Any:
-    """Return the parameters with the fewest simulated cycles on this chip that fit in its vector memory."""
+    """Return the parameters with the fewest simulated cycles on this chip that surely fit in its vector memory."""
     # float32 products are several of the matrix unit's: large blocks of them are long programs
     preferred = _preferred(call) if call.dtype == "bfloat16" else ()
     candidates = [*preferred, *_fallbacks(call)]
-    return next((params for params in candidates if params_fault(call, params) is None), candidates[-1])
+    return next((params for params in candidates if fits(call, params)), candidates[-1])
 
 
 def space(call: AttentionCall) -> list[Any]:
-    """Return the parameters to tune over: those that fit in memory, and launch different kernels."""
+    """Return the parameters to tune over: those that may fit in memory, and launch different kernels."""
     found: dict[Any, Any] = {}
     for params in _candidates(call):
         if params_fault(call, params) is None:
@@ -148,8 +154,7 @@ def _candidates(call: AttentionCall) -> Iterable[Any]:
     is_narrow = call.dtype == "bfloat16"
     if is_narrow:
         yield from _large(call)
-    fits_whole = params_fault(call, next(_simple(call, 512, 512, None))) is None
-    residents = (None,) if fits_whole else _RESIDENT
+    residents = (None,) if fits(call, next(_simple(call, 512, 512, None))) else (None, *_RESIDENT)
     blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024 if is_narrow else 512), (512, 512))
     for resident, (rows, columns) in itertools.product(residents, blocks):
         yield from _simple(call, rows, columns, resident)

@@ -36,13 +36,13 @@ class PallasTpu(AttentionImplementation):
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if (reason := unsupported_reason(call, self.name)) is not None:
             return reason
-        if choices.params_fault(call, choices.heuristic(call)) is not None:
+        if not choices.fits(call, choices.heuristic(call)):
             dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
             return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
         return scale_reason(call, self.name)
 
     def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
-        """Return why a kernel exceeds the chip's vector memory; `None` if none does."""
+        """See `choices.params_fault`."""
         return choices.params_fault(call, params)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An upper estimate of the vector memory of a kernel.
+"""The vector memory of a kernel: what it surely takes, and an upper estimate.
 
-The compiler allocates two buffers of each window, the scratch arrays, an internal scratch array, and the registers
-that it spills. All but the last follow from the shapes; a line, such as the log-sum-exp of a block, has no padding.
+The compiler allocates two buffers of each window, the scratch arrays, and the registers that it spills. All but the
+last follow from the shapes; a line, such as the log-sum-exp of a block, has no padding. If all tiles of a block are one
+basic block, scratch arrays may become registers.
 
 Spilled registers hold intermediate values of one basic block, in which operations on whole tiles follow each other: the
 float32 scores of a tile are alive until their maximum, or the product of cotangent and value, is known, and the results
@@ -25,7 +26,7 @@ from .walk import Plan, Sight, scores_at_once
 
 _DEFAULT = 16 << 20  # the compiler's default limit, in bytes
 _LINE = 2 * 4  # bytes of a 32-bit value of a line, in two buffers
-_INTERNAL = 72 << 10  # bytes of the internal scratch array on v6e; 36 KiB on v5e and v5p
+_INTERNAL = 72 << 10  # bytes of an internal scratch array on v6e; 36 KiB on v5e and v5p
 _SPILLED_MARGIN = 9  # eighths of the spilled bytes: those of the fit, and one for calls that it had not seen
 _MANY = 4 << 20  # scores; the compiler computes fewer of the rest ahead
 
@@ -39,18 +40,25 @@ class Dims(NamedTuple):
     size: int
 
 
-def limit(needed: int) -> int:
+class Need(NamedTuple):
+    """Bytes of vector memory: a kernel takes at least the former, and by our estimate at most the latter."""
+
+    least: int
+    most: int
+
+
+def limit(need: Need) -> int:
     """Return the limit to pass to the compiler: a margin costs nothing, and saves a kernel whose estimate is too low.
 
-    Kernels take at most three quarters of the memory of chips with more than the default.
+    The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
     """
-    return _DEFAULT if needed <= _DEFAULT else needed * 5 // 4
+    return _DEFAULT if need.most <= _DEFAULT else need.most * 5 // 4
 
 
 def of_forward(
     dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool, sum_by_product: bool = False
-) -> int:
-    """Return an upper estimate of the bytes of the forward kernel."""
+) -> Need:
+    """Return the bytes of the forward kernel."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (plan.block + plan.part) * (head + value) + _LINE * plan.block
     sums = up(dims.value + 1) if sum_by_product else value
@@ -58,11 +66,11 @@ def of_forward(
     # ones in the same register as a part of the value have to be merged with it
     columns = sums + (3 * LANES if sum_by_product and dims.value % LANES else LANES)
     spilled = _spilled_by_forward(dims, walked, segmented, columns, sum_by_product)
-    return _total(windows + scratch, plan, segmented, spilled)
+    return _total((windows, scratch, spilled), walked, segmented)
 
 
-def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> int:
-    """Return an upper estimate of the bytes of the kernel for the query's gradient."""
+def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> Need:
+    """Return the bytes of the kernel for the query's gradient."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (plan.block * (2 * head + value) + plan.part * (head + value)) + 2 * _LINE * plan.block
     scratch = dims.size * plan.block * head + 4 * plan.block * (2 * LANES + head)
@@ -72,23 +80,23 @@ def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmente
     split = (7 if segmented else 5) * wide  # float32 operands are split into three of the matrix unit's
     spilled = 4 * (live * (2 + capped + split) // 2 + plan.rows * (head + 2 * LANES))
     parts = _float32_parts(dims, plan.block * 3 // 2, segmented)
-    return _total(windows + scratch + parts, plan, segmented, spilled)
+    return _total((windows, scratch, spilled), walked, segmented, parts)
 
 
 def of_keys(
     dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool, transpose: bool = False
-) -> int:
-    """Return an upper estimate of the bytes of the kernel for the gradients of key and value."""
+) -> Need:
+    """Return the bytes of the kernel for the gradients of key and value."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (2 * plan.block * (head + value) + plan.part * (head * (2 if fused else 1) + value))
     kept = plan.block * plan.blocks if fused and dims.repeats > 1 else plan.block
     scratch = dims.size * plan.block * head + 4 * kept * (head + value)
     if fused:
         scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
-    lines = 2 * _LINE * plan.part
+    windows += 2 * _LINE * plan.part
     spilled = _spilled_by_backward(dims, walked, rules, fused=fused, segmented=segmented, transpose=transpose)
     parts = _float32_parts(dims, plan.block + (0 if fused else 2 * plan.chunk), segmented)
-    return _total(windows + lines + scratch + parts, plan, segmented, spilled)
+    return _total((windows, scratch, spilled), walked, segmented, parts)
 
 
 def _float32_parts(dims: Dims, rows: int, segmented: bool) -> int:
@@ -97,9 +105,13 @@ def _float32_parts(dims: Dims, rows: int, segmented: bool) -> int:
     return 2 * 3 * 4 * rows * up(dims.head) if whole else 0
 
 
-def _total(arrays: int, plan: Plan, segmented: bool, spilled: int) -> int:
-    ids = _LINE * (plan.block + plan.part) if segmented else 0
-    return (arrays + ids + spilled * _SPILLED_MARGIN // 8 + _INTERNAL) * 65 // 64
+def _total(sizes: tuple[int, int, int], walked: tuple[Sight, Plan], segmented: bool, parts: int = 0) -> Need:
+    """Return the sum of the bytes of windows, scratch arrays, spilled registers and float32 parts."""
+    (windows, scratch, spilled), (sight, plan) = sizes, walked
+    windows += _LINE * (plan.block + plan.part) if segmented else 0
+    most = (windows + scratch + parts + spilled * _SPILLED_MARGIN // 8 + _INTERNAL) * 65 // 64
+    is_straight = plan.blocks == 1 or (sight.everything and plan.columns <= plan.unroll * plan.chunk)
+    return Need(windows if is_straight else windows + scratch, most)
 
 
 def _is_partial(dim: int) -> bool:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: candidates compiled on one machine and measured on another.
 
-A bundle is a folder with `manifest.json` (the calls and the status of each candidate) and one file of machine code per
-program. The manifest is data: configurations decode strictly, into types defined by the user's modules. It contains
-the digest of each program and ends with its own digest. Measuring a bundle runs its machine code unchecked, so measure
-only bundles that you trust.
+A bundle is a folder with `manifest.json` (the calls and the status of each candidate) and one file of compressed
+machine code per program. The manifest is data: configurations decode strictly, into types defined by the user's
+modules. It contains the digest of each file and ends with its own digest. Measuring a bundle runs its machine code
+unchecked, so measure only bundles that you trust.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import describe, digest_of, from_plain, read_object, sealed_json, to_data
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 
-_SCHEMA = 2
+_SCHEMA = 3
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
@@ -312,11 +312,10 @@ def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
     """Write the code of a program, if it has any; return the row with the fields needed to load it."""
     if program is None or not isinstance(program.code, bytes):
         return row
-    file.write_bytes(program.code)
     return dataclasses.replace(
         row,
         file=file.name,
-        sha256=digest_of(program.code),
+        sha256=CodeFile.written(file, program.code).sha256,
         inputs=program.inputs,
         outputs=program.outputs,
         mosaic=program.mosaic,
