@@ -14,9 +14,8 @@ from tests.ops.sealing import change_object
 from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
-from ejkernel.ops.autotuner.compile.parts import extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.schedules import cycles_of
-from ejkernel.ops.autotuner.compile.simulation import check_simulated
+from ejkernel.ops.autotuner.compile.simulation import check_simulated, extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import GivenUpError
 from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ejkernel.ops.autotuner.measure.paired import PairedSampling
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
-from ejkernel.ops.autotuner.tasks.rounds import RoundsTeller
+from ejkernel.ops.autotuner.tasks.run import RoundsTeller
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
 
