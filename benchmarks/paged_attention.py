@@ -79,7 +79,7 @@ def ours(case: Case, implementation: str, stages: int | None = None) -> Function
     """Return the call with a plan."""
     cfg: Any = None
     if stages is not None:
-        from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
+        from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams
 
         cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
     options: dict[str, Any] = case.scales | case.arguments

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of the source: import direction, and sizes of folders, files and functions."""
+"""The structure of the source: import direction, sizes of folders, files and functions, length of a first call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ast
 import hashlib
 import importlib.util
 import io
+import json
+import os
 import subprocess
 import sys
 import tokenize
@@ -280,3 +282,41 @@ def test_all_benchmarks_can_be_imported():
 def test_a_picture_is_of_the_figures_beside_it(picture):
     figures = picture.with_suffix(".json").read_bytes()
     assert hashlib.sha256(figures).hexdigest() in picture.read_text(encoding="utf-8")
+
+
+# --- the path of a first call ---
+
+
+# Of the framework: without the operation itself (`kernels/`), and without JAX. Lower these limits, never raise them.
+FUNCTIONS_OF_A_FIRST_CALL, FILES_OF_A_FIRST_CALL = 298, 42
+
+FIRST_CALL = """
+import json, pathlib, sys
+import jax.numpy as jnp
+import ejkernel
+from ejkernel.modules import flash_attention
+
+source, seen = str(pathlib.Path(ejkernel.__file__).parent) + "/", set()
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(source) and not code.co_name.startswith("<"):
+        seen.add((code.co_filename.removeprefix(source), code.co_firstlineno))
+
+x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+sys.setprofile(note)
+flash_attention(x, x, x, causal=True)
+sys.setprofile(None)
+print(json.dumps(sorted(seen)))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_call_of_an_operation_passes_few_functions(tmp_path):
+    env = {**os.environ, "EJKERNEL_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=env, capture_output=True, text=True, check=True)
+    passed = [(file, line) for file, line in json.loads(done.stdout) if not file.startswith("kernels/")]
+    files = {file for file, _ in passed}
+    assert {"modules/flash_attention.py", "ops/core/primitive.py", "ops/config/selection.py"} <= files
+    assert len(passed) <= FUNCTIONS_OF_A_FIRST_CALL
+    assert len(files) <= FILES_OF_A_FIRST_CALL

@@ -17,6 +17,7 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.kernels._row_norms import pallas as row_norms
+from ejkernel.kernels._row_norms.pallas import Pallas
 from ejkernel.kernels.flash_attention import splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
@@ -24,11 +25,9 @@ from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
 from ejkernel.kernels.layer_norm.operation import LayerNormCall
-from ejkernel.kernels.layer_norm.pallas import Pallas as LayerNormPallas
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged, vector_memory
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
-from ejkernel.kernels.rms_norm.pallas import Pallas as RmsNormPallas
 from ejkernel.ops.utils.fingerprint import fingerprint_of
 
 pytest.importorskip("libtpu")
@@ -234,9 +233,7 @@ def test_published_tiles_of_groups_compile_within_the_estimate(sharding, impleme
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("operation", ["rms_norm", "layer_norm"])
 def test_row_norms_compile_within_the_estimate(sharding, operation, backward):
-    implementation, call_type = (
-        (RmsNormPallas(), RmsNormCall) if operation == "rms_norm" else (LayerNormPallas(), LayerNormCall)
-    )
+    implementation, call_type = Pallas(), RmsNormCall if operation == "rms_norm" else LayerNormCall
     dim, residual = 4096, operation == "layer_norm"
     call = call_type(
         rows=16_001, dim=dim, dtype="bfloat16", eps=1e-6, residual=residual, platform="tpu", backward=backward

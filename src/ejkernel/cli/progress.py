@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from ejkernel.cli.time_left import ENOUGH, TimeLeft
-from ejkernel.ops.autotuner.trials.clocks import clock_note
+from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, SearchFinished
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.core.invocation import Invocation

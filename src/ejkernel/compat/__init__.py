@@ -72,10 +72,12 @@ from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import noting_answers as noting_answers
+from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call
 from ejkernel.compat.programs import program_span as program_span
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.programs import target_kind as target_kind
+from ejkernel.compat.programs import without_our_frames as without_our_frames
 from ejkernel.compat.propagation import SplitOperation as SplitOperation
 from ejkernel.compat.propagation import split_operations as split_operations
 from ejkernel.compat.settings import Numerics as Numerics
@@ -95,8 +97,6 @@ from ejkernel.compat.splash import SplashBlocks as SplashBlocks
 from ejkernel.compat.splash import SplashMask as SplashMask
 from ejkernel.compat.splash import splash_backward as splash_backward
 from ejkernel.compat.splash import splash_forward as splash_forward
-from ejkernel.compat.tracebacks import pointing_at_the_call as pointing_at_the_call
-from ejkernel.compat.tracebacks import without_our_frames as without_our_frames
 from ejkernel.compat.tracing import ArrayImpl as ArrayImpl
 from ejkernel.compat.tracing import KernelFacts as KernelFacts
 from ejkernel.compat.tracing import Origin as Origin

@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering: the target of the program under way, the rules of a primitive, and the program's text."""
+"""Lowering: the target of the program under way, the rules of a primitive, the program's text, and its tracebacks."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax._src import source_info_util as _source_info
+from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
+import ejkernel
 from ejkernel.compat.processes import Span, setting, span_of_context
 from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
+_E = TypeVar("_E", bound=BaseException)
+
+# JAX's own filter then leaves our frames out of tracebacks, unless JAX_TRACEBACK_FILTERING=off. Unlike its
+# `register_exclusion`, this leaves the source lines in programs as they are.
+_PARTS = ("_exclude_paths", "_filtering_mode", "filter_traceback")
+_filters_frames = all(hasattr(_traceback_util, name) for name in _PARTS)  # without them tracebacks are only longer
+if _filters_frames:
+    _traceback_util._exclude_paths.append(str(Path(str(ejkernel.__file__)).parent))
+
+_points_at_lines = _filters_frames and all(
+    hasattr(_source_info, name) for name in ("JaxStackTraceBeforeTransformation", "current", "has_user_context")
+)
+_HERE = "The line above called ejkernel. The error itself follows below, after the line that compiled the program."
 
 
 def lowering_names(platform: str) -> tuple[str, ...]:
@@ -190,3 +207,30 @@ def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> b
 def lowered_text(lowered: Any) -> str:
     """Return the text of a `jax.stages.Lowered` or any object with `as_text()`; a string is returned unchanged."""
     return lowered if isinstance(lowered, str) else lowered.as_text()
+
+
+def without_our_frames(error: _E) -> _E:
+    """Return an error without the frames of JAX and ejkernel, which `JAX_TRACEBACK_FILTERING=off` keeps."""
+    if not _filters_frames or error.__traceback__ is None or _traceback_util._filtering_mode() == "off":
+        return error
+    return error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
+
+
+@contextlib.contextmanager
+def pointing_at_the_call(kind: type[Exception]) -> Iterator[None]:
+    """Show the line of the call being lowered in the traceback of errors of this kind.
+
+    JAX does so too, but repeats the whole message there.
+    """
+    try:
+        yield
+    except kind as error:
+        source: Any = _source_info.current().traceback if _points_at_lines else None
+        if source is not None and not _source_info.has_user_context(error):
+            lines = _traceback_util.filter_traceback(source.as_python_traceback())
+            if lines is not None:
+                shown = _source_info.JaxStackTraceBeforeTransformation(_HERE).with_traceback(lines)
+                shown.__cause__, shown.__context__ = error.__cause__, error.__context__
+                shown.__suppress_context__ = error.__suppress_context__
+                error.__context__, error.__cause__ = None, shown
+        raise

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
-from ejkernel.ops.autotuner.trials.clocks import clock_note
+from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
 from ejkernel.ops.autotuner.trials.status import stored_in_brief, stored_in_words

@@ -18,7 +18,7 @@ from ejkernel import compat
 from ejkernel.kernels.paged_attention import reference, schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
-from ejkernel.kernels.paged_attention.mosaic_gpu.params import MosaicGpuParams
+from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams
 from ejkernel.modules import PagedAttention, append_to_pages
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)

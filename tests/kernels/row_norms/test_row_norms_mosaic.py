@@ -291,7 +291,7 @@ def test_simulated_rows_in_8_bits_are_those_of_plain_jax(monkeypatch, shape, res
     params = RowNormParams(block_rows=1, stages=2, occupancy=1)
     assert norm.params_fault(call, params) is None
     interpret = mosaic_gpu.InterpretGPUParams(detect_races=races)
-    run = lambda *args: quantized.normalized(call, norm.formula(call), args, params, interpret=interpret)  # noqa: E731
+    run = lambda *args: quantized.normalized(call, args, params, interpret=interpret)  # noqa: E731
     found, expected = jax.jit(run)(*args), quantized_rms_norm.reference(*args, **options)
     assert not (races and compat.simulated_races())
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]

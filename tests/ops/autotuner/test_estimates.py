@@ -14,9 +14,8 @@ from tests.ops.sealing import change_object
 from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
-from ejkernel.ops.autotuner.compile.parts import extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.schedules import cycles_of
-from ejkernel.ops.autotuner.compile.simulation import check_simulated
+from ejkernel.ops.autotuner.compile.simulation import check_simulated, compiled_and_simulated, extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import GivenUpError
 from ejkernel.ops.autotuner.store.saving import AdmissionError, why_not_saved
@@ -371,3 +370,38 @@ def test_a_pruned_candidate_is_not_run():
     data = Autotuner(rounds=1, warmup=0).tune(here, KERNEL, rejected=pruned)
     assert [each.config for each in data.outcomes if each.status == "pruned"] == [10, 13, 7, 8]
     assert data.progress.state.is_finished
+
+
+# --- programs that the compiler cannot simulate with its usual placement of arrays ---
+
+
+FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Program vmem requirement: HLO temp 44.71M"
+
+
+class Lowered:
+    """A lowered program that raises the first errors in `compile`."""
+
+    def __init__(self, folder, *errors):
+        self.folder, self.errors, self.options = folder, list(errors), []
+
+    def compile(self, compiler_options):
+        assert not list(self.folder.iterdir())
+        self.options.append(compiler_options)
+        (self.folder / "estimate").touch()
+        if self.errors:
+            raise jax.errors.JaxRuntimeError(self.errors.pop(0))
+        return "compiled"
+
+
+def test_arrays_of_xla_are_kept_out_of_vector_memory_if_they_do_not_fit_beside_a_kernel(tmp_path):
+    lowered = Lowered(tmp_path, FULL)
+    assert compiled_and_simulated(lowered, tmp_path, limit="1") == "compiled"
+    assert lowered.options == [{"limit": "1"}, {"limit": "1", "xla_vf_vmem_memory_space_assignment": "false"}]
+
+
+@pytest.mark.parametrize("errors", [("INTERNAL: no",), (FULL, FULL)], ids=["another error", "twice"])
+def test_other_errors_are_raised(tmp_path, errors):
+    lowered = Lowered(tmp_path, *errors)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compiled_and_simulated(lowered, tmp_path)
+    assert len(lowered.options) == len(errors)

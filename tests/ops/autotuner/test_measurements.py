@@ -346,6 +346,15 @@ def test_another_operation_s_logs_are_not_read(store, monkeypatch):
     assert len(read) == 2
 
 
+def test_the_entry_of_a_call_is_read_once_for_all_its_searches(store, cache, monkeypatch):
+    for microseconds in (1.0, 2.0):
+        store.save(searched(call(), {1: microseconds}))
+    read, load = [], cache.load
+    monkeypatch.setattr(cache, "load", lambda key: read.append(key) or load(key))
+    (history,) = store.by_call().values()
+    assert [len(history.searches), len(read)] == [2, 1]
+
+
 def test_a_search_above_the_size_limit_is_not_stored(store, folder, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST", 100)
     with pytest.warns(CacheWarning, match=r"the search of double@v0 is not stored: it takes more than 100 bytes"):

@@ -30,6 +30,7 @@ from ejkernel.ops.autotuner.process.supervisor import (
     WorkerDiedError,
     WorkerSilentError,
     WorkerStatus,
+    interrupts_held_back,
 )
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot, shared_worker, worker_session
@@ -395,3 +396,64 @@ def test_after_ctrl_c_the_search_ends_with_its_results_and_starts_no_worker(monk
     else:
         data, tasks, _ = search(monkeypatch, script)
         assert (data.config, data.interrupted, len(tasks)) == (HEURISTIC, True, 1)
+
+
+# --- Ctrl-C that waits until it is looked for ---
+
+
+def test_ctrl_c_is_raised_when_polled():
+    with interrupts_held_back() as held:
+        signal.raise_signal(signal.SIGINT)
+        assert len(held) == 1
+        with pytest.raises(KeyboardInterrupt):
+            held.pop()()
+
+
+def test_an_unpolled_ctrl_c_is_raised_at_the_end():
+    holding = interrupts_held_back()
+    holding.__enter__()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        holding.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_an_ignored_ctrl_c_stays_ignored(handler):
+    signal.signal(signal.SIGINT, handler)
+    with interrupts_held_back() as held:
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert held == []
+
+
+def test_another_thread_holds_nothing_back():
+    seen = []
+
+    def work():
+        with interrupts_held_back():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == [signal.default_int_handler]
+
+
+# --- how a search is asked for its end ---
+
+
+def test_a_cancellation_is_not_requested_at_first_and_permanent_afterwards():
+    cancellation = Cancellation()
+    before = cancellation.is_requested
+    cancellation.request()
+    cancellation.request()
+    assert (before, cancellation.is_requested) == (False, True)
+
+
+def test_the_end_of_all_is_the_end_of_each_and_not_the_other_way_round():
+    device = Cancellation()
+    one, other = Cancellation(within=device), Cancellation(within=device)
+    one.request()
+    assert (one.is_requested, other.is_requested, device.is_requested) == (True, False, False)
+    device.request()
+    assert other.is_requested

@@ -22,6 +22,28 @@ from ejkernel.ops.utils.values.signature import is_array
 Normalized = jax.Array | tuple[jax.Array, jax.Array]
 """The output; with a residual, also the sum that was normalised."""
 
+RESIDUALS = "statistics of every row, in float32"
+"""Format of the residuals of all forwards: 1 / standard deviation or 1 / rms of a row, after its mean if subtracted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """The formula of a row.
+
+    Attributes:
+        centred: Whether the mean is subtracted.
+        eps: Added to the mean of squares.
+        weight: The number added to the weight; `None` without a weight.
+        bias: Whether a bias is added.
+        residual: Whether another array is added first; the sum is then a result too.
+    """
+
+    centred: bool
+    eps: float
+    weight: float | None = 0.0
+    bias: bool = False
+    residual: bool = False
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormCall(OperationCall):
@@ -40,6 +62,11 @@ class RowNormCall(OperationCall):
     dtype: str
     eps: float
     residual: bool = False
+
+    @property
+    def formula(self) -> Formula:
+        """The formula of a row."""
+        raise NotImplementedError
 
     @property
     def all_rows(self) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation on Hopper GPUs; subclasses supply the formula."""
+"""The implementation on Hopper GPUs."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
@@ -13,8 +13,8 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
-from .common import RowNormCall
-from .plan import SHORT, SLAB, THREADS, Formula, RowNormParams, RowNormPlan
+from .common import RESIDUALS, RowNormCall
+from .plan import SHORT, SLAB, THREADS, RowNormParams, RowNormPlan
 
 CallT = TypeVar("CallT", bound=RowNormCall)
 
@@ -34,10 +34,8 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
 
     name = "mosaic_gpu"
     params = RowNormParams
-
-    def formula(self, call: CallT) -> Formula:
-        """Return the formula of a row."""
-        raise NotImplementedError
+    residuals: ClassVar[str | None] = RESIDUALS
+    features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why `call` does not run, and an alternative; `None` if it runs."""
@@ -70,7 +68,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
             return 0 if call.examples == 1 and known else -1
         # On one H200, XLA's time over ours: 0.96 to 1.08 for rms_norm's forward; 1.03 to 1.49 for layer_norm's, but
         # 0.93 and 0.97 for rows of 64 and 128; with a residual 1.14 to 1.49 for both, 1.16 to 1.27 for rows below 512.
-        centred = self.formula(call).centred and much and call.dim > _NARROW
+        centred = call.formula.centred and much and call.dim > _NARROW
         return 0 if known and (centred or call.residual) else -1
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
@@ -127,7 +125,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
             rows=call.rows,
             dim=call.dim,
             dtype=call.dtype,
-            formula=self.formula(call),
+            formula=call.formula,
             backward=call.backward,
             params=params,
         )
@@ -136,7 +134,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         """Return the output, and the statistics of each row."""
         x, *vectors, residual = args if call.residual else (*args, None)
         rows = [x] if residual is None else [x, residual]
-        found = launch.normalize(self.formula(call), params, rows, [v for v in vectors if v is not None])
+        found = launch.normalize(call.formula, params, rows, [v for v in vectors if v is not None])
         outs, stats = found[: len(rows)], found[len(rows) :]
         return (outs if call.residual else outs[0]), (stats if len(stats) > 1 else stats[0])
 
@@ -153,7 +151,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         """Return the gradients."""
         # The forward returned the normalised sum: the backward reads it instead of its terms.
         x, *vectors, _ = args if call.residual else (*args, None)
-        formula = self.formula(call)
+        formula = call.formula
         stats = residuals if formula.centred else (residuals,)
         rows = [out[1] if call.residual else x, *cotangents]
         dx, *sums = launch.gradients(formula, params, rows, stats, [v for v in vectors if v is not None][:1])

@@ -14,7 +14,8 @@ from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels._varying import one_by_one, unify_varying
 
-from .plan import Formula, RowNormParams, RowNormPlan
+from .common import Formula
+from .plan import RowNormParams, RowNormPlan
 
 _VECTORS = ("float32", "bfloat16", "float16")  # dtypes of weight and bias that kernels read
 

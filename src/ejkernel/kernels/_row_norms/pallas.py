@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation on TPUs, which reads each block of rows once; subclasses supply the formula.
+"""The implementation on TPUs, which reads each block of rows once.
 
 XLA's fusions read the rows again for each statistic: `benchmarks/results/norms_tpu.md`.
 """
@@ -22,8 +22,7 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import RowNormCall
-from .plan import Formula
+from .common import RESIDUALS, Formula, RowNormCall
 
 CallT = TypeVar("CallT", bound=RowNormCall)
 
@@ -53,10 +52,8 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
     name = "pallas"
     params = PallasParams
-
-    def formula(self, call: CallT) -> Formula:
-        """Return the formula of a row."""
-        raise NotImplementedError
+    residuals = RESIDUALS
+    features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why the kernels do not support `call`, with an alternative; `None` if they do."""
@@ -101,7 +98,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
     def forward(self, call: CallT, /, *args: Any, params: PallasParams) -> tuple[Any, Any]:
         """Return the output, and the statistics of each row."""
-        formula, shape = self.formula(call), args[0].shape
+        formula, shape = call.formula, args[0].shape
         x, *vectors, residual = unify_varying(args if call.residual else (*args, None))
         rows = [x] if residual is None else [x, residual]
         launch = _Launch(call, params, x)
@@ -118,7 +115,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
         self, call: CallT, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: PallasParams
     ) -> tuple[jax.Array | None, ...]:
         """Return the gradients."""
-        formula = self.formula(call)
+        formula = call.formula
         # The forward returned the normalised sum: the backward reads it instead of its terms.
         x, *vectors, _ = args if call.residual else (*args, None)
         stats = residuals if formula.centred else (residuals,)

@@ -11,6 +11,8 @@ from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._options import POSITIVE, check_parameters
 from ejkernel.ops.utils.messages.names import NamedFields
 
+from .common import Formula
+
 THREADS = 128  # of a block: one warpgroup
 MINOR = 256  # elements, the most that a TMA copy takes along one axis
 SHORT = 512  # elements; a warpgroup holds several shorter rows in registers
@@ -37,25 +39,6 @@ class RowNormParams(NamedFields):
 
     def __post_init__(self) -> None:
         check_parameters(self, block_rows=POSITIVE, stages=POSITIVE, occupancy=POSITIVE)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Formula:
-    """The formula of a row.
-
-    Attributes:
-        centred: Whether the mean is subtracted.
-        eps: Added to the mean of squares.
-        weight: The number added to the weight; `None` without a weight.
-        bias: Whether a bias is added.
-        residual: Whether another array is added first; the sum is then a result too.
-    """
-
-    centred: bool
-    eps: float
-    weight: float | None = 0.0
-    bias: bool = False
-    residual: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._row_norms.common import (
+    Formula,
     Normalized,
     RowNorm,
     RowNormCall,
@@ -25,13 +26,15 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 
 _Invocation = Invocation["LayerNormConfig", Normalized]
 
-RESIDUALS = "mean and 1 / standard deviation of every row, in float32"
-"""The residuals that every implementation's forward saves, and every backward accepts."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNormCall(RowNormCall):
     """A call without its arrays; `eps` is added to the variance."""
+
+    @property
+    def formula(self) -> Formula:
+        """See `RowNormCall`."""
+        return Formula(centred=True, eps=self.eps, bias=True, residual=self.residual)
 
     @property
     def features(self) -> frozenset[str]:
@@ -52,9 +55,11 @@ class LayerNorm(RowNorm[LayerNormConfig, LayerNormCall]):
     flops = 7
     implementations = Implementations(
         {
-            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
+            "mosaic_gpu": LazyImplementation(
+                "ejkernel.kernels._row_norms.implementation:MosaicGpu", platforms=("gpu",)
+            ),
             "xla": f"{__package__}.xla:Xla",
-            "pallas": LazyImplementation(f"{__package__}.pallas:Pallas", platforms=("tpu",)),
+            "pallas": LazyImplementation("ejkernel.kernels._row_norms.pallas:Pallas", platforms=("tpu",)),
         }
     )
 

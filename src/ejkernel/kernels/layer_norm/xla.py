@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._row_norms.common import RESIDUALS
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
 
-from .operation import RESIDUALS, LayerNormCall
+from .operation import LayerNormCall
 
 
 class Xla(Implementation[LayerNormCall]):

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from ejkernel import compat
 
 from . import schedule
-from .plan_sizes import Sizes
 from .schedule import (
     SHORT,
     Prefill,
     Schedule,
+    Sizes,
     TileSizes,
     first_ones,
     no_prefill,

@@ -8,6 +8,7 @@ arrays that the kernel returns, with a barrier between.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from . import table_kernel
-from .plan_sizes import Sizes, power
 from .schedule import (
     PROGRAMS,
     Found,
@@ -29,11 +28,13 @@ from .schedule import (
     Ranges,
     Schedule,
     Share,
+    Sizes,
     Tile,
     blocks_of,
     items_at,
     long_tiles,
     no_prefill,
+    power,
     prefill_columns,
     shares,
     tile_columns,
@@ -42,6 +43,10 @@ from .schedule import (
 WARPS = 16
 _SEARCHED = 1024  # comparisons of a search that compares all pairs of numbers; with more, it halves intervals
 _COMPARED = 8192  # pairs of tiles, or of a tile and a sequence, that are compared at once
+
+_TABLE_WARPS = 4
+_BLOCKS = 128  # of threads, at least, if there are as many sequences
+_AT_ONCE = 2048  # entries of the page table that a block checks at once
 
 
 class _Results(NamedTuple):
@@ -86,7 +91,7 @@ def run(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -
         interpret: Whether to simulate the kernel.
     """
     if sizes.has_large_table:
-        lengths = table_kernel.run(sizes, arrays, interpret=interpret)
+        lengths = checked_lengths(sizes, arrays, interpret=interpret)
         sizes, arrays = dataclasses.replace(sizes, columns=None), (arrays[0], lengths)
     sequences, short, prefill = sizes.sequences, sizes.short_tiles, sizes.prefill_tiles
     shapes = [(sequences + 1,), (sequences,), (short, len(Tile)), (PROGRAMS, len(Share))]
@@ -344,3 +349,57 @@ def _count(ref: Any, first: int, count: int, at: jax.Array) -> jax.Array:
         found = _loaded(ref, first + jnp.minimum(probe, count) - 1, probe <= count, 2**31 - 1)
         low, step = jnp.where((probe <= count) & (found <= at), probe, low), step // 2
     return low
+
+
+def checked_lengths(sizes: Sizes, arrays: Sequence[jax.Array], *, interpret: bool = False) -> jax.Array:
+    """Return the lengths of the sequences: 0 of one that needs a page outside of the cache.
+
+    Args:
+        sizes: The sizes.
+        arrays: Offsets, lengths and the page table; int32.
+        interpret: Whether to simulate the kernel.
+    """
+    columns = min(power(sizes.columns or 1), _AT_ONCE)
+    rows = max(1, min(_AT_ONCE // columns, power(sizes.sequences) // _BLOCKS))
+    call: Callable[..., jax.Array] = pl.pallas_call(
+        functools.partial(_check, sizes, (rows, columns)),
+        out_shape=jax.ShapeDtypeStruct((sizes.sequences,), jnp.int32),
+        grid=(-(-sizes.sequences // rows),),
+        compiler_params=plt.CompilerParams(num_warps=_TABLE_WARPS, num_stages=1),
+        name="paged_plan_table",
+        interpret=interpret,
+    )
+    offsets, lengths, table = arrays
+    return call(offsets, lengths, table.reshape(-1))
+
+
+def _check(sizes: Sizes, tile: tuple[int, int], offsets: Any, lengths: Any, table: Any, out: Any) -> None:
+    (rows, width), columns, page_size = tile, sizes.columns or 1, sizes.page_size
+    row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
+    is_row = row < sizes.sequences
+    length = plt.load(lengths.at[row], mask=is_row, other=0)
+    length = jnp.minimum(jnp.maximum(length, 0), columns * page_size)
+    first = jnp.zeros_like(length)
+    if sizes.window is not None:
+        count = _ascending(sizes, offsets, row + 1) - _ascending(sizes, offsets, row)
+        first = lax.div(jnp.maximum(length - count - sizes.window, 0), page_size)
+    end = lax.div(length + (page_size - 1), page_size)
+
+    def step(index: jax.Array, outside: jax.Array) -> jax.Array:
+        column = index * width + jnp.arange(width, dtype=jnp.int32)[None, :]
+        needed = (column >= first[:, None]) & (column < end[:, None])
+        page = plt.load(table.at[row[:, None] * columns + column], mask=needed, other=0)
+        found = (page < 0) | (page >= sizes.pages)
+        return outside | jnp.max((found & needed).astype(jnp.int32), axis=1)
+
+    blocks = lax.div(jnp.max(end) + (width - 1), width)
+    outside = lax.fori_loop(lax.div(jnp.min(first), width), blocks, step, jnp.zeros_like(length))
+    plt.store(out.at[row], jnp.where(outside > 0, 0, length), mask=is_row)
+
+
+def _ascending(sizes: Sizes, offsets: Any, at: jax.Array) -> jax.Array:
+    """Return the offsets at these numbers, made valid: from 0 within the tokens, and ascending."""
+    number = jnp.arange(power(sizes.sequences + 1), dtype=jnp.int32)
+    given = plt.load(offsets.at[number], mask=(number > 0) & (number <= sizes.sequences), other=0)
+    given = jnp.minimum(jnp.maximum(given, 0), sizes.tokens)
+    return jnp.max(jnp.where(number[None, :] <= at[:, None], given[None, :], 0), axis=1)

@@ -8,6 +8,7 @@ whole tiles, those with the most keys first.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any, NamedTuple
 
@@ -21,6 +22,13 @@ MOST_ROWS = 64  # of a tile of decode: with more, its sums would not fit in the 
 PREFILL_ROWS = 128  # of a tile of prefill
 SHORT = 1024  # elements of a vector whose running sums take fewer kernels by comparing all numbers
 _FEW_TOKENS = 4  # query tokens of a short sequence, e.g. in speculative decoding
+
+_MOST = 1024  # sequences, and tiles of decode
+_MOST_ENTRIES = 8192  # of a page table that one block checks; it checks 16,384 later than many blocks do
+_MOST_COLUMNS = 65536  # of a page table
+_MOST_PREFILL = 1024  # tiles of prefill
+_MOST_PAIRS = 65536  # pairs that are compared to order the tiles of prefill
+_BY_SEQUENCE = 4  # comparisons of tiles that take the time of one with a sequence
 
 
 class Tile(enum.IntEnum):
@@ -339,3 +347,62 @@ def items_at(ends: Any, tile: jax.Array, at: jax.Array, kv_heads: int) -> tuple[
     size = jnp.maximum(lax.div(ends[tile] - begin, kv_heads), 1)
     head = lax.div(at - begin, size)  # `//` would take care of negative numbers
     return tile * kv_heads + head, at - begin - head * size
+
+
+def power(number: int) -> int:
+    """Return the number, rounded up to a power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a schedule.
+
+    Attributes:
+        tokens: New tokens of all sequences, with padding.
+        sequences: Sequences.
+        columns: Columns of the page table; `None`: the lengths are valid already.
+        pages, page_size: Pages of the cache, and tokens of a page.
+        kv_heads: KV heads.
+        tile: Query tokens of the tiles.
+        window: The keys that a query sees before its own; `None`: all.
+    """
+
+    tokens: int
+    sequences: int
+    columns: int | None
+    pages: int
+    page_size: int
+    kv_heads: int
+    tile: TileSizes
+    window: int | None
+
+    @property
+    def short_tiles(self) -> int:
+        """Tiles of decode."""
+        return self.tokens if self.tile.long is None else self.sequences
+
+    @property
+    def prefill_tiles(self) -> int:
+        """Tiles of prefill."""
+        size = self.tile.long
+        return 0 if size is None else most_prefill_tiles(self.tokens, self.sequences, size)
+
+    @property
+    def fits(self) -> bool:
+        """Whether one block of threads computes the schedule faster than XLA's kernels."""
+        if 0 in (self.tokens, self.sequences, self.columns) or max(self.sequences + 1, self.short_tiles) > _MOST:
+            return False
+        tiles = power(self.prefill_tiles)
+        pairs = tiles * (power(self.sequences + 1) if self.orders_by_sequence else tiles)
+        return tiles <= _MOST_PREFILL and pairs <= _MOST_PAIRS and (self.columns or 0) <= _MOST_COLUMNS
+
+    @property
+    def has_large_table(self) -> bool:
+        """Whether a kernel of several blocks of threads checks the page table."""
+        return self.columns is not None and power(self.sequences) * power(self.columns) > _MOST_ENTRIES
+
+    @property
+    def orders_by_sequence(self) -> bool:
+        """Whether tiles of prefill are compared with sequences rather than with all tiles, to find their order."""
+        return power(self.prefill_tiles) > _BY_SEQUENCE * power(self.sequences + 1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator, is_number
 from ejkernel.kernels._row_norms.common import (
+    Formula,
     Normalized,
     RowNorm,
     RowNormCall,
@@ -27,9 +28,6 @@ from ejkernel.ops.utils.values.scalars import given_text
 
 _Invocation = Invocation["RmsNormConfig", Normalized]
 
-RESIDUALS = "1 / rms of every row, in float32"
-"""The residuals that every implementation's forward saves, and every backward accepts."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RmsNormCall(RowNormCall):
@@ -42,6 +40,12 @@ class RmsNormCall(RowNormCall):
 
     weight: bool = True
     weight_offset: float = 0.0
+
+    @property
+    def formula(self) -> Formula:
+        """See `RowNormCall`."""
+        weight = self.weight_offset if self.weight else None
+        return Formula(centred=False, eps=self.eps, weight=weight, residual=self.residual)
 
     @property
     def features(self) -> frozenset[str]:
@@ -67,9 +71,11 @@ class RmsNorm(RowNorm[RmsNormConfig, RmsNormCall]):
     flops = 4
     implementations = Implementations(
         {
-            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
+            "mosaic_gpu": LazyImplementation(
+                "ejkernel.kernels._row_norms.implementation:MosaicGpu", platforms=("gpu",)
+            ),
             "xla": f"{__package__}.xla:Xla",
-            "pallas": LazyImplementation(f"{__package__}.pallas:Pallas", platforms=("tpu",)),
+            "pallas": LazyImplementation("ejkernel.kernels._row_norms.pallas:Pallas", platforms=("tpu",)),
         }
     )
 

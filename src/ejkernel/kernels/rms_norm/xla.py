@@ -17,12 +17,13 @@ from jax import lax
 
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._options import POSITIVE, check_parameters
+from ejkernel.kernels._row_norms.common import RESIDUALS
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
-from .operation import RESIDUALS, RmsNormCall
+from .operation import RmsNormCall
 
 # Measured on a CPU: elements per block, and the minimum size of a call for blocks to pay. They pay most when XLA would
 # keep a float32 copy of 16-bit rows, and never in a float32 forward.

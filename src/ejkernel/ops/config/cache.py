@@ -16,7 +16,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import former_names
-from ejkernel.ops.utils.messages.blocks import called_in_with
+from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded

@@ -13,8 +13,7 @@ from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.messages.blocks import NoBlock, called_in_with
-from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
+from ejkernel.ops.utils.messages.names import NamedFields, NoBlock, called_in_with, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

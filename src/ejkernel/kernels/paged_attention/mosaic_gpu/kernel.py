@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first kernel: attention of tiles to blocks of keys, stored, or left as shares of items of several programs.
+"""Attention of tiles to blocks of keys, stored, or left as shares of items of several programs, and the sum of shares.
 
 Both products are transposed: keys are the rows of the first, and columns of values those of the second. A product then
 costs as many columns as a tile has rows, e.g. 8 in decode instead of 64. Copies take longer than products, so one
@@ -37,8 +37,10 @@ from .memory import (
     across,
     cache_row,
     item_of,
+    piece_types,
 )
 from .plan import PIECE, LaunchPlan
+from .shares import Shares, SumInputs, summed, when_begun_here
 
 _LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
 
@@ -322,3 +324,45 @@ class _Kernel:
             self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
             lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))
             compat.store_as_it_is(self.results.share_lse.at[slot], lse)
+
+
+def run_sums(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:
+    """Write the sums into the references `given.out` and `given.lse`."""
+    kernel = _Sums(plan, backend_for(interpret))
+    launch(
+        lambda given, results, memory: kernel.run(given, memory),
+        given,
+        [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs a result of its own
+        name="paged_attention_sums",
+        programs=plan.programs,
+        memory=piece_types(kernel.backend, (plan.pieces, plan.rows), plan.dtype),
+        interpret=interpret,
+    )
+
+
+class _Sums:
+    """One program sums the item that begins in the program of the same number and ends in another."""
+
+    def __init__(self, plan: LaunchPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+
+    def run(self, given: SumInputs, buffer: Any) -> None:
+        """Sum one item's shares."""
+        program = lax.axis_index(PROGRAM)
+        work = Work.of(given.programs, program)
+        item = item_of(self.plan, given.tiles, jnp.maximum(work.last_item, 0))
+        when_begun_here(work, item, lambda: self._sum(given, buffer, program, item, work))
+
+    def _sum(self, given: SumInputs, buffer: Any, program: Any, item: Item, work: Work) -> None:
+        rows = self.plan.rows
+        shares = Shares(
+            shape=(self.plan.head_dim, rows),
+            axis=1,
+            together=max(1, 64 // rows),
+            load=lambda slot: plgpu.load(given.shares.at[slot], layout=LAYOUT, optimized=False),
+            load_lse=lambda slot: plgpu.load(given.share_lse.at[slot], layout=BY_ROW, optimized=False),
+        )
+        found, outputs = summed(shares, program, item, work), Outputs(given.out, given.lse)
+        store = TileStore(self.plan, self.backend, (given.sinks, given.scale), outputs, buffer)
+        store.store(item, (found.acc,), found.top, found.total)
+        plgpu.wait_smem_to_gmem(0)

@@ -15,10 +15,8 @@ from ejkernel.kernels.paged_attention.common import Operands, PagedCall, within_
 from ejkernel.kernels.paged_attention.plan import PlanArrays, batch_schedules, token_tiles
 from ejkernel.kernels.paged_attention.schedule import Prefill, Schedule, Tile, tile_sizes
 
-from . import support
 from .latent_plan import ROWS, latent_plan
-from .params import MosaicGpuParams
-from .plan import LaunchPlan, launch_plan, prefill_plan
+from .plan import LaunchPlan, MosaicGpuParams, as_run, is_widened, launch_plan, prefill_plan
 
 
 def attention(
@@ -31,8 +29,8 @@ def attention(
 
     operands, plan_arrays = given
     if call.value_dim is not None:
-        if support.is_widened(call):
-            operands, call = _widened(call, operands), support.as_run(call)
+        if is_widened(call):
+            operands, call = _widened(call, operands), as_run(call)
         return _latent(call, operands, _token_schedule(call, plan_arrays), interpret)
     operands, (short, prefill) = unsliced((operands, _schedules(call, plan_arrays)))
     sizes = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2])
@@ -52,7 +50,7 @@ def attention(
         prefilled, own = operands, call
         if apart:
             prefilled, empty = unsliced(widened(call, operands, sizes.short, interpret))
-            own, target = support.as_run(call), jax.new_ref(empty)
+            own, target = as_run(call), jax.new_ref(empty)
         rows = _prefilled(own, prefilled, prefill, target, interpret)
         lse = None if lse is None else _by_token(lse, prefill.tiles, rows)
     if lse is not None:
@@ -116,7 +114,7 @@ def _latent(call: PagedCall, operands: Operands, made: Schedule, interpret: Any 
     """Return the output and the log-sum-exp of latent attention."""
     from ejkernel.kernels._hopper.launch import unsliced
 
-    from . import latent, latent_sums
+    from . import latent
     from .memory import Inputs
     from .shares import SumInputs
 
@@ -138,7 +136,7 @@ def _latent(call: PagedCall, operands: Operands, made: Schedule, interpret: Any 
     found = latent.run(plan, inputs, interpret)
     out, lse = jax.new_ref(found.out), jax.new_ref(found.lse)
     given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.k_scale, out, lse)
-    latent_sums.run(plan, given, interpret)
+    latent.run_sums(plan, given, interpret)
 
     whole, rows = unsliced((jax.freeze(out), jax.freeze(lse)))
     whole = whole[:, :heads] if padding else whole
@@ -151,7 +149,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     """Return a reference to an output with the rows of these tiles, and the log-sum-exp of each item's rows."""
     from ejkernel.kernels._hopper.launch import unsliced
 
-    from . import kernel, sums
+    from . import kernel
     from .memory import Inputs
     from .shares import SumInputs
 
@@ -174,7 +172,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     out = jax.new_ref(found.out)
     lse = None if found.lse is None else jax.new_ref(found.lse)
     given = SumInputs(*made, found.shares, found.share_lse, sinks, inputs.v_scale, out, lse)
-    sums.run(plan, given, interpret)
+    kernel.run_sums(plan, given, interpret)
     return out, None if lse is None else unsliced(jax.freeze(lse))
 
 

@@ -7,18 +7,51 @@ import dataclasses
 import math
 
 from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
+from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.flash_attention.common import Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS, ForwardPlan
 from ejkernel.kernels.paged_attention import schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.schedule import BLOCK
+from ejkernel.ops.utils.messages.names import NamedFields
 
-from .params import MosaicGpuParams
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MosaicGpuParams(NamedFields):
+    """Launch parameters.
+
+    A block of threads has one producer and one consumer warpgroup. The launch is persistent: each block of threads
+    takes an equal number of blocks of 64 keys.
+
+    Attributes:
+        stages: Pipeline stages, each with the keys and values of 64 tokens.
+        query_buffers: Buffers of queries; with 2, those of the next tile are copied early.
+    """
+
+    stages: int = 3
+    query_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        check_parameters(self, stages=range(2, 13), query_buffers=(1, 2))
+
 
 PREFILL = ForwardParams(persistent=True, query_buffers=2)
 NARROW = ("int8", "float8_e4m3fn")
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
+
+
+def is_widened(call: PagedCall) -> bool:
+    """Return whether prefill, or latent attention, reads a 16-bit copy of an 8-bit cache."""
+    return call.cache_dtype != call.dtype and (call.value_dim is not None or call.q[0] > call.table[0])
+
+
+def as_run(call: PagedCall) -> PagedCall:
+    """Return the call as the kernels run it: on the 16-bit copy of the cache, if they make one."""
+    if not is_widened(call):
+        return call
+    pages = min(call.pages[0], math.prod(call.table))
+    return dataclasses.replace(call, pages=(pages, *call.pages[1:]), cache_dtype=call.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax
 
 from ejkernel.kernels._row_norms import implementation
 from ejkernel.kernels._row_norms.launch import folded
-from ejkernel.kernels._row_norms.plan import Formula, RowNormParams
+from ejkernel.kernels._row_norms.plan import RowNormParams
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.implementation import Implementation
@@ -25,13 +25,8 @@ _WHOLE = 4 * BLOCK  # elements that a warpgroup quantises at once: a block for e
 class MosaicGpu(implementation.MosaicGpu[QuantizedRmsNormCall]):
     """The implementation for Hopper GPUs."""
 
-    features = frozenset(("weight=None", "weight_offset", "residual"))
+    residuals = Implementation.residuals
     backward = Implementation.backward
-
-    def formula(self, call: QuantizedRmsNormCall) -> Formula:
-        """Return the formula of RMS normalisation for this call."""
-        weight = call.weight_offset if call.weight else None
-        return Formula(centred=False, eps=call.eps, weight=weight, residual=call.residual)
 
     def unsupported(self, call: QuantizedRmsNormCall) -> str | None:
         """See `MosaicGpu`."""
@@ -46,26 +41,20 @@ class MosaicGpu(implementation.MosaicGpu[QuantizedRmsNormCall]):
         return 0
 
     def _plan(self, call: QuantizedRmsNormCall, params: RowNormParams) -> QuantizedRowPlan:
-        return row_plan(call, self.formula(call), params, call.rows)
+        return row_plan(call, params, call.rows)
 
     def forward(self, call: QuantizedRmsNormCall, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
         """Return the results, without residuals."""
-        return normalized(call, self.formula(call), args, params), ()
+        return normalized(call, args, params), ()
 
 
 def normalized(
-    call: QuantizedRmsNormCall,
-    formula: Formula,
-    args: Sequence[Any],
-    params: RowNormParams,
-    *,
-    interpret: Any = None,
+    call: QuantizedRmsNormCall, args: Sequence[Any], params: RowNormParams, *, interpret: Any = None
 ) -> tuple[jax.Array, ...]:
     """Return the results of a call, as the operation says.
 
     Args:
         call: The call.
-        formula: The formula of a row.
         args: `x`, the weight or `None`, and the residual if the call has one.
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
@@ -77,7 +66,7 @@ def normalized(
         from .kernel import normalize_rows  # Mosaic GPU is not available in every environment
 
         shape = arrays[0].shape
-        plan = row_plan(call, formula, params, arrays[0].size // call.dim)
+        plan = row_plan(call, params, arrays[0].size // call.dim)
         values, *sums, scale = normalize_rows(plan, arrays[:count], arrays[count:], interpret=interpret)
         return values.reshape(shape), scale.reshape(*shape[:-1], -1), *(x.reshape(shape) for x in sums)
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._row_norms.plan import Formula, RowNormParams, RowNormPlan
+from ejkernel.kernels._row_norms.plan import RowNormParams, RowNormPlan
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 
 from .operation import QuantizedRmsNormCall
@@ -34,8 +34,14 @@ class QuantizedRowPlan(RowNormPlan):
         return self.params.stages * self.params.block_rows * self.dim * (wide + 1) + 1024
 
 
-def row_plan(call: QuantizedRmsNormCall, formula: Formula, params: RowNormParams, rows: int) -> QuantizedRowPlan:
+def row_plan(call: QuantizedRmsNormCall, params: RowNormParams, rows: int) -> QuantizedRowPlan:
     """Return the plan of a launch on so many rows."""
     return QuantizedRowPlan(
-        rows=rows, dim=call.dim, dtype=call.dtype, formula=formula, backward=False, params=params, values=call.values
+        rows=rows,
+        dim=call.dim,
+        dtype=call.dtype,
+        formula=call.formula,
+        backward=False,
+        params=params,
+        values=call.values,
     )

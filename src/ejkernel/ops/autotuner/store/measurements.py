@@ -185,33 +185,35 @@ class MeasurementStore(Shown):
 
         If the saved configuration is not the winner of a search, it is in `stays`.
         """
-        return self._loaded(self._logs(op))
+        return (search for search, _ in self._loaded(self._logs(op)))
 
-    def _loaded(self, logs: Iterable[_Log]) -> Iterator[StoredSearch]:
-        """Yield the searches of usable logs, each with the saved configuration if it is not the winner's."""
-        saved: dict[ConfigKey, Any] = {}
+    def _loaded(self, logs: Iterable[_Log]) -> Iterator[tuple[StoredSearch, StoredEntry | None]]:
+        """Yield the searches of usable logs, each with the saved entry of its call, which is loaded once."""
+        saved: dict[ConfigKey, StoredEntry | None] = {}
         for log in logs:
             search = _loaded(log)
             if search is None:
                 continue
             if search.key not in saved:
-                entry = self.cache.load(search.key)
-                saved[search.key] = None if entry is None else entry.config
-            config = saved[search.key]
-            has_other = config is not None and not are_same(search.winner.config, config)
-            yield dataclasses.replace(search, stays=config) if has_other else search
+                saved[search.key] = self.cache.load(search.key)
+            entry = saved[search.key]
+            if entry is not None and entry.config is not None and not are_same(search.winner.config, entry.config):
+                search = dataclasses.replace(search, stays=entry.config)
+            yield search, entry
 
-    def by_call(self, op: str | None = None) -> dict[ConfigKey, CallHistory]:
-        """Return all searches, or those of one versioned operation, by call."""
-        searches: dict[ConfigKey, list[StoredSearch]] = {}
-        for search in self.searches(op):
-            searches.setdefault(search.key, []).append(search)
-        return {key: CallHistory(entry=self.cache.load(key), searches=tuple(found)) for key, found in searches.items()}
+    def by_call(self) -> dict[ConfigKey, CallHistory]:
+        """Return all searches, by call."""
+        return self._by_call(self._logs(None))
+
+    def _by_call(self, logs: Iterable[_Log]) -> dict[ConfigKey, CallHistory]:
+        found: dict[ConfigKey, tuple[StoredEntry | None, list[StoredSearch]]] = {}
+        for search, entry in self._loaded(logs):
+            found.setdefault(search.key, (entry, []))[1].append(search)
+        return {key: CallHistory(entry=entry, searches=tuple(searches)) for key, (entry, searches) in found.items()}
 
     def history(self, key: ConfigKey) -> CallHistory | None:
         """Return the searches of one call; `None` without one."""
-        found = tuple(self._loaded(self._logs(key.op, key)))
-        return CallHistory(entry=self.cache.load(key), searches=found) if found else None
+        return self._by_call(self._logs(key.op, key)).get(key)
 
     def progress(self, key: ConfigKey) -> SearchProgress | None:
         """Return the tuning progress of a call, as all commands report it; `None` without a search.
@@ -221,16 +223,11 @@ class MeasurementStore(Shown):
         entry = self.cache.load(key)
         if entry is not None:
             return SearchProgress.stored_in(entry.measured)
-        search = next((search for search in self.searches(key.op) if search.key == key), None)
-        return None if search is None else search.progress
+        return next((search.progress for search, _ in self._loaded(self._logs(key.op, key))), None)
 
     def without_entry(self) -> list[StoredSearch]:
         """Return the newest search of each call without an entry; such searches are partial or failed."""
-        newest: dict[ConfigKey, StoredSearch] = {}
-        for search in self.searches():
-            if search.key not in newest and self.cache.load(search.key) is None:
-                newest[search.key] = search
-        return list(newest.values())
+        return [history.searches[0] for history in self.by_call().values() if history.entry is None]
 
     def unfinished(self, inv: Invocation[Cfg, Out], shares: Mapping[str, float] | None = None) -> tuple[Outcome, ...]:
         """Return the measured candidates of a call's newest search, if it ended early, without the heuristic.
@@ -243,8 +240,8 @@ class MeasurementStore(Shown):
                 call is alone.
         """
         wanted = {inv.key.call: 1.0} if shares is None else shares
-        for search in self.searches(inv.key.op):
-            if search.key != inv.key or search.progress.state == SearchState.FAILED:
+        for search, _ in self._loaded(self._logs(inv.key.op, inv.key)):
+            if search.progress.state == SearchState.FAILED:
                 continue
             here = provenance(inv.key, self.cache.clock())
             is_same = all(search.provenance.get(name) == here.get(name) for name in here if name != "time")

@@ -7,23 +7,24 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
-from ejkernel.ops.autotuner.measure.sampling import SamplingPlan
+from ejkernel.ops.autotuner.measure.paired import PairedSampling
+from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
-from ejkernel.ops.autotuner.tasks.rounds import RoundsTeller
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, distinct
-from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, emit
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.kernel import check_config
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.validation import named
@@ -31,6 +32,7 @@ from ejkernel.ops.utils.validation import named
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler
 
+_PAUSE: Final = 0.5  # least seconds between two events
 _SCREENING = SamplingPlan.fixed(2)  # for candidates proposed by a strategy
 _BATCH = 8  # candidates requested from a strategy at once: they compile in parallel and run interleaved
 
@@ -227,3 +229,28 @@ class TuningRun:
     @property
     def _plan(self) -> SamplingPlan:
         return SamplingPlan(rounds=self.task.rounds)
+
+
+class RoundsTeller:
+    """Sends an event when a measurement begins, and about twice a second from then on.
+
+    Args:
+        key: The key of the call.
+        tell: Called with the events.
+        clock: Source of seconds.
+    """
+
+    def __init__(
+        self, key: ConfigKey, tell: Callable[[Event], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._key, self._tell, self._clock = key, tell, clock
+        self._last: tuple[Sampling, int, float] | None = None
+
+    def __call__(self, sampling: Sampling) -> None:
+        """Note that a sample of this sampling was taken, or is about to be."""
+        (done, planned), now = sampling.progress, self._clock()
+        if self._last is not None and self._last[0] is sampling and (done == self._last[1] or now < self._last[2]):
+            return
+        self._last = sampling, done, now + _PAUSE
+        count, is_confirmation = len(sampling.running), isinstance(sampling, PairedSampling)
+        self._tell(RoundsFinished(self._key, count, done, planned, is_confirmation))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of the best candidate with the heuristic that decides a search."""
+"""The comparison of the best candidate with the heuristic that decides a search, and the clocks of its times."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
@@ -14,6 +16,7 @@ from ejkernel.ops.utils.formatting import compact, durations
 from ejkernel.ops.utils.storage.serialize import to_data
 
 CPU = " cpu"  # after a time by the processor's clock
+_WALL = "wall"  # the method of the timer of the wall clock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,3 +103,42 @@ def to_decide(challenge: Challenge | None) -> str:
     if challenge is not None and challenge.comparison.judged_by == PROCESSOR:
         return "other processes disturbed the clock; tune it again (--undecided) while no other program runs"
     return "the times vary too much; tune it again (--undecided) with a larger --budget or on a less busy machine"
+
+
+class _Timed(Protocol):
+    """An `Outcome`."""
+
+    @property
+    def measurement(self) -> Measurement | None: ...
+
+
+def clock_of(outcomes: Sequence[_Timed]) -> str:
+    """Return the timer (`Measurement.method`) of the heuristic's time or, without one, of the first program's.
+
+    If other processes disturb the clock only later, the confirmation run measures two candidates by processor time.
+    """
+    return next((outcome.measurement.method for outcome in outcomes if outcome.measurement is not None), "")
+
+
+def clock_note(outcome: _Timed, clock: str = "") -> str:
+    """Return the label of an outcome's time: ` cpu` for processor time, the timer if it is not `clock`, or nothing.
+
+    Wall-clock time among others is labelled ` wall-clock`.
+    """
+    method = "" if outcome.measurement is None else outcome.measurement.method
+    if method == PROCESSOR:
+        return CPU
+    if method == _WALL and clock not in ("", _WALL):
+        return " wall-clock"
+    return f" by {method}" if clock and method and method != clock else ""
+
+
+def is_by_another(outcome: _Timed, clock: str) -> bool:
+    """Return whether another timer measured the outcome, so that its time does not compare with the heuristic's."""
+    return outcome.measurement is not None and outcome.measurement.method != clock
+
+
+def labelled(time: str, outcome: _Timed, clock: str) -> str:
+    """Return an outcome's time with its `clock_note`, in brackets if it does not compare with the heuristic's."""
+    text = f"{time}{clock_note(outcome, clock)}"
+    return f"({text})" if is_by_another(outcome, clock) else text

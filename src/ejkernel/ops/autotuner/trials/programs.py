@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Case, seconds_on
-from ejkernel.ops.autotuner.trials.clocks import clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.challenge import clock_of, is_by_another
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.utils.error_text import printable_lines
 from ejkernel.ops.utils.formatting import compact

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.trials.clocks import clock_note
+from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache

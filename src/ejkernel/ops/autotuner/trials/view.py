@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.trials.challenge import CPU
-from ejkernel.ops.autotuner.trials.clocks import clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.challenge import CPU, clock_note, clock_of, is_by_another
 from ejkernel.ops.autotuner.trials.outcome import Findings, relative_to_heuristic, share_of, without_common
 from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import Status

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of `benchmarks`: separate processes, runs on a GPU, tables and bounds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from benchmarks import attention_drawn, gpu_run, grouped_bounds
+from benchmarks.apart import run_apart
+from benchmarks.gpu_run import Step
+from benchmarks.grouped_bounds import Rates, bound, tile_rows
+from benchmarks.grouped_matmul import Shape
+
+# --- measurements in a separate process ---
+
+
+def test_a_process_returns_its_lines():
+    lines, reason = run_apart("platform", seconds=60.0)
+    assert len(lines) == 1
+    assert not reason
+
+
+def test_a_failing_process_is_its_last_message():
+    lines, reason = run_apart("json.tool", "/absent", seconds=60.0)
+    assert not lines
+    assert "/absent" in reason
+
+
+def test_a_process_that_does_not_end_is_the_time_limit():
+    assert run_apart("json.tool", seconds=0.0) == ([], "it took more than 0 s")
+
+
+# --- gpu_run: a failing step does not affect the others ---
+
+
+def test_a_failing_step_is_reported_and_the_next_begins(monkeypatch, tmp_path, capsys):
+    steps = {
+        "first one": Step(("-c", "raise SystemExit('too bad')"), 1),
+        "second": Step(("-c", "import os, sys; print(os.environ['SAID'], sys.argv[1])", "{out}"), 1, {"SAID": "yes"}),
+    }
+    monkeypatch.setattr(gpu_run, "STEPS", steps)
+    assert gpu_run.main(["--out", str(tmp_path)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("first one: status 1")
+    assert second.startswith("second: ok")
+    assert "too bad" in (tmp_path / "first_one.txt").read_text()
+    assert f"yes {tmp_path}" in (tmp_path / "second.txt").read_text()
+
+
+def test_steps_that_cannot_begin_in_time_are_reported(tmp_path, capsys):
+    assert gpu_run.main(["--out", str(tmp_path), "--minutes", "0", "tests"]) == 1
+    assert capsys.readouterr().out == "tests: did not begin\n"
+
+
+def test_a_step_at_its_limit_is_ended(tmp_path):
+    assert gpu_run.run("late", Step(("-c", "input()"), 0), tmp_path) == "ended after 0 minutes"
+
+
+def test_unknown_steps_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_run.main(["--out", str(tmp_path), "test"])
+    assert "no step test; there are tests, layer mixtral" in capsys.readouterr().err
+
+
+def test_compiled_spaces_are_measured_by_their_folders_names(tmp_path):
+    (tmp_path / "grouped_matmul_64_groups").mkdir()
+    (step,) = gpu_run.record_steps(tmp_path).values()
+    assert step.arguments[:3] == ("-m", "benchmarks.record", "measure")
+    assert "grouped_matmul_64_groups" in step.arguments
+
+
+@pytest.mark.parametrize("name", gpu_run.STEPS)
+def test_the_files_of_each_step_exist(name):
+    first, second, *others = gpu_run.STEPS[name].arguments
+    assert importlib.util.find_spec(second) if first == "-m" else (gpu_run.ROOT / first).exists()
+    assert all((gpu_run.ROOT / argument).exists() for argument in others if argument.startswith("tests/"))
+
+
+# --- attention_drawn: tables of measured cases ---
+
+
+def case(ours, **others):
+    times = {"untuned": ours, **{name.replace("_", " "): time for name, time in others.items()}}
+    return {"us": times, "ratios": {"untuned": min(others.values()) / ours} if others else {}}
+
+
+def test_cases_of_all_files_have_a_line_and_later_files_replace_earlier_ones(tmp_path, capsys):
+    forward = {"5-0 causal": case(100.0, tokamax=90.0), "5-1 full": case(2000.0)}
+    runs = [
+        {"forward": forward, "forward and backward": {"5-0 causal": case(50.0, tokamax=90.0)}},
+        {"forward": {"5-0 causal": case(80.0, tokamax=90.0) | {"us": {"untuned": 80.0, "jax.nn cudnn": 90.04}}}},
+    ]
+    files = [tmp_path / f"{number}.json" for number in range(2)]
+    for file, run in zip(files, runs, strict=True):
+        file.write_text(json.dumps(run))
+    assert attention_drawn.main([str(file) for file in files]) == 0
+    printed = capsys.readouterr().out
+    assert "| forward | 1 | 1.12 | 1.12 | 0 |" in printed
+    assert "| forward and backward | 1 | 1.80 | 1.80 | 0 |" in printed
+    assert "| causal | 80.0 | 90.0 (cuDNN) | 1.13 | 50.0 | 90.0 (Tokamax) | 1.80 |" in printed
+    assert "| full | 2,000 | - |  |  | - |  |" in printed
+
+
+def test_lost_cases_are_counted(tmp_path):
+    found = {"forward": {"5-0 a": case(100.0, tokamax=97.0), "5-1 b": case(100.0, tokamax=98.5)}}
+    assert "| forward | 2 | 0.98 | 0.97 | 1 |" in list(attention_drawn.summary(found))
+
+
+# --- grouped_bounds: the most that a grouped product reaches of a dense product's speed ---
+
+
+def test_the_last_tile_of_a_group_counts_as_a_whole_or_half_a_tile():
+    sizes = np.asarray([0, 1, 64, 65, 128, 129])
+    assert tile_rows(sizes, 128, 128) == 128 * (0 + 1 + 1 + 1 + 1 + 2)
+    assert tile_rows(sizes, 128, 64) == 64 * (0 + 1 + 1 + 2 + 2 + 3)
+
+
+def test_few_rows_are_limited_by_the_matrices_and_many_by_their_tiles():
+    rates = Rates(dense=100.0, copy=50.0)
+    few = bound(Shape(m=4, k=8, n=8, groups=2), np.asarray([4, 0]), rates, height=4, last=4)
+    # One matrix is read, 64 numbers, and four rows of 8 + 8; the products are 4 * 2 * 64 operations.
+    assert few.memory == pytest.approx(2 * (64 + 64) / 50)
+    assert few.products == few.dense == pytest.approx(5.12)
+    assert few.of_dense == pytest.approx(1.0)  # the memory's 5.12 s are as long
+    slow = bound(Shape(m=4, k=8, n=8, groups=2), np.asarray([2, 2]), Rates(dense=1e9, copy=1.0), height=4, last=2)
+    assert slow.of_dense == pytest.approx(slow.dense / slow.memory)
+    many = bound(Shape(m=100, k=8, n=8, groups=1), np.asarray([100]), Rates(dense=1.0, copy=1e9), height=64, last=64)
+    assert many.of_dense == pytest.approx(100 / 128)
+
+
+def test_the_table_has_a_line_for_each_shape(capsys):
+    assert grouped_bounds.main(["--shapes", "128 groups", "128 groups, 16,384 rows"]) == 0
+    *_, many, few = capsys.readouterr().out.splitlines()
+    assert many.startswith("| 128 groups | 1,024 | 0.9")
+    assert many.endswith("| tiles |")
+    assert few.startswith("| 128 groups, 16,384 rows | 128 | 0.6")
+    assert few.endswith("| memory |")
+    assert grouped_bounds.main(["--shapes", "128 groups", "--copy", "0.001"]) == 0
+    assert "memory" in capsys.readouterr().out
