@@ -78,6 +78,7 @@ def error(expected, actual):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_loss_and_all_gradients_are_those_of_plain_jax(reduction):
     x, weight, labels, factors = make()
+    factors = factors.at[1, 2].set(0)  # the derivative with respect to it is still the token's loss
     bias = jnp.linspace(-1, 1, 37)
 
     def ours(x, weight, factors, bias):
@@ -224,6 +225,36 @@ def test_forward_mode_and_second_derivatives():
     close(tangents[1], tangents[0])
     second = [jax.jit(jax.hessian(lambda x, f=f: f(x, weight, labels)))(x) for f in both]
     close(second[1], second[0])
+
+
+def test_forward_over_reverse_includes_tokens_of_weight_zero():
+    x, weight, labels, factors = make()
+    factors = factors.at[1, 2].set(0)
+
+    def mixed(loss):
+        return jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1], jax.jacfwd(jax.jacfwd(loss, 1), 0)(x, factors)
+
+    def ours(x, factors=factors):
+        return linear_cross_entropy(x, weight, labels, token_weights=factors, reduction="sum")
+
+    def theirs(x, factors=factors):
+        return plain(x, weight, labels, factors, "sum")
+
+    close(mixed(theirs), mixed(ours), 1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float64_with_a_bias_is_exact(reduction):
+    with jax.enable_x64(True):
+        x, weight, labels, factors = (array.astype(jnp.float64) for array in make())
+        labels, bias = labels.astype(jnp.int32), jnp.linspace(-1.0, 1.0, 37)
+        options = {"reduction": reduction, "label_smoothing": 0.1}
+        actual = linear_cross_entropy(x, weight, labels, token_weights=factors, bias=bias, **options)
+        s = x @ weight + bias
+        losses = jax.nn.logsumexp(s, axis=-1) - 0.9 * jnp.take_along_axis(s, labels[..., None], -1)[..., 0]
+        losses = jnp.where(labels == -100, 0, factors * (losses - 0.1 * s.mean(-1)))
+        expected = losses if reduction == "none" else losses.sum() / jnp.where(labels == -100, 0, factors).sum()
+        close(expected, actual, 1e-13)
 
 
 def test_narrow_labels_and_boolean_weights_are_taken():

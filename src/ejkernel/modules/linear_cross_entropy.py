@@ -17,7 +17,7 @@ from ejkernel.kernels._options import canonical_flag, int32, positive
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.linear_cross_entropy import _arguments as arguments
 from ejkernel.kernels.linear_cross_entropy.common import Statistics, token_losses
-from ejkernel.kernels.linear_cross_entropy.losses import Head, summed_losses
+from ejkernel.kernels.linear_cross_entropy.losses import Head, summed_losses, weighted
 from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropy as LinearCrossEntropy
 from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from ejkernel.kernels.linear_cross_entropy.operation import LinearCrossEntropyGradients as LinearCrossEntropyGradients
@@ -240,7 +240,7 @@ def linear_cross_entropy(
     if reduction == "none":
         names = (*(["sum"] if loss["label_smoothing"] else []), *(["max"] if return_accuracy else []))
         found = head.statistics(names)
-        out = _masked(tokens.factors, token_losses(found, columns=head.columns, **loss))
+        out = weighted(tokens.factors, token_losses(found, columns=head.columns, **loss))
     else:
         factors = _averaging(tokens.factors, tokens.weights) if reduction == "mean" else tokens.factors
         out, found = summed_losses(head, factors, **loss, with_max=return_accuracy, with_lse=return_lse)
@@ -358,7 +358,7 @@ def token_log_probs(
         implementation=implementation,
     )
     found = head.statistics(("expected",) if return_entropy else ())
-    out = _masked(tokens.factors, found.label - found.lse)
+    out = weighted(tokens.factors, found.label - found.lse)
     return (out, found.lse - found.expected) if return_entropy and found.expected is not None else out
 
 
@@ -439,11 +439,6 @@ def _averaging(factors: jax.Array, weights: jax.Array) -> jax.Array:
     """Return factors whose sum of losses is the mean; 0 if the weights add up to 0."""
     total = weights.sum()
     return jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
-
-
-def _masked(factors: jax.Array, losses: jax.Array) -> jax.Array:
-    """Return the weighted losses; 0 where the factor is 0, even if the loss is infinite."""
-    return jnp.where(factors == 0, 0, factors * losses)
 
 
 def _accuracy(found: Statistics, tokens: _Tokens, reduction: str) -> jax.Array:

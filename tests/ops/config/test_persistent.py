@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,11 +100,14 @@ def test_any_value_with_a_json_form_is_a_key(cache, key):
     assert [key] == cache.keys()
 
 
-@pytest.mark.parametrize("config", [{"a": [1, 2.5, None]}, [1, "b"], "text", 3, False])
-def test_plain_data_survives_a_round_trip(cache, config):
+PLAIN = [{"a": [1, 2.5, None]}, [1, "b"], (1, (2, "b"), ()), {"a": (1, {"b": ()})}, (), "text", 3, False]
+
+
+@pytest.mark.parametrize("config", PLAIN)
+def test_plain_data_survives_a_round_trip_with_its_tuples_and_lists(cache, config):
     cache.put(KEY, config)
     assert config == cache.get(KEY)
-    assert cache.load(KEY).config_type == "json"
+    assert cache.load(KEY).config_type in ("json", "json with lists")
 
 
 def test_a_named_tuple_comes_back_as_its_own_type(cache):
@@ -114,6 +118,13 @@ def test_a_named_tuple_comes_back_as_its_own_type(cache):
 def test_an_enum_member_comes_back_with_its_type(cache):
     cache.put(KEY, Backend.XLA)
     assert Backend.XLA is cache.get(KEY, Backend)
+    assert Backend.XLA is cache.get(KEY)
+
+
+@pytest.mark.parametrize("config", [frozenset({1}), np.dtype("float32")], ids=str)
+def test_a_configuration_that_plain_data_cannot_express_is_reported_when_it_is_put(cache, config):
+    with pytest.warns(CacheWarning, match=rf"get\(\) will not find .*: a {type(config).__name__[:5]}.* is read as"):
+        cache.put(KEY, config)
 
 
 def test_a_missing_key_is_a_silent_miss(cache):
@@ -511,7 +522,9 @@ def test_a_type_that_may_not_be_named_is_a_warned_miss(cache, name):
     cache.load(KEY)  # the decoder's own imports happen at its first use
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
-    with pytest.warns(CacheWarning, match=r"is no dataclass or named tuple that files may name here; .*pass cfg_type="):
+    with pytest.warns(
+        CacheWarning, match=r"is no dataclass, named tuple or enum that files may name here; .*pass cfg_type="
+    ):
         assert cache.get(KEY) is None
     assert before == set(sys.modules)
     assert cache.get(KEY, FwdParams) == CFG

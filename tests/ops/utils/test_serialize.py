@@ -284,7 +284,7 @@ def test_an_annotation_that_cannot_be_resolved_is_a_clear_error():
         (Annotated[int, "warps"], "4", 4),
         (Warps, "4", 4),
         (dict, '{"a": [1]}', {"a": [1]}),
-        (tuple, "[1, [2]]", (1, [2])),
+        (tuple, "[1, [2]]", (1, (2,))),
         (float, "2", 2.0),
         (Literal[1, "a"], "1", 1),
         (dict[Literal["a"], int], '{"a": 1}', {"a": 1}),

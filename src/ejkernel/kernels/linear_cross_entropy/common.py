@@ -174,7 +174,7 @@ def token_losses(found: Statistics, *, label_smoothing: float, z_loss: float, co
     """
     losses = found.lse - (1 - label_smoothing) * found.label
     if label_smoothing and found.sum is not None:
-        losses = losses - (label_smoothing / columns) * found.sum
+        losses = losses - label_smoothing * found.sum / columns  # not label_smoothing / columns: that is float32
     if z_loss:
         losses = losses + z_loss * found.lse**2
     return losses
@@ -206,7 +206,7 @@ def coefficients_of_loss(
 ) -> Coefficients:
     """Return the coefficients for the gradient of `sum(factors * losses)`; see `token_losses`."""
     softmax = factors * (1 + 2 * call.z_loss * lse) if call.z_loss else factors
-    constant = -factors * (call.label_smoothing / columns) if call.label_smoothing else None
+    constant = -factors * call.label_smoothing / columns if call.label_smoothing else None
     return Coefficients(softmax, -factors * (1 - call.label_smoothing), constant)
 
 

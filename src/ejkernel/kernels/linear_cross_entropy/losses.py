@@ -111,7 +111,7 @@ def summed_losses(
     def total(x: Any, weight: Any, bias: Any, labels: Any, factors: Any) -> tuple[jax.Array, Statistics]:
         own = dataclasses.replace(head, x=x, weight=weight, bias=bias, labels=labels)
         found = own.statistics(names)
-        return _weighted(factors, token_losses(found, columns=own.columns, **loss)), found
+        return weighted(factors, token_losses(found, columns=own.columns, **loss)).sum(), found
 
     def tangents(primals: Any, tangents: Any) -> Any:
         # The labels as well: a tracer that the rule closes over may belong to a trace that has ended.
@@ -125,7 +125,7 @@ def summed_losses(
         wanted = tuple(name for name in GRADIENTS if name in given)
         found, made = own.gradients(names, wanted, factors, **loss) if wanted else (own.statistics(names), {})
         losses = token_losses(found, columns=own.columns, **loss)
-        out = _weighted(factors, losses), found
+        out = weighted(factors, losses).sum(), found
         # A policy of `jax.checkpoint` may save these by name.
         parts = [
             _product(checkpoint_name(gradient, "linear_cross_entropy.residuals"), given[name])
@@ -170,6 +170,6 @@ def _product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
     return jnp.sum(gradient.astype(dtype) * tangent.astype(dtype))
 
 
-def _weighted(factors: jax.Array, losses: jax.Array) -> jax.Array:
-    """Return the sum of products, in which a factor of 0 removes even an infinite loss."""
-    return jnp.sum(jnp.where(factors == 0, 0, factors * losses))
+def weighted(factors: jax.Array, losses: jax.Array) -> jax.Array:
+    """Return the products, in which a factor of 0 removes even an infinite loss; its gradient is a finite loss."""
+    return factors * jnp.where((factors == 0) & ~jnp.isfinite(losses), 0, losses)

@@ -8,6 +8,7 @@ used; it never looks into modules.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import logging
 import weakref
@@ -19,13 +20,17 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, SerializationError
-from ejkernel.ops.utils.error_text import instance_text
+from ejkernel.ops.utils.error_text import instance_text, value_text
+from ejkernel.ops.utils.storage.decode import with_tuples
 from ejkernel.ops.utils.storage.serialize import from_data, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
 
-PLAIN: Final = "json"  # the type name of a configuration that is neither a dataclass nor a named tuple
+# The type names of configurations that are neither a dataclass, a named tuple nor an enum. JSON does not distinguish
+# tuples from lists: the arrays of plain data are tuples, as in hashable configurations, and lists if it has any list.
+PLAIN: Final = "json"
+_WITH_LISTS: Final = "json with lists"
 _MAX_INSPECTED: Final = 64  # candidates to inspect; the candidates of a large space have one type
 
 _noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
@@ -136,8 +141,8 @@ def _subclasses(cls: type[object]) -> Iterator[Any]:
 def type_name(config: object) -> str:
     """Return `module.Qualname` of a configuration's class, or `json` for plain data; files may name it from then on."""
     cls = type(config)
-    if not _is_record(cls):
-        return PLAIN
+    if not _has_name(cls):
+        return _WITH_LISTS if _has_list(config) else PLAIN
     note_type(cls)
     return _name_of(cls)
 
@@ -158,20 +163,25 @@ def decode_config(data: object, name: str) -> Any:
         ConfigError: Files may not name this type here.
         SerializationError: The data do not fit the type.
     """
-    return data if name == PLAIN else from_data(data, known_type(name))
+    if name == PLAIN:
+        return with_tuples(data)
+    return data if name == _WITH_LISTS else from_data(data, known_type(name))
 
 
 def why_not_decoded(config: object) -> str:
     """Return why a stored configuration could not be decoded by its type name; `""` if it can."""
     try:
-        decode_config(to_data(config), type_name(config))
+        found = decode_config(to_data(config), type_name(config))
     except (ConfigError, SerializationError) as error:
         return str(error)
-    return ""
+    if _is_like(found, config):
+        return ""
+    name = type(config).__name__
+    return f"a {name} is read as {value_text(found)} unless the kernel declares it, Kernel[{name}, ...]"
 
 
 def known_type(name: str) -> type:
-    """Return the dataclass or named tuple with that name, if files may name it; modules are never searched.
+    """Return the dataclass, named tuple or enum with that name, if files may name it; modules are never searched.
 
     Files may name a type if a kernel class of this process declares it as its configuration type, if it is marked with
     `nameable`, or if this process has stored a configuration of that type.
@@ -185,10 +195,10 @@ def known_type(name: str) -> type:
         found = next((cls for cls in _config_types() if qualified(_name_of(cls)) == wanted), None)
     if found is None:
         found = _noted.get(wanted)
-    if isinstance(found, type) and _is_record(found):
+    if isinstance(found, type) and _has_name(found):
         return found
     raise ConfigError(
-        f"type {quoted(name)} is no dataclass or named tuple that files may name here; import its module, which "
+        f"type {quoted(name)} is no dataclass, named tuple or enum that files may name here; import its module, which "
         "must declare it as its kernel's configuration, Kernel[Config, ...], or mark it with @ejkernel.ops.nameable; "
         "or pass cfg_type=."
     )
@@ -196,6 +206,16 @@ def known_type(name: str) -> type:
 
 def _name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _has_name(cls: type) -> bool:
+    return _is_record(cls) or issubclass(cls, enum.Enum)
+
+
+def _has_list(config: object) -> bool:
+    if isinstance(config, Mapping):
+        return any(map(_has_list, config.values()))
+    return isinstance(config, list) or (isinstance(config, tuple) and any(map(_has_list, config)))
 
 
 def _is_record(cls: type) -> bool:

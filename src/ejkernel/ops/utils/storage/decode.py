@@ -173,11 +173,20 @@ def _sequence(value: object, cls: object) -> Any:
         if len(value) != len(arguments):
             raise _invalid(f"expected {len(arguments)} items ({_name(cls)}), got {len(value)}")
         return tuple(_each(zip(range(len(value)), value, arguments, strict=True)))
+    if not arguments and origin not in _LISTS:  # of a hashable value all parts are hashable
+        value = list(map(with_tuples, value))
     item = arguments[0] if arguments else Any
     items = _each(((index, inner, item) for index, inner in enumerate(value)))
     if origin in _SETS:
         return _set(items, set if origin in (set, abc.MutableSet) else frozenset)
     return items if origin in _LISTS else tuple(items)
+
+
+def with_tuples(data: Any) -> Any:
+    """Return plain JSON data with tuples in place of lists."""
+    if isinstance(data, dict):
+        return {key: with_tuples(value) for key, value in data.items()}
+    return tuple(map(with_tuples, data)) if isinstance(data, list) else data
 
 
 def _set(items: list[Any], cls: type) -> Any:
