@@ -31,7 +31,6 @@ from .plan import (
     WIDEST_TILE,
     HeadPlan,
     head_plan,
-    multiplies_well,
     padded_columns,
     product_plan,
 )
@@ -216,7 +215,7 @@ class PaddedHead:
         axis = 1 if self.call.transpose_weight else 0
         sizes = {"rows": rows, "inner": inner, "columns": self.weight.shape[axis]}
         plan = product_plan(self.params, **sizes, transpose_weight=not self.call.transpose_weight)
-        return self._launch(plan, matrix, self.weight, factor)[0] if multiplies_well(plan) else None
+        return None if plan is None else self._launch(plan, matrix, self.weight, factor)[0]
 
     def _run(self, plan: HeadPlan, rows: Rows, *others: jax.Array, into: tuple[jax.Array, ...] = ()) -> list[jax.Array]:
         bias = [] if self.bias is None else [self.bias]

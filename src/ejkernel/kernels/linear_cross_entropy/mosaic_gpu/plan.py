@@ -21,10 +21,8 @@ MAXIMA = "maxima"  # the largest logits alone
 EXPONENTIALS = "exponentials"  # exponentials of the logits relative to a given number per row, and their sum
 GRADIENT = "gradient"  # the gradient of the logits, from the log-sum-exp
 PRODUCT = "product"  # a product of any rows and any matrix, times a factor per row
-# A product is XLA's if tiles would keep a smaller part of the multiprocessors busy, and for shorter rows: with 2,048
-# columns loss and gradients took slightly longer on a warm H200, although a single call was quicker.
-_LEAST_USE = 0.95
-_LEAST_COLUMNS = 4096
+_LEAST_USE = 0.95  # a product is XLA's if tiles would keep a smaller part of the multiprocessors busy
+_OTHER_TILES = {"block_n": 192, "stages": 4, "out_slots": 3}  # of a product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,9 +198,11 @@ def head_plan(
     )
 
 
-def product_plan(params: MosaicGpuParams, *, rows: int, inner: int, columns: int, transpose_weight: bool) -> HeadPlan:
-    """Return the plan of a product; all sizes are padded."""
-    return HeadPlan(
+def product_plan(
+    params: MosaicGpuParams, *, rows: int, inner: int, columns: int, transpose_weight: bool
+) -> HeadPlan | None:
+    """Return the plan of a product, or `None` if it is XLA's; all sizes are padded."""
+    own = HeadPlan(
         mode=PRODUCT,
         rows=rows,
         inner=inner,
@@ -217,13 +217,14 @@ def product_plan(params: MosaicGpuParams, *, rows: int, inner: int, columns: int
         panel=params.panel,
         out_slots=params.out_slots,
     )
+    plans = own, dataclasses.replace(own, **_OTHER_TILES)
+    return next((plan for plan in plans if _use(plan) >= _LEAST_USE), None)
 
 
-def multiplies_well(plan: HeadPlan) -> bool:
-    """Return whether a product is faster than XLA's: its tiles must keep almost all multiprocessors busy."""
+def _use(plan: HeadPlan) -> float:
+    """Return the part of the multiprocessors' time that tiles within the result take."""
     rounds = -(-plan.row_tiles * plan.column_tiles // plan.programs)
-    whole = rounds * plan.programs * TILE_ROWS * plan.block_n
-    return plan.columns >= _LEAST_COLUMNS and plan.rows * plan.columns >= _LEAST_USE * whole
+    return plan.rows * plan.columns / (rounds * plan.programs * TILE_ROWS * plan.block_n)
 
 
 def padded_columns(columns: int) -> int:
