@@ -152,18 +152,20 @@ class ForwardKernel:
 
     # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], step: Any) -> Any:
-        """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
+    def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], carry: Any) -> Any:
+        """Call `body(tile, carry, number)` for each tile of this block of threads, and return the last carry."""
         program, programs, tiles = lax.axis_index(PROGRAM), self.plan.programs, self.plan.tiles
         if not self.params.persistent:
-            return body(self._tile(program), step, np.int32(0))
-        rounds = -(-tiles // programs)
+            return body(self._tile(program), carry, np.int32(0))
+        schedule = self.inputs.schedule
 
-        def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
-            return i * programs + jnp.where(remainder(i, 2) == 0, program, programs - 1 - program)
+        def step(state: Any) -> Any:
+            number, tile, carry = state
+            # Loaded before the tile is computed: the first tile needs no load.
+            following = tile + programs if schedule is None else schedule[program, number + 1]
+            return number + 1, following, body(self._tile(tile), carry, number)
 
-        count = jnp.where(dealt(np.int32(rounds - 1)) < tiles, rounds, rounds - 1)
-        return lax.fori_loop(np.int32(0), count, lambda i, step: body(self._tile(dealt(i)), step, i), step)
+        return lax.while_loop(lambda state: state[1] < tiles, step, (jnp.int32(0), program, carry))[2]
 
     def _tile(self, number: Any) -> QueryTile:
         """Return tile `number`; the last rows come first, because they take longest under a causal mask."""

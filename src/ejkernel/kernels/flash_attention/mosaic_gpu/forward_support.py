@@ -14,7 +14,8 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, imbalance, is_pieced, unavailable
+from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, is_pieced, unavailable
+from .schedule import imbalance
 
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
