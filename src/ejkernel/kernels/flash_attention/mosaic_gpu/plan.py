@@ -236,7 +236,7 @@ class ForwardPlan(AttentionSizes):
             block * 4 * (self.key_bias or self.key_mask),
             block * 4 * self.segments,
         ]
-        barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
+        barriers = (6 if extras else 4) * p.stages + p.query_buffers * p.warpgroups * 2 + p.warpgroups
         pieces = len(self.head_columns) + len(self.value_columns) + len(self.out_columns)  # each may need padding
         spare = _ALIGNMENT * (pieces if self.pieced else 2)
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + spare
