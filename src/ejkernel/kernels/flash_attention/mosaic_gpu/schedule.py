@@ -13,7 +13,10 @@ import numpy as np
 
 from .plan import ForwardPlan
 
-_ENDS = 1.0  # of a tile: prologue and epilogue take about as long as one block of keys
+# Microseconds on one H100, by consumer warpgroups and keys in a block: a block of keys, and the ends of a tile. From 22
+# causal forwards at head_dim 64 with 1,024 to 8,192 queries, within 3 %.
+_TIMES = {(2, 128): (1.21, 1.0), (3, 64): (0.84, 1.4), (3, 128): (1.49, 3.1)}
+_ALIKE = (1.0, 1.0)  # others: prologue and epilogue take about as long as one block of keys
 
 
 def schedule(plan: ForwardPlan) -> np.ndarray | None:
@@ -40,7 +43,7 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
 
 
 def tile_work(plan: ForwardPlan) -> np.ndarray:
-    """Return how long each tile takes, in blocks of keys; under the window alone."""
+    """Return how long each tile takes, under the window alone; comparable between the sizes in `_TIMES`."""
     rules, numbers = plan.rules, np.arange(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
     low = row_tile * plan.tile_rows + plan.keys - plan.queries
@@ -50,12 +53,11 @@ def tile_work(plan: ForwardPlan) -> np.ndarray:
     first = np.zeros_like(low) if rules.left is None else np.clip(low - rules.left, 0, plan.keys)
     block = plan.params.kv_block
     first = first if plan.slides else first // block * block
-    return np.maximum(-(-(last - first) // block), 1) + _ENDS
+    each, ends = _TIMES.get((plan.params.warpgroups, block), _ALIKE)
+    return np.maximum(-(-(last - first) // block), 1) * each + ends
 
 
-def imbalance(plan: ForwardPlan) -> float:
-    work, numbers = tile_work(plan), np.arange(plan.tiles)
-    turn, place = np.divmod(numbers, plan.programs)
-    program = np.where(turn % 2, plan.programs - 1 - place, place)
-    sums = np.bincount(program, work, plan.programs)
-    return float(sums.max() / sums.mean())
+def duration(plan: ForwardPlan) -> float:
+    """Return how long the busiest block of threads of a persistent forward takes, if the tiles divide evenly."""
+    work = tile_work(plan)
+    return float(max(work.sum() / plan.programs, work.max()))
