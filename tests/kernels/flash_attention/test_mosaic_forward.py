@@ -396,17 +396,6 @@ def test_heads_with_masks_of_their_own_are_not_packed():
     assert "all heads share" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
 
 
-@pytest.mark.parametrize(
-    ("query", "rules"),
-    [((8, 2048, 8, 64), Rules(scale=0.1, left=1023, right=0)), ((12, 3319, 2, 40), CAUSAL)],
-    ids=["window", "causal"],
-)
-def test_the_tiles_of_several_examples_are_dealt_evenly(query, rules):
-    key = (*query[:2], 1, query[3])
-    call = dataclasses.replace(FINE, query=query, key=key, value=key, rules=rules)
-    assert plan.imbalance(plan.forward_plan(call, ForwardParams(persistent=True, warpgroups=3))) < 1.08
-
-
 def test_examples_whose_keys_exceed_the_cache_are_dealt_one_by_one():
     key = (4, 65536, 2, 64)
     call = dataclasses.replace(FINE, query=key, key=key, value=key)
@@ -550,42 +539,6 @@ def test_wide_heads_in_pieces_are_persistent_unless_two_warpgroups_take_the_last
     sizes = {"queries": queries, "keys": queries, "head_dim": 240, "value_dim": 240}
     found = heuristic(described(Case(batch=48, heads=8, groups=8, rules=Rules(scale=0.2), **sizes)))
     assert (found.kv_block, found.persistent) == (64, expected)
-
-
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        ((34, 1391, 4, 64), (True, 2, False)),
-        ((16, 1800, 8, 64), (True, 3, True)),
-        ((20, 1100, 8, 96), (True, 2, True)),
-        ((12, 2300, 8, 64), (False, 3, False)),
-        ((2, 1500, 16, 128), (False, 2, False)),
-    ],
-    ids=["as even in both orders", "even with three warpgroups", "even by heads", "long", "uneven"],
-)
-def test_short_causal_calls_are_persistent_if_their_tiles_are_about_even(query, expected):
-    batch, queries, heads, dim = query
-    sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
-    found = heuristic(described(Case(batch=batch, heads=heads, groups=heads, rules=Rules(scale=0.2, right=0), **sizes)))
-    assert (found.persistent, found.warpgroups, found.heads_first) == expected
-
-
-def test_short_causal_calls_pack_heads():
-    def packs(queries, groups):
-        sizes = {"queries": queries, "keys": queries, "head_dim": 56, "value_dim": 56}
-        case = Case(batch=64, heads=16, groups=groups, rules=Rules(scale=0.2, right=0), **sizes)
-        return heuristic(described(case)).pack_heads
-
-    assert [packs(512, 4), packs(512, 16), packs(2048, 4)] == [True, False, False]
-
-
-def test_a_window_of_half_the_length_deals_its_tiles_evenly():
-    def case(batch, queries):
-        rules = Rules(scale=0.2, left=511, right=0)
-        sizes = {"queries": queries, "keys": queries, "head_dim": 120, "value_dim": 120}
-        return Case(batch=batch, heads=4, groups=4, rules=rules, **sizes)
-
-    assert [heuristic(described(case(*sizes))).heads_first for sizes in ((64, 1024), (4, 8192))] == [True, False]
 
 
 def test_only_masks_of_many_keys_need_a_table():

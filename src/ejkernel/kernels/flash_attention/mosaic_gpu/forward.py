@@ -127,12 +127,10 @@ class ForwardKernel:
         stages, consumers = self.params.stages, self.params.warpgroups
         extras = consumers * (len(self.plan.bias_columns) + (inputs.mask is not None))
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
-        # A consumer waits for its own rows alone; the producer waits until all consumers have finished with a tile.
         query_pieces, value_pieces = len(self.plan.head_columns), len(self.plan.value_columns)
-        full = plgpu.Barrier(num_arrivals=query_pieces, num_barriers=self.params.query_buffers * consumers)
-        empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=self.params.query_buffers)
         return ForwardBarriers(
-            query=Pipeline(full, empty),
+            # Each consumer has stages of its own, and starts its part of a tile before the others.
+            query=Pipeline.types(self.params.query_buffers * consumers, consumers=1, copies=query_pieces),
             key=Pipeline.types(stages, consumers=consumers, copies=query_pieces),
             value=Pipeline.types(stages, consumers=consumers, copies=value_pieces),
             extra=Pipeline.types(stages, consumers=consumers, copies=extras) if extras else None,
@@ -152,18 +150,20 @@ class ForwardKernel:
 
     # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], step: Any) -> Any:
-        """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
+    def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], carry: Any) -> Any:
+        """Call `body(tile, carry, number)` for each tile of this block of threads, and return the last carry."""
         program, programs, tiles = lax.axis_index(PROGRAM), self.plan.programs, self.plan.tiles
         if not self.params.persistent:
-            return body(self._tile(program), step, np.int32(0))
-        rounds = -(-tiles // programs)
+            return body(self._tile(program), carry, np.int32(0))
+        schedule = self.inputs.schedule
 
-        def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
-            return i * programs + jnp.where(remainder(i, 2) == 0, program, programs - 1 - program)
+        def step(state: Any) -> Any:
+            number, tile, carry = state
+            # Loaded before the tile is computed: the first tile needs no load.
+            following = tile + programs if schedule is None else schedule[program, number + 1]
+            return number + 1, following, body(self._tile(tile), carry, number)
 
-        count = jnp.where(dealt(np.int32(rounds - 1)) < tiles, rounds, rounds - 1)
-        return lax.fori_loop(np.int32(0), count, lambda i, step: body(self._tile(dealt(i)), step, i), step)
+        return lax.while_loop(lambda state: state[1] < tiles, step, (jnp.int32(0), program, carry))[2]
 
     def _tile(self, number: Any) -> QueryTile:
         """Return tile `number`; the last rows come first, because they take longest under a causal mask."""
@@ -209,34 +209,57 @@ class ForwardKernel:
         barriers = self.barriers
         step, tiles = self._each_tile(self._copy_tile, (jnp.int32(0), jnp.int32(0)))
         producer_tail(step, barriers.key, barriers.value, barriers.extra)
-        producer_tail(tiles, barriers.query, unreleased=int(self.plan.frees_late))
+        consumers = self.params.warpgroups
+        producer_tail(tiles * consumers, barriers.query, unreleased=consumers * self.plan.frees_late)
 
     def _copy_tile(self, tile: QueryTile, counts: Any, number: Any) -> Any:
-        step, tiles = counts
-        if self.params.persistent:
-            self.barriers.query.producer_acquire(number)
-        for w in range(self.params.warpgroups):
-            row, head = self._row_and_head(tile, w)
-            slot = self.memory.query_slot(w, number)
-            at = (tile.batch, pl.ds(row, ROWS), head)
-            self.memory.copy_in(self.inputs.query, at, self.memory.query(slot), self.barriers.query.full.at[slot])
-        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
+        (step, tiles), first = counts, tile.blocks.first
+        if self.params.persistent and self.params.query_buffers == 1:
+            # The consumers need the buffer of the queries longer than the stages of keys.
+            self._copy_keys(tile, first, step)
+            self._copy_queries(tile, number)
+            self._copy_values(tile, first, step)
+            first, step = first + 1, step + 1
+        else:
+            self._copy_queries(tile, number)
+        step = lax.fori_loop(first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
+    def _copy_queries(self, tile: QueryTile, number: Any) -> None:
+        pipeline, consumers = self.barriers.query, self.params.warpgroups
+        for w in range(consumers):
+            row, head = self._row_and_head(tile, w)
+            slot = self.memory.query_slot(w, number)
+            if self.params.persistent:
+                pipeline.producer_wait(number * consumers + w, slot)
+            at = (tile.batch, pl.ds(row, ROWS), head)
+            self.memory.copy_in(self.inputs.query, at, self.memory.query(slot), pipeline.full.at[slot])
+
     def _copy_block(self, tile: QueryTile, block: Any, step: Any) -> Any:
-        memory, barriers = self.memory, self.barriers
-        stage = barriers.key.stage(step)
-        group = quotient(tile.head, self.plan.heads // self.plan.groups)
-        at = (tile.batch, pl.ds(tile.origin + block * self.params.kv_block, self.params.kv_block), group)
         # In the order of use: scores, their extra terms, and only then values.
+        self._copy_keys(tile, block, step)
+        self._copy_values(tile, block, step)
+        return step + 1
+
+    def _copy_keys(self, tile: QueryTile, block: Any, step: Any) -> None:
+        barriers, stage = self.barriers, self.barriers.key.stage(step)
         barriers.key.producer_wait(step, stage)
-        memory.copy_in(self.inputs.key, at, memory.key(stage), barriers.key.full.at[stage])
+        at = self._keys_at(tile, block)
+        self.memory.copy_in(self.inputs.key, at, self.memory.key(stage), barriers.key.full.at[stage])
         if barriers.extra is not None:
             barriers.extra.producer_wait(step, stage)
             self._copy_extras(tile, block, stage)
-        barriers.value.producer_wait(step, stage)
-        memory.copy_in(self.inputs.value, at, memory.value(stage), barriers.value.full.at[stage])
-        return step + 1
+
+    def _copy_values(self, tile: QueryTile, block: Any, step: Any) -> None:
+        pipeline, stage = self.barriers.value, self.barriers.value.stage(step)
+        pipeline.producer_wait(step, stage)
+        at = self._keys_at(tile, block)
+        self.memory.copy_in(self.inputs.value, at, self.memory.value(stage), pipeline.full.at[stage])
+
+    def _keys_at(self, tile: QueryTile, block: Any) -> tuple[Any, ...]:
+        """Return the index of a block of keys, or values, in memory."""
+        group = quotient(tile.head, self.plan.heads // self.plan.groups)
+        return tile.batch, pl.ds(tile.origin + block * self.params.kv_block, self.params.kv_block), group
 
     def _copy_extras(self, tile: QueryTile, block: Any, stage: Any) -> None:
         assert self.barriers.extra is not None  # the caller has checked

@@ -244,7 +244,7 @@ class ForwardConsumer:
                 self._release_queries(self.part.number - 1)
 
     def _release_queries(self, number: Any) -> None:
-        self.barriers.query.consumer_release(self.barriers.query.stage(number))
+        self.barriers.query.consumer_release(self.memory.query_slot(self.warpgroup, number))
 
     # Products, and turns at the tensor core.
 

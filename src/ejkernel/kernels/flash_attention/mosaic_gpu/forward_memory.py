@@ -31,6 +31,7 @@ class ForwardInputs(NamedTuple):
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
         sinks: `[heads]`, float32.
         dropout: `[batch, heads, padded to whole tiles]`, the random word of each row.
+        schedule: See `schedule`.
     """
 
     query: Any
@@ -45,6 +46,7 @@ class ForwardInputs(NamedTuple):
     mask: Any = None
     sinks: Any = None
     dropout: Any = None
+    schedule: Any = None
 
 
 class ForwardOutputs(NamedTuple):

@@ -13,21 +13,16 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, imbalance, is_pieced, unavailable
+from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, is_pieced, unavailable
+from .schedule import duration
 
 _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
-_FEW_QUERIES = 1024
 _WIDEST_WITH_96_KEYS = 216  # head dimension; for wider heads two stages of 64 keys fit
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
-_EVEN = 1.05  # the imbalance up to which a persistent launch was faster
-# The same for causal calls with fewer than 2,048 queries, on one H100: 1,391 queries at head_dim 64 took 106 us instead
-# of 121 with an imbalance of 1.06, and 90 us instead of 94 at head_dim 128 with 1.16. With 1.21, 1,500 queries took 89
-# us instead of 88.
-_UNEVEN = 1.18
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -122,7 +117,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
 def _preferred(call: AttentionCall) -> ForwardParams:
     """Return the fastest parameters on an H200 for similar calls; they may not fit this call."""
-    rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
+    rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
     if wide > 128 and forward_plan(call, ForwardParams(share_buffer=True)).pieced:
@@ -135,15 +130,11 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if rules.left is not None and rules.left < call.key[1] // 2:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
         packs = grouped and (narrow or rules.left < _SHORT_WINDOW)
-        params = _preferred_in_window(rules.left, packs=packs, shortest=shortest)
-        other = dataclasses.replace(params, heads_first=True)
-        # 64 examples of 1,024 tokens with a window of 512, whose first tiles have less work: 156 us instead of 162.
-        gain = imbalance(forward_plan(call, params)) - imbalance(forward_plan(call, other))
-        return other if gain > 0.02 else params
+        return _preferred_in_window(rules.left, packs=packs, shortest=shortest)
     if call.bias is not None:
         return _preferred_with_bias(call, warpgroups=3 if narrow else 2)
     if rules.right is not None:
-        return _preferred_causal(call, warpgroups=3 if narrow and not short else 2)
+        return _preferred_causal(call, narrow=narrow)
     return _preferred_full(call, narrow=narrow, packs=grouped)
 
 
@@ -210,7 +201,7 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
 
 def _preferred_in_window(left: int, *, packs: bool, shortest: int) -> ForwardParams:
     """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
-    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     if not packs:
         # 128 rows then see three blocks of 64 keys or two of 128: 22 or 26 us at head_dim 128. With a window of 128:
         # 25.7 us instead of 27.8 at head_dim 128, but 47.9 instead of 46.4 at 112.
@@ -221,41 +212,14 @@ def _preferred_in_window(left: int, *, packs: bool, shortest: int) -> ForwardPar
     return dataclasses.replace(params, kv_block=64, stages=3) if left < _NARROW_WINDOW else params
 
 
-def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
-    """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
-    short, narrow = call.query[1] < 2048, call.query[3] <= 64
-    if narrow and call.query[1] < _FEW_QUERIES and (call.query[2] // call.key[2]) % 2 == 0:
-        # 64 rows of two heads end closer to the diagonal: 126 us instead of 132, and 119 instead of 122.
-        packed = ForwardParams(kv_block=64, persistent=True, query_buffers=2, share_buffer=True, pack_heads=True)
-        if imbalance(forward_plan(call, packed)) < _EVEN:
-            return packed
-    tried = [(False, warpgroups, 1.02), (True, warpgroups, _EVEN)]
-    if narrow:  # one key head, 8 examples of 2,048 queries: 95 us with two warpgroups, 107 us not persistent with three
-        tried.append((False, 2, _EVEN))
-    for heads_first, count, limit in tried:
-        params = ForwardParams(
-            persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=count
-        )
-        if imbalance(forward_plan(call, params)) < limit:
-            return params
-    least = _least_uneven(call, (2, 3) if narrow else (2,)) if short else None
-    return least or ForwardParams(warpgroups=warpgroups, heads_first=not (short or narrow))
-
-
-def _least_uneven(call: AttentionCall, warpgroups: tuple[int, ...]) -> ForwardParams | None:
-    """Return the persistent launch whose busiest block of threads has the least work; `None` if it is too uneven."""
-    found = []
-    for count, heads_first in itertools.product(warpgroups, (False, True)):
-        params = ForwardParams(
-            persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=count
-        )
-        plan = forward_plan(call, params)
-        uneven = imbalance(plan)
-        # At the same imbalance, three warpgroups took 3 % longer.
-        work = uneven * plan.row_tiles * plan.tile_rows * (1 if count == 2 else 1.03)
-        if uneven < _UNEVEN:
-            found.append((work, params))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+def _preferred_causal(call: AttentionCall, *, narrow: bool) -> ForwardParams:
+    """Return a persistent launch; for narrow heads the one of three sizes of tiles that should take the least time."""
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
+    if not narrow:
+        return params
+    large = dataclasses.replace(params, warpgroups=3)
+    sizes = (params, dataclasses.replace(large, kv_block=64, stages=3), large)
+    return min(sizes, key=lambda params: duration(forward_plan(call, params)))
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:

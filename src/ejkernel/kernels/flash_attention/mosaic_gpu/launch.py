@@ -26,6 +26,7 @@ from ejkernel.kernels.flash_attention.common import (
 
 from .params import BackwardParams, ForwardParams
 from .plan import FEW_SCORES, BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
+from .schedule import schedule
 from .visibility import (
     Blocks,
     block_table,
@@ -116,6 +117,9 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     block = plan.params.kv_block
     bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
+    table = schedule(plan) if plan.params.persistent else None
+    if table is not None:
+        extras["schedule"] = jnp.asarray(table)
     if operands.sinks is not None:
         extras["sinks"] = operands.sinks.astype(jnp.float32)
     if lengths is not None:

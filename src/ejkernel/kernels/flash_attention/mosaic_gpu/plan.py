@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels._hopper import DTYPES, MULTIPROCESSORS, SHARED_MEMORY, Registers, widest_swizzle
 from ejkernel.kernels._hopper import unavailable as unavailable_on_hopper
@@ -217,6 +216,11 @@ class ForwardPlan(AttentionSizes):
         right = self.rules.right
         return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the window makes some tiles longer than others."""
+        return self.rules.left is not None or self.rules.right is not None
+
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
         p = self.params
@@ -232,30 +236,10 @@ class ForwardPlan(AttentionSizes):
             block * 4 * (self.key_bias or self.key_mask),
             block * 4 * self.segments,
         ]
-        barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
+        barriers = (6 if extras else 4) * p.stages + p.query_buffers * p.warpgroups * 2 + p.warpgroups
         pieces = len(self.head_columns) + len(self.value_columns) + len(self.out_columns)  # each may need padding
         spare = _ALIGNMENT * (pieces if self.pieced else 2)
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + spare
-
-
-def imbalance(plan: ForwardPlan) -> float:
-    """Return the work of the busiest block of threads of a persistent launch, over the mean; under the window alone.
-
-    The tile scheduler deals tiles in turns, and may deal the long ones to the same blocks again and again.
-    """
-    rules, numbers = plan.rules, np.arange(plan.tiles)
-    row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
-    low = row_tile * plan.tile_rows + plan.keys - plan.queries
-    last = plan.keys if rules.right is None else np.clip(low + plan.tile_rows + rules.right, 0, plan.keys)
-    first = 0 if rules.left is None else np.clip(low - rules.left, 0, plan.keys)
-    block = plan.params.kv_block
-    first = first if plan.slides else first // block * block
-    blocks = -(-(last - first) // block) + 1  # prologue and epilogue take about as long as one key block
-    turn, place = np.divmod(numbers, plan.programs)
-    program = np.where(turn % 2, plan.programs - 1 - place, place)
-    # By this estimate one order can take 1.6 times as long as another, and measured times agree with it.
-    work = np.bincount(program, np.broadcast_to(blocks, numbers.shape), plan.programs)
-    return float(work.max() / work.mean())
 
 
 def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:

@@ -133,10 +133,8 @@ class PrefillKernel(ForwardKernel):
     def barrier_types(self, inputs: Any) -> Any:
         """Return the types of the barriers."""
         params, consumers, copies = self.params, self.params.warpgroups, self.plan.copies
-        full = plgpu.Barrier(num_arrivals=self.plan.pieces, num_barriers=params.query_buffers * consumers)
-        empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=params.query_buffers)
         return PrefillBarriers(
-            query=Pipeline(full, empty),
+            query=Pipeline.types(params.query_buffers * consumers, consumers=1, copies=self.plan.pieces),
             key=Pipeline.types(params.stages, consumers=consumers, copies=copies),
             value=Pipeline.types(params.stages, consumers=consumers, copies=copies),
             extra=None,
@@ -180,9 +178,8 @@ class PrefillKernel(ForwardKernel):
     def _copy_tile(self, tile: Any, counts: Any, number: Any) -> Any:
         step, tiles = counts
         plan, memory, pipeline, item = self.plan, self.memory, self.barriers.query, tile.item
-        pipeline.producer_acquire(number)
         for w in range(self.params.warpgroups):
-            slot = memory.query_slot(w, number)
+            slot = pipeline.producer_acquire(number * self.params.warpgroups + w)
             tokens = pl.ds(item.token + plan.warpgroup_tokens * w, plan.warpgroup_tokens)
             for piece in memory.query(slot):
                 source = self.given.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
