@@ -191,7 +191,10 @@ def test_ctrl_c_while_the_worker_starts_prints_no_traceback(folder):
     process = start(folder, "tune", "prog:step", in_session=True, PYTHONPATH=path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert (out, err.strip()) == ("", "ejkernel: stopped; results so far are saved, run the command again to continue")
+    assert (out, err.strip()) == (
+        "",
+        "ejkernel: stopped; what was measured is saved, run the command again to continue",
+    )
 
 
 def logged(folder):
@@ -214,7 +217,7 @@ def test_ctrl_c_saves_the_best_so_far_and_the_next_search_continues_from_it(fold
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "stopped; results so far are saved, run the command again to continue" in err
+    assert "stopped; what was measured is saved, run the command again to continue" in err
     progress, interrupted = logged(folder)
     assert interrupted
     assert (progress.state, progress.candidates) == ("partial", 12)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import jax
@@ -84,6 +85,18 @@ def test_the_folder_above_a_cache_is_a_problem(doctor, monkeypatch, tmp_path, va
     status, found = doctor()
     assert (status, len(found["problems"])) == (1, 1)
     assert found["problems"][0].endswith(f"has some: set {variable}={tmp_path / 'copy' / 'configs'}")
+
+
+def test_a_full_disk_is_a_problem_although_it_takes_an_empty_file(doctor, monkeypatch):
+    def write_file(file, text, **_):
+        if text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        file.touch()
+
+    monkeypatch.setattr("ejkernel.ops.config.persistent.write_file", write_file)
+    status, found = doctor()
+    assert status == 1
+    assert "No space left on device" in found["problems"][0]
 
 
 def test_it_prints_tables(capsys):

@@ -53,6 +53,7 @@ from ejkernel.ops.utils.services import Shown
 if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
+_TYPICAL = 8 << 10  # bytes of an entry
 _REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
 
 
@@ -138,7 +139,8 @@ class PersistentCache(Shown):
         try:
             probe = self.path / f".{secrets.token_hex(8)}"
             # Permissions say nothing about read-only file systems, quotas or root, so write a file.
-            write_file(probe, "", durable=False)
+            # It has the size of an entry, because a full disk may still take an empty file.
+            write_file(probe, " " * _TYPICAL, durable=False)
             probe.unlink()
         except FileNotFoundError:
             return f"no folder can be created in {existing}"
