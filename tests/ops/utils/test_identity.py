@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
-from ejkernel.ops.utils.weak_caches import Bounded, PerObject
+from ejkernel.ops.utils.weak_caches import Bounded, Noted, PerObject, living
 
 NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, (0x7FF8 << 48) + 1))
 
@@ -393,3 +393,48 @@ def test_a_bounded_table_lets_go_of_its_oldest_entries(monkeypatch):
     assert 99 in table
     assert 0 not in table
     assert table.keep(99, "another") == "99"
+
+
+# --- the live instances of a class ---
+
+
+class Thing(Noted):
+    def __init__(self, name="", *, size=0):
+        self.name = name
+
+
+class Unrelated(Noted):
+    pass
+
+
+def test_instances_are_listed_in_the_order_of_their_making():
+    things = [Thing("a"), Thing("b", size=2), Thing()]
+    assert [thing for thing in living(Thing) if thing in things] == things
+
+
+def test_an_unreferenced_instance_is_removed(collect):
+    thing = Thing("gone")
+    del thing
+    collect()
+    assert "gone" not in [thing.name for thing in living(Thing)]
+
+
+def test_instances_of_subclasses_count_and_those_of_other_classes_do_not():
+    other, sub = Unrelated(), type("Sub", (Thing,), {})()
+    assert sub in living(Thing)
+    assert other not in living(Thing)
+
+
+def test_a_subclass_need_not_call_init():
+    class Silent(Thing):
+        def __init__(self):
+            pass
+
+    silent = Silent()
+    assert silent in living(Thing)
+
+
+def test_a_copy_is_a_separate_instance():
+    thing = Thing("original")
+    twin = copy.copy(thing)
+    assert twin in living(Thing)

@@ -286,26 +286,21 @@ class PersistentCache(Shown):
     ) -> Iterator[Any]:
         """Yield `use(entry)` for each usable entry of a key; report the others to `problem`, or warn of them."""
         for each in known_as(key):
-            yield from self._answers_of(each, use, problem)
-
-    def _answers_of(
-        self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None
-    ) -> Iterator[Any]:
-        canonical = identity(key)
-        for place, read in self._places(key, canonical):
-            try:
-                entry = read()
-                if entry is None:
-                    continue
-                check_key(entry, canonical)
-                answer = use(entry)
-            except UnusableError as error:
-                if problem is None:
-                    warn_of(place, error, _REMEDY)
+            canonical = identity(each)
+            for place, read in self._places(each, canonical):
+                try:
+                    entry = read()
+                    if entry is None:
+                        continue
+                    check_key(entry, canonical)
+                    answer = use(entry)
+                except UnusableError as error:
+                    if problem is None:
+                        warn_of(place, error, _REMEDY)
+                    else:
+                        problem(f"{place}: {error}")
                 else:
-                    problem(f"{place}: {error}")
-            else:
-                yield answer
+                    yield answer
 
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         self._look_for_layers()

@@ -77,19 +77,18 @@ def _checked(oracle: Oracle, candidate: Candidate, gradients: bool, rule_is_faul
     return ("outputs", "gradients") if all(agrees) and not rule_is_faulty else ("outputs",)
 
 
-def pair_fault(oracle: Oracle, kept: Candidate | None, *, rule_is_faulty: bool = False) -> str:
+def pair_fault(oracle: Oracle, kept: Candidate | None) -> str:
     """Return how forward and backward disagree on residuals, if the search found a fault; empty otherwise.
 
     Args:
         oracle: The call.
         kept: The heuristic, if it stays. It is checked with the saved configurations of the other direction.
-        rule_is_faulty: See `confirm`.
     """
     if oracle.contract_fault or kept is None or kept.compiled is None or not oracle.validate:
         return oracle.contract_fault
     try:
         if has_other_partners(oracle):
-            _checked(oracle, kept, True, rule_is_faulty)
+            _checked(oracle, kept, True, False)
     except CandidateError as error:
         return f"the heuristic, {compact(kept.config)}, stays, and its gradients are wrong: {error}"
     return ""
