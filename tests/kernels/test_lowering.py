@@ -48,9 +48,9 @@ def params(cases):
 
 
 def covered(row, platform, dtype, name):
-    """Return what a case adds to a sample: every platform of a row; on Hopper every dtype and all odd sizes."""
-    own = {platform, dtype, *({name} & {*odd(row)})}
-    return {(str(row), each) for each in own}
+    """Return what a case adds to a sample: every row, every platform, and on Hopper every dtype and all odd sizes."""
+    own = {dtype, *({name} & {*odd(row)})}
+    return {str(row), platform, *((str(row), each) for each in own)}
 
 
 def described(row, platform, dtype, name):
@@ -117,7 +117,7 @@ def covered_by_spaces(row, platform, dtype, name):
     return {str(row), platform, (row.subject.operation.name, name)}
 
 
-@pytest.mark.sampled(by=covered_by_spaces)
+@pytest.mark.sampled(by=covered_by_spaces, runs=runs)
 @pytest.mark.parametrize(("row", "platform", "dtype", "name"), params(SPACES))
 def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request, row, platform, dtype, name):
     call, args, options = described(row, platform, dtype, name)

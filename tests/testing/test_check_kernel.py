@@ -69,6 +69,7 @@ WRONG = {
     "WeaklyTyped": (["weak types"], only("dtypes")),
     "ImpreciseInHalf": (["bfloat16"], only("dtypes")),
     "TritonThatRaises": (["lowered for gpu"], only("platforms")),
+    "EvenForTriton": (["lowered for gpu, odd sizes"], only("platforms")),
     "Unpicklable": (["pickle"], only("pickle")),
     "Forgetful": (["pickle"], only("pickle")),
 }

@@ -28,7 +28,7 @@ from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Arrays, Results, compiled
-from ejkernel.testing.rows import CheckRow, compared, error_line, row
+from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, compared, error_line, refusal, row
 from ejkernel.testing.subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -116,10 +116,13 @@ def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:
     return next((inv for inv in noting.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
 
 
-def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]) -> Iterator[CheckRow]:
+def platform_rows(
+    subject: Subject, configs_for: Callable[[Subject, Invocation[Any, Any]], Sequence[Any]]
+) -> Iterator[CheckRow]:
     """Yield rows that lower the call and its gradient for other platforms.
 
-    A failure counts only if the kernel has a variant of `run` for the platform; otherwise the row is skipped.
+    A failure counts only if the kernel has a variant of `run` for the platform; otherwise the row is skipped. With a
+    variant, the call is also lowered with odd sizes, since interpreters accept tiles and copies that compilers refuse.
     """
     forms = run_forms(subject.kernel)
     for platform in _PLATFORMS:
@@ -127,26 +130,57 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
             continue
         claims = any(form in forms for form in _CLAIMED_BY[platform])
         check = f"lowered for {platform}"
-        inv = Invocation(
-            kernel=subject.kernel, args=subject.inv.args, kwargs=subject.inv.kwargs, device=f"{platform}:unknown"
-        )
         try:
-            configs = configs_for(inv)
+            configs = configs_for(subject, _call_for(subject, platform))
         except Exception as error:  # noqa: BLE001 - a kernel need not support every platform
             yield row(check, None, error, skipped=not claims)
             continue
         # If the kernel has no variant for the platform, try one configuration, to report whether it works.
-        for config in configs if claims else configs[:1]:
-            # Use a chooser, because `cfg=` would also set the gradient's configuration.
-            run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
-            with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
-                try:
-                    _lower(subject, run, compat.lowering_names(platform))
-                    yield row(check, config)
-                except Exception as error:  # noqa: BLE001 - the row has the reason
-                    # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
-                    skipped = not claims or compat.lacks_lowering(error)
-                    yield row(check, config, error, skipped=skipped)
+        errors = [_lowering_error(subject, platform, config) for config in configs[: None if claims else 1]]
+        for config, error in zip(configs, errors, strict=False):
+            # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
+            skipped = error is not None and (not claims or compat.lacks_lowering(error))
+            yield row(check, config, error or "", skipped=skipped)
+        if claims and errors[0] is None and (other := subject.of_odd_sizes()) is not None:
+            yield _odd_row(other, platform, f"{check}, odd sizes", configs_for)
+
+
+def _odd_row(
+    subject: Subject,
+    platform: str,
+    check: str,
+    configs_for: Callable[[Subject, Invocation[Any, Any]], Sequence[Any]],
+) -> CheckRow:
+    """Return the row of a call with odd sizes under the heuristic; skipped if the kernel refuses them."""
+    config = None
+    try:
+        config = configs_for(subject, _call_for(subject, platform))[0]
+        error = _lowering_error(subject, platform, config)
+    except Exception as raised:  # noqa: BLE001 - the row has the reason
+        error = raised
+    if error is None:
+        return row(check, config)
+    if refusal(error) or compat.lacks_lowering(error):
+        return row(check, config, error, skipped=True)
+    types = ", ".join(f"{like.dtype}{list(like.shape)}" for like in subject.types)
+    return row(check, config, f"{types}: {error_line(error)}. {HOW_TO_REFUSE}")
+
+
+def _call_for(subject: Subject, platform: str) -> Invocation[Any, Any]:
+    inv = subject.inv
+    return Invocation(kernel=subject.kernel, args=inv.args, kwargs=inv.kwargs, device=f"{platform}:unknown")
+
+
+def _lowering_error(subject: Subject, platform: str, config: object) -> Exception | None:
+    """Return the error of lowering the call and its gradient for a platform, if there is one."""
+    # Use a chooser, because `cfg=` would also set the gradient's configuration.
+    run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
+    with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
+        try:
+            _lower(subject, run, compat.lowering_names(platform))
+        except Exception as error:  # noqa: BLE001 - the row has the reason
+            return error
+    return None
 
 
 def lowered(subject: Subject, run: Flat) -> list[Any]:

@@ -23,12 +23,11 @@ from ejkernel.ops.autotuner.measure.correctness import Deviation, position, tole
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
 from ejkernel.testing.report import wide
 from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, CheckStatus, compared, error_line, refusal, row
-from ejkernel.testing.subject import Subject
+from ejkernel.testing.subject import Subject, odd, resized
 
 logger = logging.getLogger(__name__)
 
@@ -237,9 +236,7 @@ def size_rows(
         pairs_for: Yields rows that compare the backward's own configurations for a changed call.
     """
     subject = numbers.subject
-    taken = [leaf for leaf in jax.tree.leaves((subject.args, subject.kwargs)) if _is_integer(leaf)]
-    lengths = sorted({length for like in subject.types for length in like.shape if length > 1})
-    free = [length for length in lengths if length not in taken]
+    free = subject.free_lengths()
     if not free:
         yield row("odd sizes", None, "no array has a length that can change", skipped=True)
         return
@@ -247,13 +244,12 @@ def size_rows(
     given = subject.elements(1)[0]
 
     def changed(name: str, lengths: Sequence[int]) -> list[CheckRow]:
-        shapes = [tuple(_odd(n) if n in lengths else n for n in array.shape) for array in given]
-        like = [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, given, strict=True)]
+        like = resized(given, lengths)
         return list(_changed_rows(numbers, name, like, configs_for, pairs_for, may_be_no_call=True))
 
     rows = changed("odd sizes", free)
     if len(free) > 1 and all(each.status == CheckStatus.SKIPPED for each in rows):
-        rows = [each for n in free[:_SIZES] for each in changed(f"{_odd(n)} instead of {n}", [n])]
+        rows = [each for n in free[:_SIZES] for each in changed(f"{odd(n)} instead of {n}", [n])]
     yield from rows
 
 
@@ -264,14 +260,6 @@ def dtype_rows(numbers: Numbers, configs_for: Callable[[Subject], Sequence[Any]]
         cast = [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in given]
         if any(new.dtype != like.dtype for new, like in zip(cast, numbers.subject.types, strict=True)):
             yield from _changed_rows(numbers, dtype, cast, configs_for)
-
-
-def _is_integer(leaf: Any) -> bool:
-    return isinstance(leaf, int | np.integer) and not is_array(leaf)
-
-
-def _odd(length: int) -> int:
-    return length + 1 + length % 2
 
 
 def _changed_rows(

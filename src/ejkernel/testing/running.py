@@ -268,7 +268,7 @@ def _form_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
         row(name, config, unavailable[name], skipped=True) for name in ("platforms", "key") if name in unavailable
     )
     if "platforms" not in without:
-        yield from platform_rows(subject, lambda inv: _configs(subject, inv, None)[0])
+        yield from platform_rows(subject, lambda own, inv: _configs(own, inv, None)[0])
     if "key" not in without:
         yield key_row(subject)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,13 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, named_after, pulled
 from ejkernel.testing.report import REFERENCE, Comparison
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,23 @@ class Subject:
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.scope)
 
+    def free_lengths(self) -> list[int]:
+        """Return the lengths of axes that may change, in order: those above 1 that no argument gives as a number."""
+        taken = [leaf for leaf in self._leaves if isinstance(leaf, int | np.integer) and not is_array(leaf)]
+        return sorted({length for like in self.types for length in like.shape if length > 1 and length not in taken})
+
+    def of_odd_sizes(self) -> Subject | None:
+        """Return the call with odd lengths; `None` if its reference does not take them, or it has no reference."""
+        arrays = resized(self.types, self.free_lengths())
+        if not self.has_reference or arrays == self.types:
+            return None
+        try:
+            jax.eval_shape(self.plain(Choice(platform=self.platform, reference=True)), *arrays)
+            return self.with_arrays(arrays)
+        except Exception as error:  # noqa: BLE001 - not every length can change
+            logger.debug("%s: no call with odd sizes: %s", self.kernel.op_id, error_text(error))
+            return None
+
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
         leaves = list(self._leaves)
@@ -256,6 +277,17 @@ class Truth:
 def function_of(subject: Subject, baseline: object) -> Flat:
     """Return the reference, or without one `run`, as a plain function."""
     return subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
+
+
+def odd(length: int) -> int:
+    """Return the next odd number, or the second next of an odd one."""
+    return length + 1 + length % 2
+
+
+def resized(arrays: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
+    """Return the types of the arrays, with odd sizes instead of the given lengths."""
+    shapes = [tuple(odd(n) if n in lengths else n for n in array.shape) for array in arrays]
+    return [jax.ShapeDtypeStruct(shape, array.dtype) for shape, array in zip(shapes, arrays, strict=True)]
 
 
 def _copied(array: Any) -> jax.Array:
