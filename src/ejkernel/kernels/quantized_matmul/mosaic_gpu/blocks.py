@@ -23,6 +23,7 @@ from .kernel import QuantizedKernel
 from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
 _PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
+_FIRST = 128  # columns of the first of two accumulators
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -37,8 +38,13 @@ class ScaledSums:
     memory: Any  # `QuantizedMemory`
     pipeline: Pipeline
 
-    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
-        """Return the products of a stage."""
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Columns of each accumulator: products of the others run while one is added to the sums."""
+        return (self.plan.tile_columns,)
+
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        """Start the products of a stage for the columns of an accumulator, from `start` on."""
         raise NotImplementedError
 
     def scaled_sums(self, steps: Any, step: Any, warpgroup: Any, column: Any) -> list[Any]:
@@ -51,6 +57,7 @@ class ScaledSums:
             column: The tile's first column.
         """
         shape, count = (self.plan.part_rows, _PIECE), self.plan.tile_columns // _PIECE
+        starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
 
         def factors(index: Any) -> list[Any]:
             within = index < steps
@@ -59,26 +66,43 @@ class ScaledSums:
 
         def one(i: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             (sums, own), stage = carry, self.pipeline.stage(step + i)
-            pieces = self._pieces_of(self._step_products(stage, warpgroup), stage)
-            self.backend.order_reads()  # of scales, before the arrival
-            self.pipeline.consumer_release(stage)
-            following = factors(i + 1)
             wide = [lax.broadcast_in_dim(each, shape, [0]) for each in own]
             # The factors of rows are those of all pieces if each column has its own.
-            terms = zip(sums, pieces, wide * (count // len(wide)), strict=True)
-            return [total + piece * factor for total, piece, factor in terms], following
+            factors_of = wide * (count // len(wide))
+
+            def products(*accumulators: Any) -> tuple[list[Any], list[Any]]:
+                for accumulator, start in zip(accumulators, starts, strict=True):
+                    self._start_products(accumulator, stage, warpgroup, start)
+                following: list[Any] = []
+                totals: list[Any] = []
+                for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
+                    found = self.backend.read(accumulator, pending=pending)
+                    pieces = self._pieces_of(found, stage, len(totals) * _PIECE)
+                    if not pending:
+                        self.backend.order_reads()  # of scales, before the arrival
+                        self.pipeline.consumer_release(stage)
+                        following = factors(i + 1)
+                    totals += [
+                        total + piece * factor
+                        for piece, total, factor in zip(
+                            pieces, sums[len(totals) :], factors_of[len(totals) :], strict=False
+                        )
+                    ]
+                return totals, following
+
+            return pl.run_scoped(products, *(plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths))
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
         return list(lax.fori_loop(0, steps, one, start)[0])
 
-    def _pieces_of(self, found: Any, stage: Any) -> list[Any]:
-        """Return a step's products in pieces, times the scales of their columns if each column has one."""
-        starts = range(0, self.plan.tile_columns, _PIECE)
-        pieces = [found[:, start : start + _PIECE] for start in starts]
+    def _pieces_of(self, found: Any, stage: Any, start: int) -> list[Any]:
+        """Return products in pieces, times the scales of their columns, from `start` on, if each column has one."""
+        places = range(0, found.shape[1], _PIECE)
+        pieces = [found[:, at : at + _PIECE] for at in places]
         if not self.plan.thin:
             return pieces
-        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, _PIECE)], layout=_COLUMNS) for start in starts]
+        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, _PIECE)], layout=_COLUMNS) for at in places]
         return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
 
     def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
@@ -118,8 +142,14 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
         self.x_scales = arrays[before]
         super().run([*arrays[:before], *arrays[before + 1 :]], results, memory)
 
-    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
-        return self._products(0, [stage], warpgroup)
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        rest = self.plan.tile_columns - _FIRST
+        return super()._widths if self.plan.thin or rest <= 0 else (_FIRST, rest)
+
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        matrix = self.memory.rhs.at[stage, 0, pl.ds(start, accumulator.shape[1])]
+        plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix.transpose((1, 0)))
 
     def _slot(self, step: Any, index: Any) -> Any:
         """Return the slot of the ring with the scales of step `index` of the tile that begins with `step`."""

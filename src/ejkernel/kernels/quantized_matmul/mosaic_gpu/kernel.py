@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import plgpu, tiled
+from ejkernel.kernels._hopper.launch import CLUSTER, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
@@ -90,11 +90,11 @@ class QuantizedKernel(ProductKernel):
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         plan, full = self.plan, self.pipeline.full.at[stage]
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
         for part in range(plan.parts):
             columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-            plgpu.copy_gmem_to_smem(
-                self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full
-            )
+            source = self.matrices[0].at[tile.group, columns, along]
+            plgpu.copy_gmem_to_smem(source, self.memory.rhs.at[stage, part], full, **shared)
 
     def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
         plan = self.plan
