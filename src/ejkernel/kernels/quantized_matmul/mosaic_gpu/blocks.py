@@ -82,12 +82,9 @@ class ScaledSums:
                         self.backend.order_reads()  # of scales, before the arrival
                         self.pipeline.consumer_release(stage)
                         following = factors(i + 1)
-                    totals += [
-                        total + piece * factor
-                        for piece, total, factor in zip(
-                            pieces, sums[len(totals) :], factors_of[len(totals) :], strict=False
-                        )
-                    ]
+                    at = len(totals)
+                    terms = zip(sums[at:], pieces, factors_of[at:], strict=False)
+                    totals += [total + piece * factor for total, piece, factor in terms]
                 return totals, following
 
             return pl.run_scoped(products, *(plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths))
