@@ -64,6 +64,11 @@ def quotient(number: Any, divisor: int) -> Any:
     return lax.div(number, np.int32(divisor))
 
 
+def wrapped(number: Any, size: int) -> Any:
+    """Return the remainder of a non-negative int32 number, by a single instruction if `size` is a power of two."""
+    return remainder(number, size) if size & (size - 1) else lax.bitwise_and(number, np.int32(size - 1))
+
+
 def remainder(number: Any, divisor: int) -> Any:
     """Return the remainder of a non-negative int32 number."""
     return lax.rem(number, np.int32(divisor))

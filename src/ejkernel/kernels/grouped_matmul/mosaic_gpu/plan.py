@@ -93,6 +93,7 @@ class GroupedPlan:
         tile_rows: Rows of a tile of the result.
         tile_columns: Its columns.
         stages, panel, out_slots: As in the parameters.
+        cluster: Blocks of threads in a cluster, which share copies of a matrix: 2 needs a single group.
     """
 
     rows: int
@@ -106,6 +107,7 @@ class GroupedPlan:
     stages: int
     panel: int
     out_slots: int
+    cluster: int = 1
 
     @property
     def products(self) -> int:
@@ -144,8 +146,8 @@ class GroupedPlan:
 
     @property
     def programs(self) -> int:
-        """Blocks of threads."""
-        return MULTIPROCESSORS
+        """Clusters of blocks of threads."""
+        return MULTIPROCESSORS // self.cluster
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import CLUSTER, PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, STEP, WARPGROUPS
@@ -107,6 +107,7 @@ class ProductKernel:
         self.lhs_tiles, self.lhs_rows = self.backend.views(memory.lhs, 2)
         self.out_views = self.backend.views(memory.out, 3)
         self.first_group, self.first_row = self._first()
+        self.rank = lax.axis_index(CLUSTER) if self.plan.cluster > 1 else 0
         warpgroup = lax.axis_index(WARPGROUP)
         dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
@@ -152,9 +153,13 @@ class ProductKernel:
         return first, lax.fori_loop(0, first, lambda i, row: jnp.minimum(row + self.sizes[i], plan.rows), zero)
 
     def _row_tiles(self, rows: Any) -> Any:
-        """Return how many whole tiles a group's rows are; a short one is added if not all rows are in them."""
-        last = self.plan.part_rows if self.plan.has_short_tiles else self.plan.tile_rows
-        return lax.div(rows + (last - 1), self.plan.tile_rows)
+        """Return how many whole tiles a group's rows are; a short one is added if not all rows are in them.
+
+        A cluster counts as one tile.
+        """
+        size = self.plan.tile_rows * self.plan.cluster
+        last = self.plan.part_rows if self.plan.has_short_tiles else size
+        return lax.div(rows + (last - 1), size)
 
     def _end(self, at: _GroupCursor) -> Any:
         """Return the number after the group's last whole tile."""
@@ -186,6 +191,7 @@ class ProductKernel:
         """Return a whole tile."""
         plan = self.plan
         row_tile, column_tile = tile_position(number - cursor.tile, self._row_tiles(cursor.rows), plan)
+        row_tile = row_tile + self.rank
         # The last tile ends with its group: rows that two tiles share get the same bits from both.
         offset = jnp.minimum(row_tile * plan.tile_rows, jnp.maximum(cursor.rows - plan.tile_rows, 0))
         rows = jnp.minimum(cursor.rows - offset, plan.tile_rows)
@@ -264,11 +270,12 @@ class ProductKernel:
     def _idle(self, step: Any) -> None:
         """Release the stages of a tile without rows for this warpgroup: the producer waits for both."""
 
-        @pl.loop(0, self.plan.steps)
-        def _pass(i: Any) -> None:
-            stage = self.pipeline.stage(step + i)
-            self.pipeline.consumer_wait(stage)
-            self.pipeline.consumer_release(stage)
+        pl.loop(0, self.plan.steps)(lambda i: self._pass(self.pipeline.stage(step + i)))
+
+    def _pass(self, stage: Any) -> None:
+        """Release a stage without reading it."""
+        self.pipeline.consumer_wait(stage)
+        self.pipeline.consumer_release(stage)
 
     def _mainloop(self, accumulators: Sequence[Any], step: Any, warpgroup: Any) -> None:
         plan = self.plan

@@ -42,12 +42,16 @@ def lhs_shape(plan: GroupedPlan) -> tuple[int, int, int, int]:
 
 def pipeline_types(plan: GroupedPlan) -> Pipeline:
     """Return the types of the pipeline's barriers."""
-    return Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=plan.copies)
+    return Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=plan.copies, cluster=plan.cluster)
 
 
 def tile_position(number: Any, row_tiles: Any, plan: GroupedPlan) -> tuple[Any, Any]:
-    """Return row and column, in tiles, of a group's tile `number`; the group has `row_tiles` rows of tiles."""
-    return products.tile_position(number, row_tiles, plan.column_tiles, plan.panel)
+    """Return row and column, in tiles, of a group's tile `number`; the group has `row_tiles` rows of tiles.
+
+    In clusters the number is that of a cluster, and the row that of its first tile.
+    """
+    row, column = products.tile_position(number, row_tiles, plan.column_tiles, max(1, plan.panel // plan.cluster))
+    return row * plan.cluster, column
 
 
 def accumulate(plan: GroupedPlan, mainloop: Callable[..., None]) -> list[jax.Array]:
@@ -67,6 +71,7 @@ def run_kernel(
         programs=kernel.plan.programs,
         memory=kernel.memory_types(),
         consumers=WARPGROUPS,
+        cluster=kernel.plan.cluster,
         lane_semantics=True,
         interpret=kernel.backend.interpret,
     )

@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.device import wrapped
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile
 
 from .kernel import QuantizedKernel
 from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
 _PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
+_CHUNK_BITS = np.int32(CHUNK.bit_length() - 1)
+_FIRST = 128  # columns of the first of two accumulators
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -37,8 +42,19 @@ class ScaledSums:
     memory: Any  # `QuantizedMemory`
     pipeline: Pipeline
 
-    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
-        """Return the products of a stage."""
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Columns of each accumulator: products of the others run while one is added to the sums."""
+        return (self.plan.tile_columns,)
+
+    def _await_turn(self, warpgroup: Any) -> None:
+        """Wait until the other consumer's products are nearly done; by default consumers have no turns."""
+
+    def _end_turn(self, warpgroup: Any) -> None:
+        """Let the other consumer start its products, while the last of this one run."""
+
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        """Start the products of a stage for the columns of an accumulator, from `start` on."""
         raise NotImplementedError
 
     def scaled_sums(self, steps: Any, step: Any, warpgroup: Any, column: Any) -> list[Any]:
@@ -51,34 +67,55 @@ class ScaledSums:
             column: The tile's first column.
         """
         shape, count = (self.plan.part_rows, _PIECE), self.plan.tile_columns // _PIECE
+        starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
+
+        def stage_of(index: Any) -> Any:
+            return wrapped(step + index, self.pipeline.stages)  # products wait for it in every step
 
         def factors(index: Any) -> list[Any]:
             within = index < steps
-            pl.when(within)(lambda: self.pipeline.consumer_wait(self.pipeline.stage(step + index)))
+            pl.when(within)(lambda: self.pipeline.consumer_wait(stage_of(index)))
             return self.backend.read_if(within, lambda: self._factors(step, index, warpgroup, column))
 
         def one(i: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            (sums, own), stage = carry, self.pipeline.stage(step + i)
-            pieces = self._pieces_of(self._step_products(stage, warpgroup), stage)
-            self.backend.order_reads()  # of scales, before the arrival
-            self.pipeline.consumer_release(stage)
-            following = factors(i + 1)
+            (sums, own), stage = carry, stage_of(i)
             wide = [lax.broadcast_in_dim(each, shape, [0]) for each in own]
             # The factors of rows are those of all pieces if each column has its own.
-            terms = zip(sums, pieces, wide * (count // len(wide)), strict=True)
-            return [total + piece * factor for total, piece, factor in terms], following
+            factors_of = wide * (count // len(wide))
+
+            def products(*accumulators: Any) -> tuple[list[Any], list[Any]]:
+                self._await_turn(warpgroup)
+                for accumulator, start in zip(accumulators, starts, strict=True):
+                    self._start_products(accumulator, stage, warpgroup, start)
+                following: list[Any] = []
+                totals: list[Any] = []
+                for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
+                    found = self.backend.read(accumulator, pending=pending)
+                    if pending == 1:
+                        self._end_turn(warpgroup)
+                    pieces = self._pieces_of(found, stage, len(totals) * _PIECE)
+                    if not pending:
+                        self.backend.order_reads()  # of scales, before the arrival
+                        self.pipeline.consumer_release(stage)
+                        following = factors(i + 1)
+                    at = len(totals)
+                    terms = zip(sums[at:], pieces, factors_of[at:], strict=False)
+                    totals += [total + piece * factor for total, piece, factor in terms]
+                return totals, following
+
+            return pl.run_scoped(products, *(plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths))
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
         return list(lax.fori_loop(0, steps, one, start)[0])
 
-    def _pieces_of(self, found: Any, stage: Any) -> list[Any]:
-        """Return a step's products in pieces, times the scales of their columns if each column has one."""
-        starts = range(0, self.plan.tile_columns, _PIECE)
-        pieces = [found[:, start : start + _PIECE] for start in starts]
+    def _pieces_of(self, found: Any, stage: Any, start: int) -> list[Any]:
+        """Return products in pieces, times the scales of their columns, from `start` on, if each column has one."""
+        places = range(0, found.shape[1], _PIECE)
+        pieces = [found[:, at : at + _PIECE] for at in places]
         if not self.plan.thin:
             return pieces
-        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, _PIECE)], layout=_COLUMNS) for start in starts]
+        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, _PIECE)], layout=_COLUMNS) for at in places]
         return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
 
     def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
@@ -112,20 +149,57 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
 
     plan: QuantizedPlan
 
+    @property
+    def _has_turns(self) -> bool:
+        return len(self._widths) > 1
+
+    def memory_types(self) -> Any:
+        """See `ProductKernel`."""
+        turns = plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS) if self._has_turns else None
+        return super().memory_types()._replace(turns=turns)
+
+    def _consume(self, warpgroup: Any) -> None:
+        if not self._has_turns:
+            super()._consume(warpgroup)
+            return
+        # The first turn is that of consumer 0. Each barrier has as many waits as arrivals.
+        pl.when(warpgroup == 1)(lambda: self._end_turn(warpgroup))
+        super()._consume(warpgroup)
+        pl.when(warpgroup == 0)(lambda: self._await_turn(warpgroup))
+
+    def _await_turn(self, warpgroup: Any) -> None:
+        if self._has_turns:
+            plgpu.barrier_wait(self.memory.turns.at[warpgroup])
+
+    def _end_turn(self, warpgroup: Any) -> None:
+        plgpu.barrier_arrive(self.memory.turns.at[1 - warpgroup])
+
+    def _pass(self, stage: Any) -> None:
+        if self._has_turns:  # only consumer 1 may have no rows
+            self._await_turn(1)
+            self._end_turn(1)
+        super()._pass(stage)
+
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
         before = -1 - self.plan.products
         self.x_scales = arrays[before]
         super().run([*arrays[:before], *arrays[before + 1 :]], results, memory)
 
-    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
-        return self._products(0, [stage], warpgroup)
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        rest = self.plan.tile_columns - _FIRST
+        return super()._widths if self.plan.thin or self.plan.parts > 1 or rest <= 0 else (_FIRST, rest)
+
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        matrix = self.memory.rhs.at[stage, 0, pl.ds(start, accumulator.shape[1])]
+        plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix.transpose((1, 0)))
 
     def _slot(self, step: Any, index: Any) -> Any:
         """Return the slot of the ring with the scales of step `index` of the tile that begins with `step`."""
         plan = self.plan
-        number = lax.div(step, plan.steps) * plan.chunks + lax.div(index, CHUNK)
-        return lax.rem(number, plan.scale_slots)
+        number = lax.div(step, plan.steps) * plan.chunks + lax.shift_right_logical(index, _CHUNK_BITS)
+        return wrapped(number, plan.scale_slots)
 
     def _copy_scales(self, tile: ProductTile, index: Any, step: Any) -> None:
         plan, memory = self.plan, self.memory
@@ -149,8 +223,8 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
 
     def _of_rows(self, step: Any, index: Any, warpgroup: Any) -> Any:
         rows = pl.ds(warpgroup * self.plan.part_rows, self.plan.part_rows)
-        scales = self.memory.x_scale.at[self._slot(step, index), rows, lax.rem(index, CHUNK)]
+        scales = self.memory.x_scale.at[self._slot(step, index), rows, wrapped(index, CHUNK)]
         return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:
-        return self.memory.w_scale[self._slot(step, index), square, lax.rem(index, CHUNK)]
+        return self.memory.w_scale[self._slot(step, index), square, wrapped(index, CHUNK)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.launch import plgpu, tiled
+from ejkernel.kernels._hopper.launch import CLUSTER, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductKernel, ProductTile
@@ -34,6 +34,7 @@ class QuantizedMemory(NamedTuple):
         x_scale: Scales of blocks for each row of a tile, if rows have such.
         w_scale: A scale for each column of a tile, or for each block of columns; slots for each product.
         out_scale: The scales of a consumer's rows of the result, for rows that are stored one by one.
+        turns: A barrier per consumer, for turns with the tensor core.
     """
 
     lhs: Any
@@ -43,6 +44,7 @@ class QuantizedMemory(NamedTuple):
     x_scale: Any
     w_scale: Any
     out_scale: Any = None
+    turns: Any = None
 
 
 class QuantizedKernel(ProductKernel):
@@ -90,11 +92,11 @@ class QuantizedKernel(ProductKernel):
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         plan, full = self.plan, self.pipeline.full.at[stage]
+        shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
         for part in range(plan.parts):
             columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-            plgpu.copy_gmem_to_smem(
-                self.matrices[0].at[tile.group, columns, along], self.memory.rhs.at[stage, part], full
-            )
+            source = self.matrices[0].at[tile.group, columns, along]
+            plgpu.copy_gmem_to_smem(source, self.memory.rhs.at[stage, part], full, **shared)
 
     def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
         plan = self.plan

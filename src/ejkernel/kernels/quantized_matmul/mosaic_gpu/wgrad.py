@@ -109,9 +109,5 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
             plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
-    def _step_products(self, stage: Any, warpgroup: Any) -> Any:
-        def products(accumulator: Any) -> Any:
-            plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
-            return accumulator[...]
-
-        return pl.run_scoped(products, plgpu.ACC((self.plan.part_rows, self.plan.tile_columns), jnp.float32))
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
