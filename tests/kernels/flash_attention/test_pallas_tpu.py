@@ -149,6 +149,14 @@ def test_the_heuristic_fits_in_the_memory_of_every_chip(length, chip, backward):
         assert 1 <= len(space) <= 60
 
 
+def test_the_heuristic_takes_parameters_whose_upper_estimate_is_a_little_above_the_share():
+    """Those of the simulated sweeps; the compiler reports less than the estimate."""
+    heads = {"query": (1, 4096, 1, 192), "key": (1, 4096, 1, 192), "value": (1, 4096, 1, 192)}
+    call = dataclasses.replace(call_of(4096, CHIPS[2], True, right=0), **heads)
+    assert choices.capacity(call) < choices.needed(call, PallasTpu().heuristic(call)).most
+    assert PallasTpu().heuristic(call).block_kv == 2048
+
+
 def test_long_sequences_are_streamed_and_their_backward_is_split():
     assert PallasTpu().heuristic(call_of(4096, CHIPS[0], False)).resident is None
     assert PallasTpu().heuristic(call_of(131_072, CHIPS[0], False)).resident is not None
@@ -258,13 +266,12 @@ def drawn_call(chip, length, dims, repeats, dtype, mask, params):
     )
 
 
-# As above; the compiler takes the first three, and refuses the last one on a chip with 64 MiB.
+# As above; the compiler takes the first two, and refuses the last one on a chip with 64 MiB.
 CLOSE = {
     "43 of 48 MiB": (
         *("tpu:tpu_v5", 4096, (192, 192), 1, "bfloat16", {"left": 1023, "right": 0}),
         *(ForwardParams(block_q=2048, chunk=2048, unroll=2, rows=2048, strip=256), 43_110_400),
     ),
-    "95 of 96 MiB": NEEDS_MORE["causal gradients of wide partial dimensions"],
     "52 of 48 MiB": NEEDS_MORE["two kernels in float32"],
     "72 of 48 MiB": (
         *("tpu:tpu_v5", 8192, (240, 240), 1, "bfloat16", {"left": 4095, "right": 0}),

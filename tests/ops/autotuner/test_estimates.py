@@ -249,6 +249,15 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
     assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
 
 
+def test_the_reason_of_a_killed_simulator_names_the_memory():
+    def killed(inv, choice):
+        raise CandidateError("the worker was killed by SIGKILL while compiling")
+
+    (found,) = estimate_calls([CALL], V6E, candidates=lambda inv: [], simulate=killed)
+    reason = "not estimated: the worker was killed by SIGKILL while compiling; the memory may have been full"
+    assert found.rows[0].reason == reason
+
+
 @pytest.mark.parametrize("name", ["tpu7x", "tpu_v4", "nvidia_h200"])
 def test_a_target_without_a_simulator_is_an_error_that_names_the_others(name):
     with pytest.raises(ConfigError, match=rf"one of the targets tpu_v5e, tpu_v5p, tpu_v6e; got '{name}'"):

@@ -141,5 +141,6 @@ def _why_not(error: BaseException | None, timeout_s: float) -> str:
         return f"not estimated: simulating it takes longer than {timeout_s:g} s"
     if isinstance(error, CandidateError):
         text = re.sub(r"F\d{4} \S+ +\d+ \S+\] ", "", str(error))  # the time and place of libtpu's message
+        text += "; the memory may have been full" if "SIGKILL" in text else ""
         return text if text.startswith("not estimated") else f"not estimated: {text}"
     return f"not estimated: {type(error).__name__}: {error}"
