@@ -124,7 +124,7 @@ def test_verify_reads_every_file(clean, capsys):
 
 def test_verify_tells_an_empty_default_cache_from_a_missing_one(capsys, monkeypatch, tmp_path):
     for folder, words in (
-        (tmp_path, f"{tmp_path}: 0 entries, 0 searches, 0 notes; the folder is empty"),
+        (tmp_path, f"{tmp_path}: 0 entries, 0 searches, 0 notes; no files of ejkernel"),
         (tmp_path / "none", f"there is no folder {tmp_path / 'none'}, named by EJKERNEL_CACHE_DIR"),
     ):
         monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
@@ -133,7 +133,10 @@ def test_verify_tells_an_empty_default_cache_from_a_missing_one(capsys, monkeypa
 
 
 def test_verify_of_the_folder_above_a_cache_names_the_cache(clean, capsys):
-    assert f"has no configurations, but {clean} has some: name {clean}" in run(capsys, "verify", cache=clean.parent)[1]
+    status, out, _ = run(capsys, "verify", cache=clean.parent)
+    assert status == 1
+    assert f"has no configurations, but {clean} has some: name {clean}" in out
+    assert f"name {clean}." in run(capsys, "prune", "--unreadable", cache=clean.parent)[2]
 
 
 @pytest.mark.parametrize("pattern", ["*/older-v0/*.json", "*/doubled-v0/*.jsonl", "missed/*/*/*.json"])
@@ -163,7 +166,8 @@ def test_verify_reads_the_layers_of_the_default_cache(clean, capsys, monkeypatch
     assert out.endswith(f"there is no folder {tmp_path / 'none'}\n")
     assert main(["cache", "verify", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["unusable"][0]["file"] == str(path)
-    assert main(["cache", "verify", "--cache", str(tmp_path)]) == 0  # a named folder is checked alone
+    (tmp_path / "empty").mkdir()
+    assert main(["cache", "verify", "--cache", str(tmp_path / "empty")]) == 0  # a named folder is checked alone
 
 
 def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):

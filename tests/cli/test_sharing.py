@@ -84,6 +84,11 @@ def test_merge_takes_the_searches_of_a_folder_along_once(capsys, mine, tmp_path)
     assert "2.00x the heuristic's speed" in capsys.readouterr().out
 
 
+def test_merge_creates_its_folder(capsys, theirs, tmp_path):
+    assert run(capsys, "merge", str(theirs), cache=tmp_path / "new")[0] == 0
+    assert len(PersistentCache(tmp_path / "new").keys()) == 3
+
+
 def test_merge_keeps_the_newest_searches_of_a_call(capsys, tmp_path):
     for name in ("mine", "theirs"):
         store = MeasurementStore(tmp_path / name)

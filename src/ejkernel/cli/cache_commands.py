@@ -94,7 +94,7 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
 
     Without --cache, the folders of EJKERNEL_CACHE_LAYERS are read too. Also reports entries measured with other
     versions and, with --import, entries of that module's kernels from an older search space. The exit status is 1 if a
-    file is unusable or a folder of EJKERNEL_CACHE_LAYERS is missing.
+    file is unusable, a folder of EJKERNEL_CACHE_LAYERS is missing, or a folder is above or inside a cache folder.
     """
     from ejkernel.cli.folder import run_verify
 

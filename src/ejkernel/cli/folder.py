@@ -217,7 +217,7 @@ def _staleness(entry: StoredEntry, space_of: SpaceOf | None) -> dict[str, Any]:
 
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
-    """Run `ejkernel cache verify`; return 1 if a file is unusable or a folder of EJKERNEL_CACHE_LAYERS is missing."""
+    """Run `ejkernel cache verify`; return 1 if a file is unusable, a layer is missing, or another folder was meant."""
     store = opened(cache, alone=True)
     layers = _layers() if cache is None else []
     if imports:
@@ -234,7 +234,8 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
         )
     else:
         _print_verified(by_folder, bad, {str(each.path): each.fault for each in (store, *layers)})
-    return 1 if bad or missing else 0
+    is_another_meant = any(each.fault for each in (store, *layers) if each.path is not None and each.path.is_dir())
+    return 1 if bad or missing or is_another_meant else 0
 
 
 def _layers() -> list[PersistentCache]:
@@ -273,7 +274,7 @@ def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]
 
 def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     if not bad:
-        return "all files are usable" if count else "the folder is empty"
+        return "all files are usable" if count else "no files of ejkernel"
     ours = sum(item.is_ours for item in bad)
     unusable = counted(len(bad), "unusable file")
     if not ours:  # files of other programs, and folders that cannot be listed
@@ -333,6 +334,8 @@ def run_clear(
 
 
 def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
+    if not found and store.fault:
+        click.echo(f"{store.fault}.", err=True)
     removed, failures, changed = [], [], 0
     assert store.path is not None  # `items` yields nothing without a folder
     for item in found:

@@ -61,7 +61,7 @@ def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_jso
 @_with_config_errors
 def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache pull`: into the folder or, without a URL, only into the copies of the layers."""
-    folder = _folder(cache)
+    folder = _folder(cache, may_be_new=True)
     if url:
         _bring([_shared(url, folder)], place_of(str(folder), folder), dry_run=dry_run, as_json=as_json)
         return
@@ -84,7 +84,7 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
 @_with_config_errors
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache merge`."""
-    folder = _folder(cache)
+    folder = _folder(cache, may_be_new=True)
     target = place_of(str(folder), folder)
     places = [place_of(name, folder) for name in sources]
     found = plan(places, target) if dry_run else bring(places, target)
@@ -205,9 +205,9 @@ def _entries(count: int) -> str:
     return counted(count, "entry", "entries")
 
 
-def _folder(cache: Path | None) -> Path:
-    """Return the writable folder of the cache."""
-    folder = opened(cache, alone=True).path
+def _folder(cache: Path | None, *, may_be_new: bool = False) -> Path:
+    """Return the writable folder of the cache, which is created if it is missing."""
+    folder = opened(cache, alone=True, may_be_new=may_be_new).path
     assert folder is not None  # `opened` raises without a folder
     folder.mkdir(parents=True, exist_ok=True)
     return folder

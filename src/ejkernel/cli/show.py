@@ -26,8 +26,10 @@ from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 
-def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
+def opened(cache: Path | None, *, alone: bool = False, may_be_new: bool = False) -> PersistentCache:
     """Return the cache of a folder; the default one includes its layers unless `alone`.
+
+    A missing folder is an error if `cache` names it, unless it `may_be_new`.
 
     Raises:
         ConfigError: The path is not a folder, or the named folder does not exist.
@@ -38,7 +40,7 @@ def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
     if store.path.exists() and not store.path.is_dir():
         raise ConfigError(f"{store.path} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR.")
     # A missing --cache folder is probably a typo; the default folder is created on the first save.
-    if cache is not None and not store.path.exists():
+    if cache is not None and not may_be_new and not store.path.exists():
         raise ConfigError(f"{fault_of(store.path)}; `ejkernel cache path` prints the default one.")
     return store
 
@@ -72,7 +74,8 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
             text = "searches failed: `show --log` says why; `ejkernel cache prune --failed` removes them"
             click.echo(text if failed > 1 else text.replace("searches", "a search").replace("them", "it"), err=True)
     else:
-        click.echo(f"No saved configurations{f': {store.fault}' if store.fault else f' in {store.path}'}.")
+        is_missing = not (store.path and store.path.is_dir())  # other faults are warnings
+        click.echo(f"No saved configurations{f': {store.fault}' if is_missing else f' in {store.path}'}.")
     return 0 if shown else 1
 
 
