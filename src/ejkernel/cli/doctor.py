@@ -19,8 +19,7 @@ from ejkernel.cli import report
 from ejkernel.cli.explain import implementations_on
 from ejkernel.cli.folder import items
 from ejkernel.ops.config._files import driver_of
-from ejkernel.ops.config.misses.folders import fault_of
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.utils.error_text import error_text, printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint

@@ -17,8 +17,7 @@ from ejkernel.ops.autotuner.trials.programs import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
-from ejkernel.ops.config.misses.folders import fault_of
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable

@@ -10,12 +10,14 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from ejkernel import settings
+from ejkernel.ops.config import estimates
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
@@ -42,17 +44,21 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
-from ejkernel.ops.config.misses.folders import fault_of
+from ejkernel.ops.config.misses import notes
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.names import nearest
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.services import Shown
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
 
+_DEVICE: Final = re.compile(r"(cpu|gpu|tpu)-.+")  # a cache folder has one folder for each device
+_INNER: Final = re.compile(rf"{_DEVICE.pattern}|{notes.FOLDER}|{estimates.FOLDER}")  # the folders of a cache folder
+_MOST: Final = 200  # folders to look into
 _TYPICAL = 8 << 10  # bytes of an entry
 _REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
 
@@ -95,7 +101,7 @@ class PersistentCache(Shown):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
         if layers is None:
             layers = settings.current().cache_layers if path is None else ()
-        self._variable = settings.current().cache_variable if path is None else ""
+        self._is_usual = path is None
         self.path = _expand(path)
         opened = {layer: _shared(layer, self.path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)}
         self.layers = tuple(layer for layer in opened.values() if layer is not None)
@@ -127,7 +133,8 @@ class PersistentCache(Shown):
     @property
     def fault(self) -> str:
         """Why the folder has no configurations, e.g. because it is above a cache folder; empty if nothing is wrong."""
-        return "" if self.path is None else fault_of(self.path, self._variable)
+        variable = settings.current().cache_variable if self._is_usual else ""
+        return "" if self.path is None else fault_of(self.path, variable)
 
     def why_not_writable(self) -> str | None:
         """Return why the folder is not writable; `None` if a test write succeeds."""
@@ -261,10 +268,9 @@ class PersistentCache(Shown):
         if not self._write_failed and self.path is not None and os.path.isfile(self.path):
             text = f"the persistent cache {self.path} is a file, so it has no configurations"
             warn_once(str(self.path), f"{text}; name a folder, e.g. with EJKERNEL_CACHE_DIR.")
-        for folder in self.folders():
-            variable = self._variable if folder == self.path else ""
-            if os.path.isdir(folder) and (fault := fault_of(folder, variable)):
-                warn_once(f"{folder} holds", f"{fault}.")
+        for place in (self.path, *self.layers):
+            if isinstance(place, Path) and os.path.isdir(place) and fault_of(place):
+                warn_once(f"{place} has", f"{self.fault if place == self.path else fault_of(place)}.")
         folders = [str(layer) for layer in self.layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
             text = f"there is no folder {name}, a layer read after {self.path}; check its name."
@@ -384,3 +390,45 @@ def _all_in(folder: Path, operation: str | None) -> Iterator[tuple[str, StoredEn
             warn_of(str(place), error, _REMEDY)
         else:
             yield from () if found is None else (found,)
+
+
+# --- folders named by mistake ---
+
+
+def fault_of(folder: Path, variable: str = "") -> str:
+    """Return why a folder holds no configurations, and which one was probably meant; empty if nothing is wrong with it.
+
+    Args:
+        folder: The folder.
+        variable: The environment variable that names it, if any.
+    """
+    try:
+        names = sorted(os.listdir(folder))[:_MOST]
+    except OSError:
+        return _why_missing(folder, variable)
+    if any(map(_INNER.fullmatch, names)):
+        return ""
+    places = [folder.parents[at] for at, place in enumerate((folder, folder.parent)) if _DEVICE.fullmatch(place.name)]
+    inner = [folder / name for name in names]
+    places += [*inner, *(place / settings.CACHE_FOLDER for place in inner)]
+    meant = next(filter(_is_cache, places), None)
+    how = f"set {variable}={meant}" if variable else f"name {meant}"
+    return "" if meant is None else f"{folder} has no configurations, but {meant} has some: {how}"
+
+
+def _why_missing(folder: Path, variable: str) -> str:
+    if os.path.isdir(folder):  # it may not be read, which other messages say
+        return ""
+    text = f"there is no folder {folder}{f', named by {variable}' if variable else ''}"
+    try:
+        similar = nearest(folder.name, (place.name for place in os.scandir(folder.parent) if place.is_dir()))
+    except OSError:
+        return text
+    return text if similar is None else f"{text}, but there is {folder.parent / similar}"
+
+
+def _is_cache(folder: Path) -> bool:
+    try:
+        return any(map(_INNER.fullmatch, os.listdir(folder)))
+    except OSError:  # a file, or it may not be read
+        return False

@@ -8,8 +8,7 @@ import os
 import pytest
 
 from ejkernel.ops import CacheWarning, Kernel, NoConfigError
-from ejkernel.ops.config.misses.folders import fault_of
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import PersistentCache, fault_of
 
 VARIABLE = "EJKERNEL_CACHE_DIR"
 
