@@ -232,7 +232,7 @@ class Simulator:
         seconds: The time limit of a program: some take gigabytes and hours.
     """
 
-    def __init__(self, module: str = "attention_tpu", seconds: float = 300.0) -> None:
+    def __init__(self, module: str = "attention_tpu", seconds: float = 1200.0) -> None:
         self._folder = tempfile.TemporaryDirectory()
         profiles = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={self._folder.name}"}
         variables = ENVIRONMENT | profiles
