@@ -137,10 +137,10 @@ def platform_rows(
             continue
         # If the kernel has no variant for the platform, try one configuration, to report whether it works.
         errors = [_lowering_error(subject, platform, config) for config in configs[: None if claims else 1]]
-        for config, error in zip(configs, errors, strict=False):
+        for config, failure in zip(configs, errors, strict=False):
             # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
-            skipped = error is not None and (not claims or compat.lacks_lowering(error))
-            yield row(check, config, error or "", skipped=skipped)
+            skipped = failure is not None and (not claims or compat.lacks_lowering(failure))
+            yield row(check, config, failure or "", skipped=skipped)
         if claims and errors[0] is None and (other := subject.of_odd_sizes()) is not None:
             yield _odd_row(other, platform, f"{check}, odd sizes", configs_for)
 

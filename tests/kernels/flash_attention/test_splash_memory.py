@@ -6,9 +6,21 @@ from __future__ import annotations
 import pytest
 
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
-from ejkernel.kernels.flash_attention.splash import SplashParams, vector_memory
+from ejkernel.kernels.flash_attention.splash import Splash, SplashParams, vector_memory
 
 V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
+
+
+def call_of(chip, dims, *, causal, dtype="bfloat16", backward=False):
+    sizes = [(16, 4096, heads, dim) for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1]))]
+    return AttentionCall(
+        **dict(zip(("query", "key", "value"), sizes, strict=True)),
+        platform="tpu",
+        device_fingerprint=chip,
+        dtype=dtype,
+        rules=Rules(scale=0.1, right=0 if causal else None),
+        backward=backward,
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,13 +42,21 @@ V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
     ],
 )
 def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, blocks, taken):
-    sizes = [(16, 4096, heads, dim) for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1]))]
-    call = AttentionCall(
-        **dict(zip(("query", "key", "value"), sizes, strict=True)),
-        platform="tpu",
-        device_fingerprint=chip,
-        dtype="bfloat16",
-        rules=Rules(scale=0.1, right=0 if causal else None),
-    )
+    call = call_of(chip, dims, causal=causal)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
     assert taken <= vector_memory(call, params) <= 1.5 * taken
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((128, 128), "float32"), ((384, 520), "float32"), ((1024, 1024), "bfloat16")]
+)
+def test_the_heuristics_blocks_fit_in_vector_memory(dims, dtype, backward):
+    call = call_of(V5E, dims, causal=True, dtype=dtype, backward=backward)
+    splash = Splash()
+    assert splash.unsupported(call) is None
+    assert splash.params_fault(call, splash.heuristic(call)) is None
+
+
+def test_heads_of_which_no_block_fits_are_refused():
+    assert "exceed vector memory" in Splash().unsupported(call_of(V5E, (4096, 4096), causal=True))

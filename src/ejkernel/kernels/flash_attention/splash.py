@@ -109,7 +109,19 @@ class Splash(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
-        return unsupported_reason(call, self.name) or scale_reason(call, self.name)
+        return unsupported_reason(call, self.name) or scale_reason(call, self.name) or self._memory_reason(call)
+
+    def _memory_reason(self, call: AttentionCall) -> str | None:
+        if self.params_fault(call, self.params_type(backward=call.backward)()) is None or self.space(call):
+            return None
+        return f"blocks of {LANES} rows of query {call.query} and value {call.value} exceed vector memory; use 'xla'."
+
+    def heuristic(self, call: AttentionCall) -> SplashParams | SplashBwdParams:
+        """Return the default blocks, or the largest that fit in memory."""
+        usual: SplashParams | SplashBwdParams = self.params_type(backward=call.backward)()
+        if self.params_fault(call, usual) is None:
+            return usual
+        return max(self.space(call), key=lambda own: (own.block_q * own.block_kv, own.block_kv_compute))
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
