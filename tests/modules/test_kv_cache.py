@@ -199,3 +199,12 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 def test_a_wrong_argument_of_the_pool_is_named(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(PagePool(4, PAGE))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_numbers_of_tokens_in_small_integers_do_not_overflow(dtype):
+    pool, tokens = PagePool(40, 16), np.asarray(100, dtype)[()]
+    sequence = pool.allocate(tokens)
+    assert pool.pages_for(tokens) == 7
+    assert pool.extend(sequence, tokens) == []
+    assert (pool.length(sequence), pool.free_pages) == (200, 40 - 13)

@@ -160,7 +160,7 @@ class PagePool:
     @frames_hidden
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
-        self._check_tokens(tokens)
+        tokens = self._count(tokens)
         return -(-tokens // self.page_size)
 
     @frames_hidden
@@ -170,7 +170,7 @@ class PagePool:
         Raises:
             OutOfPagesError: The pool has too few free pages.
         """
-        self._check_tokens(tokens)
+        tokens = self._count(tokens)
         pages = self._take(self.pages_for(tokens))
         return self._add(_Sequence(pages, tokens))
 
@@ -192,7 +192,7 @@ class PagePool:
         Raises:
             OutOfPagesError: The pool has too few free pages.
         """
-        self._check_tokens(tokens)
+        tokens = self._count(tokens)
         own = self._of(sequence)
         last = own.length // self.page_size
         shared = bool(tokens) and own.length % self.page_size > 0 and self._users[own.pages[last]] > 1
@@ -272,6 +272,7 @@ class PagePool:
         return self._sequences[sequence]
 
     @staticmethod
-    def _check_tokens(tokens: Any) -> None:
+    def _count(tokens: Any) -> int:
         if not is_integer(tokens) or tokens < 0:
             raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")
+        return int(tokens)  # sums of small NumPy integers overflow

@@ -163,6 +163,35 @@ def test_examples_of_vmap_are_divided(axes):
     close(found, jax.grad(lambda *arrays: (plain(*arrays) ** 2).sum(), (0, 1))(x, y))
 
 
+def vmap_of_gradient(product, x, y, scales):
+    gradients = jax.grad(lambda x, y, scale: (product(x, y) * scale).sum(), (0, 1))
+    return jax.vmap(gradients, in_axes=(None, None, 0))(x, y, scales)
+
+
+def vmap_over_examples_of_gradient(product, x, y, scales):
+    examples = x[..., None] * scales  # the last axis
+    gradients = jax.grad(lambda x, y, scale: (product(x, y) * scale).sum(), (0, 1))
+    return jax.vmap(gradients, in_axes=(2, None, 0))(examples, y, scales)
+
+
+def gradient_of_vmap(product, x, y, scales):
+    def loss(x, y):
+        return (jax.vmap(product, in_axes=(2, None), out_axes=1)(x[..., None] * scales, y) ** 2).sum()
+
+    return jax.vmap(jax.grad(loss, (0, 1)), in_axes=(None, -1))(x, y[..., None] * scales)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [vmap_of_gradient, vmap_over_examples_of_gradient, gradient_of_vmap])
+def test_gradients_under_vmap_have_the_explicit_shardings_of_their_arguments(form):
+    mesh, scales = mesh_of(AxisType.Explicit), jnp.array([1.0, 2.0, -1.0])
+    with jax.set_mesh(mesh):
+        arrays = placed((X, P(None, ("a", "b"))), (Y, P("a")), mesh=mesh)  # y's axis is divided further by the call
+        found = jax.jit(lambda x, y: form(Product(), x, y, scales))(*arrays)
+    close(found, form(jnp.matmul, X, Y, scales))
+    assert [P(None, None, ("a", "b")), P(None, "a", None)] == [x.sharding.spec for x in found]
+
+
 def test_examples_that_have_a_name_stay_together():
     class Centred(Kernel[int, jax.Array]):
         def heuristic_cfg(self, inv):

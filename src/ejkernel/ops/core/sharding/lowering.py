@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from ejkernel import compat
 from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.hooks import overrides
-from ejkernel.ops.core.sharding.nodes import factors, local, primals_of_gradients
+from ejkernel.ops.core.sharding.nodes import factors, local, specs_of_gradients
 from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, shard_function, split
@@ -98,9 +98,15 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
     # With explicit axes the program controls data movement: never reshard implicitly.
     chosen = split(found, shapes, specs, move=False)
     _check_all_axes_are_split(node, specs, chosen)
-    primals = primals_of_gradients(node, avals)  # a gradient has the type of its primal
-    wanted = chosen.result_specs if primals is None else [compat.spec_of(primal) for primal in primals]
+    own = [_whole_spec(compat.spec_of(aval), aval) for aval in avals]
+    gradients = specs_of_gradients(node, own, list(map(_whole_spec, chosen.result_specs, outs)))
+    wanted = chosen.result_specs if gradients is None else [PartitionSpec(*spec) for spec in gradients]
     return ExplicitSplit(mesh=mesh, split=chosen, wanted=wanted)
+
+
+def _whole_spec(spec: PartitionSpec, array: HasType) -> tuple[Any, ...]:
+    """Return a sharding with an entry for each axis."""
+    return (*spec, *[None] * (len(array.shape) - len(spec)))
 
 
 def _check_all_axes_are_split(node: Node, specs: Sequence[PartitionSpec], chosen: Split) -> None:

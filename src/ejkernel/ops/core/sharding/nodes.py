@@ -64,9 +64,7 @@ def _of_vmapped(node: Vmapped, arrays: Sequence[HasType], depth: int) -> Factors
     # Examples on a named axis may communicate; and without a batched argument a shard does not know its batch size.
     may_split = node.level.axis_name is None and any(axis is not None for axis in axes)
     name = f"vmap{depth}" if may_split else None
-    out_axes: Sequence[int | None] = [0] * len(found.results)
-    if isinstance(node, TransposedVmapped):
-        out_axes = node.level.axes[node.original.linear_from :]
+    out_axes = _axes_of_results(node, len(found.results))
     if name is None and None in out_axes:
         return None  # such a gradient is a sum over all examples
     return dataclasses.replace(
@@ -114,15 +112,51 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
     return node
 
 
-def primals_of_gradients(node: Node, arrays: Sequence[HasType]) -> list[HasType] | None:
-    """Return the arguments whose gradients are the call's results; `None` if the results are not gradients."""
-    if isinstance(node, TransposedVmapped):
-        return primals_of_gradients(node.of, arrays)
+def specs_of_gradients(
+    node: Node, specs: Sequence[tuple[Any, ...]], found: Sequence[tuple[Any, ...]]
+) -> list[tuple[Any, ...]] | None:
+    """Return the shardings of a call's results if they are gradients, which have the types of their primals.
+
+    Args:
+        node: The call.
+        specs: The sharding of each argument, with an entry for each axis.
+        found: The sharding of each result without regard to primals, which decides about batch axes.
+
+    Returns:
+        An entry for each axis of each result; `None` if the results are not gradients.
+    """
+    positions = _primals(node)
+    if positions is None or not isinstance(node, Vmapped):
+        return None if positions is None else [specs[position] for position in positions]
+    axes, out_axes = node.argument_axes(len(specs)), _axes_of_results(node, len(found))
+    inner = specs_of_gradients(
+        node.of, list(map(_without_axis, specs, axes)), list(map(_without_axis, found, out_axes))
+    )
+    entries = [None if axis is None else spec[axis] for spec, axis in zip(found, out_axes, strict=True)]
+    if isinstance(node, TransposedVmapped):  # the gradient of a batched argument has its type, the batch axis included
+        pairs = zip(positions, entries, strict=True)
+        entries = [entry if (axis := axes[own]) is None else specs[own][axis] for own, entry in pairs]
+    return None if inner is None else list(map(_with_axis, inner, out_axes, entries))
+
+
+def _primals(node: Node) -> list[int] | None:
+    """Return the positions of the arguments whose gradients are the call's results; `None` if it has other results."""
+    if isinstance(node, Vmapped):
+        return _primals(node.of)
     if not isinstance(node, Vjp | ResidualVjp):
         return None
     lead = node.lead if isinstance(node, ResidualVjp) else 0
-    return [array for array, has in zip(arrays[lead : lead + node.count], node.wrt, strict=True) if has]
+    return [lead + index for index, has in enumerate(node.wrt) if has]
 
 
-def _with_axis(names: tuple[Factor, ...], axis: int | None, name: Factor) -> tuple[Factor, ...]:
+def _axes_of_results(node: Vmapped, count: int) -> Sequence[int | None]:
+    """Return the batch axis of each result."""
+    return node.level.axes[node.original.linear_from :] if isinstance(node, TransposedVmapped) else [0] * count
+
+
+def _without_axis(names: tuple[Any, ...], axis: int | None) -> tuple[Any, ...]:
+    return names if axis is None else (*names[:axis], *names[axis + 1 :])
+
+
+def _with_axis(names: tuple[Any, ...], axis: int | None, name: Any) -> tuple[Any, ...]:
     return names if axis is None else (*names[:axis], name, *names[axis:])
