@@ -6,16 +6,16 @@ gradients of a weighted sum of each token's loss. The contenders: our kernels by
 tiles and chunks, our plain JAX, Optax on bfloat16 logits, Tokamax if it is installed, and the matrix products alone,
 which cuBLAS runs: three of them for "trained", one for "forward", four for "per token".
 
-Each shape has its own process. It compiles all contenders at once, then runs them interleaved, so the host clock's
-times are those of a warm card. `kernel_us` is the sum of the kernels of one call after a pause. `peak_mib` is temporary
-memory and results, by XLA's `memory_analysis()`. `errors` are relative to our plain JAX in float32; Tokamax ignores no
-labels, so its own reference has label 0 in place of ignored ones. "best of ours / ours" tells what tuning would gain.
+Each shape has its own process. It compiles one contender after another while the card is idle, because XLA times the
+kernels that it chooses from. Then it runs them interleaved, so the host clock's times are those of a warm card.
+`kernel_us` is the sum of the kernels of one call after a pause. `peak_mib` is temporary memory and results, by XLA's
+`memory_analysis()`. `errors` are relative to our plain JAX in float32; Tokamax ignores no labels, so its own reference
+has label 0 in place of ignored ones. "best of ours / ours" tells what tuning would gain.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -253,17 +253,15 @@ def measured(shape: Shape, direction: str, names: Sequence[str], *, check: bool)
     arrays = arrays_of(shape)
     found: dict[str, Any] = {}
     runs: dict[str, Function] = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {name: pool.submit(compiled, name, shape, direction, arrays) for name in names}
-        expected = references(shape, direction, names, arrays) if check else {}
-        for name, job in jobs.items():
-            try:
-                program = job.result()
-                found[name] = first_call(name, program, shape, arrays, expected.get(name))
-            except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
-                found[name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-            else:
-                runs[name] = functools.partial(program, *arrays, *random_gradient(name, shape))
+    expected = jax.block_until_ready(references(shape, direction, names, arrays)) if check else {}
+    for name in names:
+        try:
+            program = compiled(name, shape, direction, arrays)
+            found[name] = first_call(name, program, shape, arrays, expected.get(name))
+        except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
+            found[name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        else:
+            runs[name] = functools.partial(program, *arrays, *random_gradient(name, shape))
     del expected
     numbers = {name: max(1, min(5, int(SLICE_S / seconds_per_call(run, 1)))) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
