@@ -172,7 +172,8 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
             plgpu.barrier_wait(self.memory.turns.at[warpgroup])
 
     def _end_turn(self, warpgroup: Any) -> None:
-        plgpu.barrier_arrive(self.memory.turns.at[1 - warpgroup])
+        if self._has_turns:
+            plgpu.barrier_arrive(self.memory.turns.at[1 - warpgroup])
 
     def _pass(self, stage: Any) -> None:
         if self._has_turns:  # only consumer 1 may have no rows
