@@ -217,6 +217,13 @@ def test_parameters_that_do_not_fit_are_refused(params, message):
     assert message in (MosaicGpu().params_fault(CALL, MosaicGpuParams(**params)) or "")
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(200, 2), (128, 1), (5 * 128, 1), (17 * 128, 2)])
+def test_pairs_of_blocks_share_copies_where_few_rows_are_computed_twice(rows, expected):
+    call = dataclasses.replace(CALL, rows=rows, x_block=(1, 128), w_block=(128, 128))
+    assert plans.quantized_plan(call, MosaicGpuParams(block_n=192)).cluster == expected
+    assert plans.quantized_plan(dataclasses.replace(CALL, rows=rows), MosaicGpuParams()).cluster == 1
+
+
 def test_blocks_take_one_part_of_columns():
     call = dataclasses.replace(CALL, x_block=(1, 128), w_block=(128, 128))
     assert MosaicGpu().unsupported(call) is None or compat.mosaic_gpu_reason()

@@ -270,12 +270,11 @@ class ProductKernel:
     def _idle(self, step: Any) -> None:
         """Release the stages of a tile without rows for this warpgroup: the producer waits for both."""
 
-        pl.loop(0, self.plan.steps)(lambda i: self._pass(self.pipeline.stage(step + i)))
-
-    def _pass(self, stage: Any) -> None:
-        """Release a stage without reading it."""
-        self.pipeline.consumer_wait(stage)
-        self.pipeline.consumer_release(stage)
+        @pl.loop(0, self.plan.steps)
+        def _pass(i: Any) -> None:
+            stage = self.pipeline.stage(step + i)
+            self.pipeline.consumer_wait(stage)
+            self.pipeline.consumer_release(stage)
 
     def _mainloop(self, accumulators: Sequence[Any], step: Any, warpgroup: Any) -> None:
         plan = self.plan

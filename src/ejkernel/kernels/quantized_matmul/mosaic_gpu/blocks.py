@@ -19,7 +19,6 @@ from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import wrapped
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile
 
 from .kernel import QuantizedKernel
@@ -46,12 +45,6 @@ class ScaledSums:
     def _widths(self) -> tuple[int, ...]:
         """Columns of each accumulator: products of the others run while one is added to the sums."""
         return (self.plan.tile_columns,)
-
-    def _await_turn(self, warpgroup: Any) -> None:
-        """Wait until the other consumer's products are nearly done; by default consumers have no turns."""
-
-    def _end_turn(self, warpgroup: Any) -> None:
-        """Let the other consumer start its products, while the last of this one run."""
 
     def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
         """Start the products of a stage for the columns of an accumulator, from `start` on."""
@@ -84,15 +77,12 @@ class ScaledSums:
             factors_of = wide * (count // len(wide))
 
             def products(*accumulators: Any) -> tuple[list[Any], list[Any]]:
-                self._await_turn(warpgroup)
                 for accumulator, start in zip(accumulators, starts, strict=True):
                     self._start_products(accumulator, stage, warpgroup, start)
                 following: list[Any] = []
                 totals: list[Any] = []
                 for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
                     found = self.backend.read(accumulator, pending=pending)
-                    if pending == 1:
-                        self._end_turn(warpgroup)
                     pieces = self._pieces_of(found, stage, len(totals) * _PIECE)
                     if not pending:
                         self.backend.order_reads()  # of scales, before the arrival
@@ -103,7 +93,9 @@ class ScaledSums:
                     totals += [total + piece * factor for total, piece, factor in terms]
                 return totals, following
 
-            return pl.run_scoped(products, *(plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths))
+            accumulators = [plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths]
+            found: tuple[list[Any], list[Any]] = pl.run_scoped(products, *accumulators)
+            return found
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
@@ -148,37 +140,6 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
     """
 
     plan: QuantizedPlan
-
-    @property
-    def _has_turns(self) -> bool:
-        return len(self._widths) > 1
-
-    def memory_types(self) -> Any:
-        """See `ProductKernel`."""
-        turns = plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS) if self._has_turns else None
-        return super().memory_types()._replace(turns=turns)
-
-    def _consume(self, warpgroup: Any) -> None:
-        if not self._has_turns:
-            super()._consume(warpgroup)
-            return
-        # The first turn is that of consumer 0. Each barrier has as many waits as arrivals.
-        pl.when(warpgroup == 1)(lambda: self._end_turn(warpgroup))
-        super()._consume(warpgroup)
-        pl.when(warpgroup == 0)(lambda: self._await_turn(warpgroup))
-
-    def _await_turn(self, warpgroup: Any) -> None:
-        if self._has_turns:
-            plgpu.barrier_wait(self.memory.turns.at[warpgroup])
-
-    def _end_turn(self, warpgroup: Any) -> None:
-        plgpu.barrier_arrive(self.memory.turns.at[1 - warpgroup])
-
-    def _pass(self, stage: Any) -> None:
-        if self._has_turns:  # only consumer 1 may have no rows
-            self._await_turn(1)
-            self._end_turn(1)
-        super()._pass(stage)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""

@@ -34,7 +34,6 @@ class QuantizedMemory(NamedTuple):
         x_scale: Scales of blocks for each row of a tile, if rows have such.
         w_scale: A scale for each column of a tile, or for each block of columns; slots for each product.
         out_scale: The scales of a consumer's rows of the result, for rows that are stored one by one.
-        turns: A barrier per consumer, for turns with the tensor core.
     """
 
     lhs: Any
@@ -44,7 +43,6 @@ class QuantizedMemory(NamedTuple):
     x_scale: Any
     w_scale: Any
     out_scale: Any = None
-    turns: Any = None
 
 
 class QuantizedKernel(ProductKernel):

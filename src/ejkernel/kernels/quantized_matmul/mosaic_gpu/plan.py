@@ -330,7 +330,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         panel=params.panel,
         out_slots=params.out_slots,
         transpose_rhs=True,
-        cluster=_cluster(call.rows, params),
+        cluster=_cluster(call.rows, params) if blocks else 1,  # whole rows gain nothing
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
