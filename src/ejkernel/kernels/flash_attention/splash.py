@@ -121,7 +121,8 @@ class Splash(AttentionImplementation):
         usual: SplashParams | SplashBwdParams = self.params_type(backward=call.backward)()
         if self.params_fault(call, usual) is None:
             return usual
-        return max(self.space(call), key=lambda own: (own.block_q * own.block_kv, own.block_kv_compute))
+        fitting: list[SplashParams | SplashBwdParams] = [*self.space(call)]
+        return max(fitting, key=lambda own: (own.block_q * own.block_kv, own.block_kv_compute))
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
