@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.answering import AnsweringProcess
+from benchmarks.apart import AnsweringProcess
 from benchmarks.attention_tpu_cases import SWEEPS, cases
 
 MASKS: dict[str, dict[str, int]] = {"full": {}, "causal": {"right": 0}}

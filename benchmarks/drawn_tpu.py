@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_tpu
-from benchmarks.answering import AnsweringProcess
+from benchmarks.apart import AnsweringProcess
 
 Case = dict[str, Any]
 

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from benchmarks import attention_drawn, gpu_run, grouped_bounds
-from benchmarks.apart import run_apart
+from benchmarks.apart import AnsweringProcess, run_apart
 from benchmarks.gpu_run import Step
 from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
@@ -140,3 +140,18 @@ def test_the_table_has_a_line_for_each_shape(capsys):
     assert few.endswith("| memory |")
     assert grouped_bounds.main(["--shapes", "128 groups", "--copy", "0.001"]) == 0
     assert "memory" in capsys.readouterr().out
+
+
+# --- processes that answer questions ---
+
+
+@pytest.mark.parametrize(
+    ("seconds", "how"),
+    [(60.0, "ended with 1"), (0.0, "took more than 0 s")],
+    ids=["it crashes", "it takes too long"],
+)
+def test_the_error_tells_a_crash_from_the_time_limit_and_has_the_memory(seconds, how):
+    process = AnsweringProcess("no_such_module", "--answer", {}, seconds, "the simulator")
+    error = process("a question")["error"]
+    assert error.startswith(f"the simulator {how}, and used up to 0.")
+    assert error.endswith(" GiB")

@@ -108,3 +108,10 @@ def test_groups_of_checks_are_a_list_of_known_names(without, says):
 def test_an_unknown_limit_of_autotune_names_the_policy():
     with pytest.raises(TypeError, match=r"with policy_override\(budget_s=...\)"):
         autotune(lambda x: x, X, budget=3)
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({"rounds": 0}, "a positive int"), ({"warmup": -1}, "an int >= 0")])
+def test_a_tuner_without_samples_is_refused(options, wanted):
+    ((name, value),) = options.items()
+    with pytest.raises(ArgumentError, match=f"{name} must be {wanted}, got {value}"):
+        ops.Autotuner(**options)

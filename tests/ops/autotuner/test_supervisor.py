@@ -36,7 +36,7 @@ from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot, shared_worker, worker_session
 from ejkernel.ops.autotuner.tasks import isolated
 from ejkernel.ops.autotuner.tasks.isolated import tune_isolated
-from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.errors import DeviceLostError, TuningError
@@ -323,11 +323,11 @@ def running(*configs, what="running", allowed=10.0):
     return Began(what, list(configs), allowed)
 
 
-def search(monkeypatch, *scripts, budget_s=None):
+def search(monkeypatch, *scripts, budget_s=None, others=()):
     """Return the result of a search with scripted workers, their tasks, and the events."""
     started, events = [], []
     with only(monkeypatch, *scripts, started=started), on_event(events.append):
-        data = tune_isolated(TuningTask(inv=CALL, policy=AutotunePolicy(budget_s=budget_s)))
+        data = tune_isolated(TuningTask(inv=CALL, policy=AutotunePolicy(budget_s=budget_s), others=others))
     return data, [worker.requests[0].args[0] for worker in started], events
 
 
@@ -351,6 +351,14 @@ def test_candidates_compiling_together_are_suspects_until_one_fails_alone(monkey
     _, tasks, _ = search(monkeypatch, together, alone, [FOUND])
     assert [task.suspects for task in tasks] == [(), (A, B), (A,)]
     assert statuses(tasks[2]).keys() == {B}
+
+
+def test_the_result_has_the_calls_of_the_caller_and_none_for_a_call_alone(monkeypatch):
+    other = Invocation(kernel=SCALE, args=(np.ones(8, np.float32),)).abstract()
+    alone, *_ = search(monkeypatch, [STARTED, FOUND])
+    together, *_ = search(monkeypatch, [STARTED, FOUND], others=(SharedCall(inv=other),))
+    assert (alone.inv, alone.calls) == (CALL, ())
+    assert together.calls == (CALL, other)
 
 
 def test_the_heuristic_has_a_second_attempt(monkeypatch):

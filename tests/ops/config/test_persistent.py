@@ -804,3 +804,10 @@ def test_a_folder_that_is_a_file_is_one_warning_with_its_name(tmp_path, monkeypa
     ):
         assert cache.get("d", "o", "k") is None
     assert PersistentCache().get("d", "o", "k") is None
+
+
+def test_a_file_system_may_return_a_few_bytes_at_a_time(cache, monkeypatch):
+    cache.put(KEY, CFG)
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
+    assert cache.get(KEY, type(CFG)) == CFG

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, ParamSpec, TypeGuard, TypeVar, cast
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, stable_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,6 +85,73 @@ class CallRecord:
     def config_key(self) -> ConfigKey:
         """The key of the call's configuration."""
         return ConfigKey(**self.key)
+
+
+RecordT = TypeVar("RecordT", bound=CallRecord)
+
+
+class CallFiles(Generic[RecordT]):
+    """Files in a folder beside the entries of a cache, one for each call. Files that cannot be used are skipped.
+
+    Attributes:
+        cache_dir: The folder of the persistent cache.
+        record: Type of the files' content.
+        name: Name of the folder.
+        schema: Version of the files' layout.
+        largest: Most bytes of a file.
+        called, what: Words for a file in messages.
+    """
+
+    record: ClassVar[type[CallRecord]]
+    name: ClassVar[str]
+    schema: ClassVar[int]
+    largest: ClassVar[int]
+    called: ClassVar[str]
+    what: ClassVar[str]
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.cache_dir = cache_dir
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        return self.cache_dir / self.name
+
+    def file_of(self, key: ConfigKey) -> Path:
+        """Return the file of a call."""
+        return self.folder.joinpath(*location(key))
+
+    def files(self) -> list[Path]:
+        """Return all files, sorted by device, operation and call."""
+        return [] if self.folder.is_symlink() else list(files(self.folder, ENTRY))
+
+    @or_unusable
+    def read(self, file: Path) -> RecordT | None:
+        """Return the record of a file; `None` if it is gone.
+
+        Raises:
+            UnusableError: It cannot be used.
+        """
+        raw = read_file(file, self.largest, root=self.cache_dir)
+        if raw is None:
+            return None
+        found = cast(RecordT, from_plain(read_object(raw, self.schema, self.what), self.record))
+        # With a wrong file name, tuning or removing the call would change the file of another one.
+        if set(found.key) != _KEY or self.file_of(found.config_key) != file:
+            raise UnusableError(f"it holds another key: {describe(found.key)}")
+        self.check(found)
+        return found
+
+    def check(self, found: RecordT) -> None:
+        """Raise `UnusableError` if a record has impossible values."""
+
+    def usable(self, file: Path) -> RecordT | None:
+        """Return the record of a file; `None` if it is gone, or with a `CacheWarning` if it cannot be used."""
+        try:
+            return self.read(file)
+        except UnusableError as error:
+            warn(f"ignoring {self.called} {file}: {error}", CacheWarning)
+            return None
 
 
 def location(key: object) -> tuple[str, str, str]:

@@ -10,38 +10,25 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 
-from ejkernel.ops.config._files import (
-    ENTRY,
-    CallRecord,
-    UnusableError,
-    files,
-    location,
-    now,
-    or_unusable,
-    read_file,
-    version,
-)
+from ejkernel.ops.config._files import CallFiles, CallRecord, UnusableError, now, version
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
+from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import durations
-from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
+from ejkernel.ops.utils.storage.serialize import sealed_json, to_data
 
 SCHEMA: Final = 1
 FOLDER: Final = "estimated"
 PRUNED_FROM: Final = 1.3  # times the best estimate; slower candidates are not measured
 WITHIN_ERROR: Final = 1.1  # ratios of two estimates below this are within the simulator's error
-_LARGEST: Final = 16 << 20  # bytes of a file; a configuration takes hundreds
 
 
 class EstimatedTime(NamedTuple):
@@ -169,15 +156,11 @@ def chosen(found: Estimates) -> tuple[EstimatedRow | None, str]:
     return best, f"{mine}, the heuristic {theirs}; {found.source()}"
 
 
-class EstimateFiles:
-    """The estimates beside one cache folder. A file that cannot be read is skipped with a `CacheWarning`.
+class EstimateFiles(CallFiles[Estimates]):
+    """The estimates beside one cache folder."""
 
-    Args:
-        cache_dir: The folder of the persistent cache.
-    """
-
-    def __init__(self, cache_dir: Path) -> None:
-        self.cache_dir = cache_dir
+    record, name, schema, largest = Estimates, FOLDER, SCHEMA, 16 << 20  # a configuration takes hundreds of bytes
+    called, what = "the estimates", "the estimates of a call"
 
     def put(self, found: Estimates) -> None:
         """Write the estimates of a call; they replace earlier ones.
@@ -186,41 +169,15 @@ class EstimateFiles:
             ConfigError: The folder is not writable.
         """
         try:
-            write_file(self._file(found.config_key), sealed_json(found), root=self.cache_dir)
+            write_file(self.file_of(found.config_key), sealed_json(found), root=self.cache_dir)
         except OSError as error:
             raise ConfigError(f"the estimates cannot be written to {self.cache_dir}: {error}") from error
 
     def load(self, key: ConfigKey) -> Estimates | None:
         """Return the estimates of a call; `None` without a usable file."""
-        file = self._file(key)
-        try:
-            return self.read(file)
-        except UnusableError as error:
-            warn(f"ignoring the estimates {file}: {error}", CacheWarning)
-            return None
+        return self.usable(self.file_of(key))
 
-    def files(self) -> Iterator[Path]:
-        """Yield all files, sorted by device, operation and call."""
-        folder = self.cache_dir / FOLDER
-        if not folder.is_symlink():
-            yield from files(folder, ENTRY)
-
-    @or_unusable
-    def read(self, file: Path) -> Estimates | None:
-        """Return the estimates of a file; `None` if it is gone.
-
-        Raises:
-            UnusableError: They cannot be used.
-        """
-        raw = read_file(file, _LARGEST, root=self.cache_dir)
-        if raw is None:
-            return None
-        found = from_plain(read_object(raw, SCHEMA, "the estimates of a call"), Estimates)
-        if set(found.key) != set(ConfigKey._fields) or self._file(found.config_key) != file:
-            raise UnusableError(f"it holds another key: {describe(found.key)}")
+    def check(self, found: Estimates) -> None:
+        """See `CallFiles`."""
         if not all(row.us is None or 0 < row.us < math.inf for row in found.rows):
             raise UnusableError("it has an estimate that is no time")
-        return found
-
-    def _file(self, key: ConfigKey) -> Path:
-        return (self.cache_dir / FOLDER).joinpath(*location(key))

@@ -12,27 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import (
-    ENTRY,
-    CallRecord,
-    UnusableError,
-    check_inside,
-    files,
-    location,
-    now,
-    or_unusable,
-    read_file,
-)
+from ejkernel.ops.config._files import CallFiles, CallRecord, UnusableError, check_inside, now
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, sealed_json
 
 SCHEMA: Final = 2
 FOLDER: Final = "missed"
-_LARGEST: Final = 1 << 20  # maximum bytes of a note; real notes have hundreds
 _MOST: Final = 1 << 31  # processes
 
 
@@ -55,27 +44,24 @@ class Note(CallRecord):
     kernel: str
 
 
-class MissedNotes:
+class MissedNotes(CallFiles[Note]):
     """The notes beside one cache folder.
 
-    If a note cannot be written, this object emits one `CacheWarning` and stops writing. A note that cannot be read is
-    skipped with a `CacheWarning`.
+    If a note cannot be written, this object emits one `CacheWarning` and stops writing.
 
     Args:
         cache_dir: The folder of the persistent cache.
         clock: Returns the current time.
     """
 
+    record, name, schema, largest = Note, FOLDER, SCHEMA, 1 << 20  # real notes have hundreds of bytes
+    called, what = "the note", "a note of a missed call"
+
     def __init__(self, cache_dir: Path, *, clock: Callable[[], datetime.datetime] | None = None) -> None:
-        self.cache_dir = cache_dir
+        super().__init__(cache_dir)
         self._clock = clock if clock is not None else now
         self._written: set[ConfigKey] = set()
         self._write_failed = False
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the notes."""
-        return self.cache_dir / FOLDER
 
     def put(self, inv: Invocation[Cfg, Out], source: str) -> None:
         """Note that `source` answered `inv`. Repeated calls cost nothing."""
@@ -84,8 +70,8 @@ class MissedNotes:
         if key in self._written or self._write_failed:
             return
         self._written.add(key)
-        file = self._file(key)
-        before = self._read(file)
+        file = self.file_of(key)
+        before = self.usable(file)
         now = self._clock().astimezone(datetime.UTC).isoformat(timespec="seconds")
         kernel: Any = inv.kernel
         note = Note(
@@ -110,38 +96,21 @@ class MissedNotes:
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
         for file in self.files():
-            note = self._read(file)
+            note = self.usable(file)
             if note is not None:
                 yield note
 
-    def files(self) -> list[Path]:
-        """Return the files of all notes, sorted by device, operation and call."""
-        return [] if self.folder.is_symlink() else list(files(self.folder, ENTRY))
-
-    @or_unusable
-    def read(self, file: Path) -> Note | None:
-        """Return the note of a file, or `None` if it is gone.
-
-        Raises:
-            UnusableError: The note cannot be used.
-        """
-        raw = read_file(file, _LARGEST, root=self.cache_dir)
-        if raw is None:
-            return None
-        note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
-        # With a wrong file name, tuning the call would remove the wrong note.
-        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
-            raise UnusableError(f"it holds another key: {describe(note.key)}")
-        if not 0 < note.processes < _MOST:
-            raise UnusableError(f"it counts {describe(note.processes)} processes")
-        return note
+    def check(self, found: Note) -> None:
+        """See `CallFiles`."""
+        if not 0 < found.processes < _MOST:
+            raise UnusableError(f"it counts {describe(found.processes)} processes")
 
     def remove(self, key: ConfigKey) -> None:
         """Remove the note of a call, if there is one."""
         self._written.discard(key)
         try:
-            check_inside(self.cache_dir, self._file(key))
-            self._file(key).unlink(missing_ok=True)
+            check_inside(self.cache_dir, self.file_of(key))
+            self.file_of(key).unlink(missing_ok=True)
         except OSError as error:
             warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning)
 
@@ -149,17 +118,6 @@ class MissedNotes:
         """Remove the note of a call that has been tuned since this object wrote the note."""
         if key in self._written:
             self.remove(key)
-
-    def _file(self, key: ConfigKey) -> Path:
-        return self.folder.joinpath(*location(key))
-
-    def _read(self, file: Path) -> Note | None:
-        """Return the note of a file, or `None` if the file is missing or cannot be used."""
-        try:
-            return self.read(file)
-        except UnusableError as error:
-            warn(f"ignoring the note {file}: {error}", CacheWarning)
-            return None
 
 
 def command_for(kernel: object) -> str:
