@@ -202,3 +202,14 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
         call = {"x": normal(4, 16), "w": normal(16, 4)} | change
         with pytest.raises(ArgumentError, match=message):
             quantized_dense(call.pop("x"), call.pop("w"), **call)
+
+
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize(("rows", "inner"), [((0,), 32), ((2, 0), 32), ((3,), 0)])
+def test_a_layer_without_rows_or_columns_has_gradients_of_zero(block, rows, inner):
+    x, w = jnp.ones((*rows, inner)), jnp.ones((inner, 24))
+    out, pull = jax.vjp(lambda x, w: quantized_dense(x, w, block=block), x, w)
+    dx, dw = pull(jnp.ones_like(out))
+    assert (out.shape, dx.shape, dw.shape) == ((*rows, 24), x.shape, w.shape)
+    assert not out.any()
+    assert not dw.any()

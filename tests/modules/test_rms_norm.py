@@ -282,3 +282,7 @@ def test_rows_in_8_bits_are_those_of_the_float32_output():
         rms_norm(x, weight, quantize="int4")
     with pytest.raises(UnsupportedError, match="its result is quantised"):
         jax.grad(lambda x: rms_norm(x, quantize="int8").scale.sum())(x)
+
+
+def test_several_axes_of_no_rows_give_no_rows():
+    assert rms_norm(jnp.ones((0, 4, 8)), jnp.ones((4, 8)), axis=(1, 2)).shape == (0, 4, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -209,7 +210,7 @@ def _empty(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined for an empty array
 
 
 # Current scaling.
@@ -264,14 +265,14 @@ def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     (rows, columns), squares = quantize_both(_rows(x), dtype=recipe.dtype), _squares(recipe, w)
-    out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], -1)
+    out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], w.shape[1])
     return out, (columns, squares, *_empty(x, w))
 
 
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
     rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype, square=True)
-    dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], -1)
+    dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], columns.shape[0])
     return dx, recipe.product(columns, gradients, w.dtype)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -180,7 +181,7 @@ def rms_norm(
         got = tuple(weight.shape) if is_array(weight) else type(weight).__name__
         raise ArgumentError(f"weight must have the shape of x's axes {axes}, {dims}; got {got}.")
     flat = None if weight is None else jnp.reshape(weight, -1)
-    rows, *added = [jnp.reshape(y, (*kept, -1)) for y in (moved, *others)]
+    rows, *added = [jnp.reshape(y, (*kept, math.prod(dims))) for y in (moved, *others)]
     found = _rms_norm(rows, flat, *added, **options)
     out: Normalized = jax.tree.map(
         lambda y: jnp.moveaxis(jnp.reshape(y, moved.shape), range(-len(axes), 0), axes), found
