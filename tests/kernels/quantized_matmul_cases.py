@@ -80,5 +80,9 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"many rows": in_use(4096, 1024, 2048)},
-    odd={"odd sizes": in_use(1333, 1040, 328), "odd sizes, blocks": in_use(37, 1040, 328, blocks=9)},
+    odd={
+        "odd sizes": in_use(1333, 1040, 328),
+        "few odd rows": in_use(13, 1040, 329),
+        "odd sizes, blocks": in_use(37, 1040, 328, blocks=9),
+    },
 )

@@ -83,8 +83,13 @@ def _few_rows(
         else:
             of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), room)
         of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
-        x, w = _padded(x, (call.rows, plan.inner)), _padded(w, (columns, plan.inner))
+        x, w = (_padded(array, (_whole_tiles(len(array)), plan.inner)) for array in (x, w))
         return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
+
+
+def _whole_tiles(size: int) -> int:
+    """Return the rows of an array that copies of tiles can read: whole tiles, or less than one."""
+    return size if size < ROW_TILE else padded(size, ROW_TILE)
 
 
 def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
