@@ -217,6 +217,16 @@ def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
     assert words in capsys.readouterr().out
 
 
+def test_an_interrupted_part_says_how_to_go_on(demo, monkeypatch, capsys, tmp_path):
+    module = demo("demo")
+    monkeypatch.setattr(module, "CACHE", tmp_path)
+    statuses = [0, -signal.SIGINT]
+    monkeypatch.setattr(module, "run", lambda *_, **__: (statuses.pop(0), ""))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--seconds", "60"])
+    assert module.main() == 1
+    assert "Run the demo again: it continues with what is saved." in capsys.readouterr().err
+
+
 class Slow:
     """A child process that ends only after `needed` signals."""
 
