@@ -216,11 +216,6 @@ class ForwardPlan(AttentionSizes):
         right = self.rules.right
         return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether the window makes some tiles longer than others."""
-        return self.rules.left is not None or self.rules.right is not None
-
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
         p = self.params

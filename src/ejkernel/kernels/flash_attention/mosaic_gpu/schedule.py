@@ -22,11 +22,11 @@ _ALIKE = (1.0, 1.0)  # others: prologue and epilogue take about as long as one b
 def schedule(plan: ForwardPlan) -> np.ndarray | None:
     """Return the tiles of each block of threads, `[programs, most + 1]` in int32, then `plan.tiles`.
 
-    `None` if there is one tile for each block of threads, or if the window leaves all tiles alike. Block of threads `i`
-    starts with tile `i`. The others go, the longest first, to the block with the least work; each block takes its tiles
-    in their order, so that neighbours read the same keys.
+    `None` if each block of threads has one tile, as in a launch that is not persistent. Block of threads `i` starts
+    with tile `i`. The others go, the longest first, to the block with the least work; each block takes its tiles in
+    their order, so that neighbours read the same keys.
     """
-    if plan.programs == plan.tiles or not plan.is_uneven:
+    if plan.programs == plan.tiles:
         return None
     work = tile_work(plan)
     taken = [[program] for program in range(plan.programs)]
@@ -45,6 +45,8 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
 def tile_work(plan: ForwardPlan) -> np.ndarray:
     """Return how long each tile takes, under the window alone; comparable between the sizes in `_TIMES`."""
     rules, numbers = plan.rules, np.arange(plan.tiles)
+    if plan.table:  # segments and masks are known only when the program runs
+        return np.ones(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
     low = row_tile * plan.tile_rows + plan.keys - plan.queries
     last = np.full_like(low, plan.keys)
@@ -54,7 +56,8 @@ def tile_work(plan: ForwardPlan) -> np.ndarray:
     block = plan.params.kv_block
     first = first if plan.slides else first // block * block
     each, ends = _TIMES.get((plan.params.warpgroups, block), _ALIKE)
-    return np.maximum(-(-(last - first) // block), 1) * each + ends
+    blocks: np.ndarray = np.maximum(-(-(last - first) // block), 1)
+    return blocks * each + ends
 
 
 def duration(plan: ForwardPlan) -> float:
