@@ -253,10 +253,9 @@ class ForwardConsumer:
         return ROWS, self.plan.value_dim
 
     def _multiply_keys(self, scores: Any, stage: Any, step: Any) -> None:
-        # The sum has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in each step,
-        # in uniform registers. Otherwise it moves up to 40 of them there from other registers, which took 14 % longer.
-        nothing = lax.shift_right_logical(step, np.int32(31))
-        slot = self.part.slot + nothing
+        # The step has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in each
+        # step, in uniform registers. Outside of the loop it would put them into other registers, and spill some.
+        slot = self.part.slot + lax.shift_right_logical(step, np.int32(31))
         for query, key in zip(self.memory.query(slot), self.memory.key(stage), strict=True):
             self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
 

@@ -16,6 +16,7 @@ from .plan import ForwardPlan
 # Microseconds on one H100, by consumer warpgroups and keys in a block: a block of keys, and the ends of a tile. From 22
 # causal forwards at head_dim 64 with 1,024 to 8,192 queries, within 3 %.
 _TIMES = {(2, 128): (1.21, 1.0), (3, 64): (0.84, 1.4), (3, 128): (1.49, 3.1)}
+_LAST_ROUNDS = 2  # of tiles, which are dealt by length
 _ALIKE = (1.0, 1.0)  # others: prologue and epilogue take about as long as one block of keys
 
 
@@ -32,7 +33,8 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
     taken = [[program] for program in range(plan.programs)]
     loads = [(time, program) for program, time in enumerate(work[: plan.programs].tolist())]
     heapq.heapify(loads)
-    for tile in plan.programs + np.argsort(-work[plan.programs :], stable=True):
+    last = max(plan.programs, plan.tiles - _LAST_ROUNDS * plan.programs)
+    for tile in (*range(plan.programs, last), *(last + np.argsort(-work[last:], stable=True))):
         time, program = loads[0]
         taken[program].append(int(tile))
         heapq.heapreplace(loads, (time + float(work[tile]), program))
