@@ -21,7 +21,6 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
-_WIDEST_WITH_96_KEYS = 216  # head dimension; for wider heads two stages of 64 keys fit
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 
 
@@ -120,6 +119,8 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
+    if wide > 128 and _is_plain(call):
+        return _preferred_plain(wide)
     if wide > 128 and forward_plan(call, ForwardParams(share_buffer=True)).pieced:
         return _preferred_in_pieces(call, wide)
     if wide > 192 or call.query[3] > 128:
@@ -175,24 +176,37 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
     return full if uneven else three
 
 
+def _is_plain(call: AttentionCall) -> bool:
+    """Return whether no array hides keys, no row has a bias, and a causal call shares its keys between heads."""
+    arrays = call.bias is not None or call.attention_mask is not None or call.segments or call.key_lengths
+    full = call.rules.left is call.rules.right is None
+    shares = call.rules.left is None and call.query[2] > call.key[2]
+    return not arrays and (full or shares) and call.query[3] == call.value[3]
+
+
+def _preferred_plain(wide: int) -> ForwardParams:
+    """Return good parameters for wide heads; one buffer of queries is left where two do not fit.
+
+    Causal calls in which each head has its own keys are up to 18 % slower when persistent.
+    """
+    # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
+    # 256. Causal: 56 instead of 46 at 160, 249 instead of 210 at 200, 203 instead of 174 at 224.
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
+    return params if wide <= 160 else dataclasses.replace(params, kv_block=64)
+
+
 def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
     """Return good parameters for heads of more than 128 columns in whole tiles."""
-    rules, same = call.rules, call.query[3] == call.value[3]
+    rules = call.rules
     if wide > 192:
         if wide <= 224 and rules.left is not None:  # 45.9 us instead of 48.0 at head_dim 224 with a window of 128
             return ForwardParams(kv_block=64, persistent=True, share_buffer=True)
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         packs = packs and call.query[1] < 2048
-        if rules.left is rules.right is None and not (packs or call.key_lengths):
-            # Without a cap 406 us instead of 423; with one 664 instead of 751, and 622 instead of 665 at head_dim 224.
-            return ForwardParams(kv_block=64, persistent=True, heads_first=True, share_buffer=True, ping_pong=False)
         few = 64 if rules.soft_cap is None else 80
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=packs)
     if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
         return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=packs, share_buffer=True)
-    plain = call.bias is call.attention_mask is None and not call.segments
-    if plain and same and wide > 160 and rules.left is rules.right is None:  # 4 % faster at head_dim 192
-        return ForwardParams(kv_block=96, persistent=True, share_buffer=True, heads_first=True)
     return ForwardParams(share_buffer=True, ping_pong=False)
 
 
@@ -200,12 +214,6 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     """Return good parameters for wide heads whose columns are copied in pieces, where ping-pong gains 8 to 15 %."""
     if wide <= 160:
         return ForwardParams(share_buffer=True)
-    if wide > _WIDEST_WITH_96_KEYS and call.rules.left is call.rules.right is None:
-        few = ForwardParams(kv_block=64, share_buffer=True)
-        # Persistent: 457 us instead of 476 if a last tile has at most 64 rows, which one warpgroup takes; else 7 to
-        # 28 % slower, e.g. 455 us instead of 356 with 594 queries.
-        last_half = call.query[1] % (2 * ROWS) <= ROWS
-        return dataclasses.replace(few, persistent=True, heads_first=True) if last_half else few
     # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
     many = call.rules.left is None and 4 * call.query[3] >= 3 * call.value[3]
     return ForwardParams(kv_block=96 if many else 64, share_buffer=True)
