@@ -47,8 +47,6 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
 def tile_work(plan: ForwardPlan) -> np.ndarray:
     """Return how long each tile takes, under the window alone; comparable between the sizes in `_TIMES`."""
     rules, numbers = plan.rules, np.arange(plan.tiles)
-    if plan.table:  # segments and masks are known only when the program runs
-        return np.ones(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
     low = row_tile * plan.tile_rows + plan.keys - plan.queries
     last = np.full_like(low, plan.keys)
