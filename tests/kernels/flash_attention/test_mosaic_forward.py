@@ -502,7 +502,7 @@ def test_a_few_tiles_with_a_narrow_window_are_small(batch, warpgroups):
     assert heuristic(described(case)).warpgroups == warpgroups
 
 
-@pytest.mark.parametrize(("batch", "persistent"), [(1, False), (4, True)])
+@pytest.mark.parametrize(("batch", "persistent"), [(1, False), (24, True)])
 def test_packed_segments_of_many_tiles_are_persistent(batch, persistent):
     sizes = {"queries": 2048, "keys": 2048, "head_dim": 64, "value_dim": 64}
     case = Case(batch=batch, heads=8, groups=2, segments=True, rules=CAUSAL, **sizes)

@@ -174,7 +174,7 @@ class ForwardKernel:
         batch, head = quotient(head, heads), remainder(head, heads) * plan.tile_heads
         row = row_tile * plan.tile_rows
         blocks, origin = self._blocks(batch, head, row, row_tile)
-        if self.inputs.schedule is not None:
+        if self.inputs.schedule is not None and plan.has_many_descriptors:
             # The number has no sign bit, which the compiler cannot know: it keeps the loop over a single masked block.
             # Otherwise it moves 40 descriptors from other registers to uniform ones in each step of the mainloop.
             blocks = blocks._replace(end=blocks.end + lax.shift_right_logical(number, np.int32(31)))

@@ -253,9 +253,11 @@ class ForwardConsumer:
         return ROWS, self.plan.value_dim
 
     def _multiply_keys(self, scores: Any, stage: Any, step: Any) -> None:
-        # The step has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in each
-        # step, in uniform registers. Outside of the loop it would put them into other registers, and spill some.
-        slot = self.part.slot + lax.shift_right_logical(step, np.int32(31))
+        slot = self.part.slot
+        if self.plan.has_many_descriptors:
+            # The step has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in
+            # each step, in uniform registers. Outside of the loop it puts them into other registers, and spills some.
+            slot = slot + lax.shift_right_logical(step, np.int32(31))
         for query, key in zip(self.memory.query(slot), self.memory.key(stage), strict=True):
             self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
 

@@ -144,9 +144,9 @@ def _preferred(call: AttentionCall) -> ForwardParams:
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch if its blocks of threads have enough tiles for their unknown lengths to even out."""
-    # 2 to 28 % faster in six calls with 4 to 31 tiles for each block of threads; 6 % slower in one with 2.
+    # 15 and 26 % faster with 31 tiles for each block of threads; with 4 to 16, from 17 % faster to 22 % slower.
     params = ForwardParams(pack_heads=packs)
-    if forward_plan(call, params).tiles < 3 * MULTIPROCESSORS:
+    if forward_plan(call, params).tiles <= 16 * MULTIPROCESSORS:
         return params
     return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True)
 
@@ -177,20 +177,16 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Return whether no array hides keys, no row has a bias, and a causal call shares its keys between heads."""
+    """Return whether the call is full or causal, without arrays that hide keys, and queries are as wide as values."""
     arrays = call.bias is not None or call.attention_mask is not None or call.segments or call.key_lengths
-    full = call.rules.left is call.rules.right is None
-    shares = call.rules.left is None and call.query[2] > call.key[2]
-    return not arrays and (full or shares) and call.query[3] == call.value[3]
+    return not arrays and call.rules.left is None and call.query[3] == call.value[3]
 
 
 def _preferred_plain(wide: int) -> ForwardParams:
-    """Return good parameters for wide heads; one buffer of queries is left where two do not fit.
-
-    Causal calls in which each head has its own keys are up to 18 % slower when persistent.
-    """
+    """Return good parameters for wide heads; one buffer of queries is left where two do not fit."""
     # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
-    # 256. Causal: 56 instead of 46 at 160, 249 instead of 210 at 200, 203 instead of 174 at 224.
+    # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
+    # at 136, where each head has its own keys.
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     return params if wide <= 160 else dataclasses.replace(params, kv_block=64)
 

@@ -181,6 +181,11 @@ class ForwardPlan(AttentionSizes):
         return (bool(self.bias) or self.key_bias) and not self.caps_late
 
     @property
+    def has_many_descriptors(self) -> bool:
+        """Whether the descriptors of the queries' tiles, kept through the mainloop, would take too many registers."""
+        return self.head_dim > 128
+
+    @property
     def frees_late(self) -> bool:
         """Whether a tile's query buffer, which stages the output too, is released during the next tile.
 
