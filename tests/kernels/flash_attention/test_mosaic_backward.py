@@ -412,15 +412,28 @@ def test_few_causal_blocks_begin_with_the_longest(batch, rules):
     assert (np.diff(first) >= 0).all()
 
 
-@pytest.mark.parametrize(("dim", "expected"), [(32, (1, 64)), (64, (2, 64))])
-def test_a_short_window_has_few_queries_a_step(dim, expected):
-    case = Case(queries=1024, keys=1024, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, left=63, right=0))
-    call = described(case)
+def windowed(dim, left):
+    sizes = {"queries": 2048, "keys": 2048, "head_dim": dim, "value_dim": dim}
+    return described(Case(rules=Rules(scale=0.2, left=left, right=0), **sizes))
+
+
+@pytest.mark.parametrize(
+    ("dim", "left", "expected"),
+    [(32, 63, (1, 64)), (32, 511, (2, 128)), (64, 63, (2, 64)), (64, 511, (2, 64)), (64, 1023, (2, 128))],
+)
+def test_a_narrow_window_has_few_queries_a_step(dim, left, expected):
+    call = windowed(dim, left)
     found = heuristic(call)
     assert (found.warpgroups, found.q_block) == expected
     assert found in space(call)
-    longer = dataclasses.replace(case, rules=Rules(scale=0.2, left=511, right=0))
-    assert heuristic(described(longer)).q_block == 128
+
+
+@pytest.mark.parametrize(("dim", "left", "form"), [(128, 127, "split"), (96, 255, "split"), (128, 511, "fused")])
+def test_a_narrow_window_has_a_kernel_for_the_gradient_of_queries(dim, left, form):
+    call = windowed(dim, left)
+    found = heuristic(call)
+    assert (found.form, found.division) == (form, "keys")
+    assert found in space(call)
 
 
 @pytest.mark.parametrize(("rules", "parts"), [(Rules(scale=0.1), 8), (CAUSAL, 4)], ids=["full", "causal"])

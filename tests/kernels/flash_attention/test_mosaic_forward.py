@@ -491,8 +491,23 @@ def test_short_windows_have_small_steps():
         (64, False),
         (128, False),
     ]
-    assert chosen(127, heads=8, groups=8, head_dim=112, value_dim=112) == (128, False)
+    assert chosen(127, batch=4, heads=8, groups=8, head_dim=112, value_dim=112) == (128, False)
     assert [chosen(left, heads=8, groups=4, **wide) for left in (127, 1023)] == [(64, True), (128, False)]
+
+
+@pytest.mark.parametrize(("batch", "warpgroups"), [(1, 1), (2, 1), (4, 2)])
+def test_a_few_tiles_with_a_narrow_window_are_small(batch, warpgroups):
+    sizes = {"queries": 4096, "keys": 4096, "head_dim": 64, "value_dim": 64}
+    case = Case(batch=batch, heads=8, groups=8, rules=Rules(scale=0.2, left=127, right=0), **sizes)
+    assert heuristic(described(case)).warpgroups == warpgroups
+
+
+@pytest.mark.parametrize(("batch", "persistent"), [(1, False), (24, True)])
+def test_packed_segments_of_many_tiles_are_persistent(batch, persistent):
+    sizes = {"queries": 2048, "keys": 2048, "head_dim": 64, "value_dim": 64}
+    case = Case(batch=batch, heads=8, groups=2, segments=True, rules=CAUSAL, **sizes)
+    found = heuristic(described(case))
+    assert (found.persistent, found.pack_heads) == (persistent, True)
 
 
 def test_only_soft_caps_of_wide_heads_have_polynomials():
@@ -507,7 +522,7 @@ def test_only_soft_caps_of_wide_heads_have_polynomials():
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(batch=8, queries=1024, keys=1024, heads=32, groups=4, head_dim=192, value_dim=192), (96, False, True)),
+        (Case(batch=8, queries=1024, keys=1024, heads=32, groups=4, head_dim=192, value_dim=192), (64, False, True)),
         (Case(batch=30, queries=310, keys=310, heads=64, groups=8, head_dim=112, value_dim=112), (128, True, True)),
         (Case(batch=30, queries=384, keys=384, heads=64, groups=8, head_dim=112, value_dim=112), (128, False, True)),
     ],
@@ -527,18 +542,15 @@ def test_a_few_tiles_with_a_bias_are_small():
     assert [warpgroups(1, 409, 4), warpgroups(1, 768, 16), warpgroups(6, 673, 4)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("dim", "queries", "cap"), [(256, 1024, None), (256, 1025, None), (224, 4096, 20.0)])
-def test_full_calls_with_wide_heads_are_persistent(dim, queries, cap):
+@pytest.mark.parametrize(
+    ("dim", "queries", "expected"),
+    [(256, 1024, (64, 1)), (240, 577, (64, 1)), (208, 650, (64, 2)), (152, 1391, (128, 1)), (144, 700, (128, 2))],
+)
+def test_full_calls_with_wide_heads_are_persistent(dim, queries, expected):
     sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
-    found = heuristic(described(Case(batch=8, heads=8, groups=8, rules=Rules(scale=0.2, soft_cap=cap), **sizes)))
-    assert (found.kv_block, found.persistent, found.heads_first) == (64, True, True)
-
-
-@pytest.mark.parametrize(("queries", "expected"), [(512, True), (594, False), (830, True), (577, False)])
-def test_wide_heads_in_pieces_are_persistent_unless_two_warpgroups_take_the_last_tile(queries, expected):
-    sizes = {"queries": queries, "keys": queries, "head_dim": 240, "value_dim": 240}
-    found = heuristic(described(Case(batch=48, heads=8, groups=8, rules=Rules(scale=0.2), **sizes)))
-    assert (found.kv_block, found.persistent) == (64, expected)
+    found = heuristic(described(Case(batch=8, heads=8, groups=8, rules=Rules(scale=0.2), **sizes)))
+    assert (found.persistent, found.ping_pong, found.heads_first) == (True, True, True)
+    assert (found.kv_block, found.query_buffers) == expected
 
 
 def test_only_masks_of_many_keys_need_a_table():

@@ -54,9 +54,15 @@ def test_each_block_of_threads_has_about_the_same_work(query, rules, warpgroups,
     assert loads.max() / loads.mean() < 1.08
 
 
-def test_tiles_of_equal_length_need_no_table():
-    assert schedule(planned((16, 600, 8, 128), FULL)) is None
-    assert schedule(planned((1, 2048, 1, 64))) is None  # one tile for each block of threads
+def test_tiles_of_equal_length_are_dealt_in_turns():
+    launched = planned((16, 600, 8, 128), FULL)
+    table = schedule(launched)
+    assert list(table.T.ravel()[: launched.tiles]) == list(range(launched.tiles))
+
+
+def test_one_tile_for_each_block_of_threads_needs_no_schedule():
+    assert schedule(planned((1, 2048, 1, 64))) is None
+    assert schedule(planned((16, 600, 8, 128), params=ForwardParams())) is None
 
 
 @pytest.mark.parametrize("params", [PERSISTENT, dataclasses.replace(PERSISTENT, query_buffers=2)], ids=["1", "2"])

@@ -25,6 +25,9 @@ _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
 _LARGEST_DIM_WITH_BIAS = 128
 _SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 117
+# Keys, up to head_dim 64: with 128 queries in a step instead of 64, six of seven backwards took 7 to 16 % longer.
+_NARROW_WINDOW = 512
+_SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -62,15 +65,17 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     """Return good parameters for `call`: the best, or nearly the best, on the measured shapes."""
     head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
     wide = max(head_dim, value_dim)
+    window = math.inf if call.rules.left is None else call.rules.left
     if wide <= 64:
         choices = [BackwardParams(q_block=64)]
-        left = call.rules.left
-        if left is not None and left <= _SHORT_WINDOW:  # 128 keys see three blocks of 64 queries, or two of 128
+        if window <= _SHORT_WINDOW:  # 128 keys see three blocks of 64 queries, or two of 128
             choices.append(BackwardParams(q_block=64, warpgroups=1))
-        elif not call.rules.dropout_rate:  # a dropout takes registers
-            choices.insert(0, BackwardParams(q_block=128))
+        if not call.rules.dropout_rate:  # a dropout takes registers
+            choices.insert(len(choices) if window < _NARROW_WINDOW else 0, BackwardParams(q_block=128))
     elif wide <= 128:
         choices = [BackwardParams(), BackwardParams(dout_stages=1)]
+        if window < _SPLIT_WINDOW:
+            choices.insert(0, dataclasses.replace(_split(2, 2), division="keys", kv_stages=2))
     elif head_dim + value_dim <= 320:
         choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
     else:

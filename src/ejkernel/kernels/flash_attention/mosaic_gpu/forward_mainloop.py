@@ -113,7 +113,7 @@ class ForwardConsumer:
         self._await_turn()
 
         def product(acc: Any) -> Any:
-            self._multiply_keys(acc, stage)
+            self._multiply_keys(acc, stage, step)
             self._pass_turn()
             return acc[...]
 
@@ -136,7 +136,7 @@ class ForwardConsumer:
 
         def products(scores: Any, acc: Any) -> Any:
             acc[...] = state.acc
-            self._multiply_keys(scores, stage)
+            self._multiply_keys(scores, stage, state.step)
             barriers.value.consumer_wait(before)
             self._multiply_values(acc, state, before)
             self._pass_turn()
@@ -165,7 +165,7 @@ class ForwardConsumer:
         def products(scores: Any, acc: Any) -> Any:
             acc[...] = state.acc
             self._multiply_values(acc, state, before)
-            self._multiply_keys(scores, stage)
+            self._multiply_keys(scores, stage, state.step)
             self._pass_turn()
             return backend.read(acc, pending=0), backend.read(scores, pending=0)
 
@@ -252,8 +252,13 @@ class ForwardConsumer:
     def _acc_shape(self) -> tuple[int, int]:
         return ROWS, self.plan.value_dim
 
-    def _multiply_keys(self, scores: Any, stage: Any) -> None:
-        for query, key in zip(self.memory.query(self.part.slot), self.memory.key(stage), strict=True):
+    def _multiply_keys(self, scores: Any, stage: Any, step: Any) -> None:
+        slot = self.part.slot
+        if self.plan.has_many_descriptors:
+            # The step has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in
+            # each step, in uniform registers. Outside of the loop it puts them into other registers, and spills some.
+            slot = slot + lax.shift_right_logical(step, np.int32(31))
+        for query, key in zip(self.memory.query(slot), self.memory.key(stage), strict=True):
             self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
 
     def _multiply_values(self, acc: Any, state: _SoftmaxState, stage: Any) -> None:

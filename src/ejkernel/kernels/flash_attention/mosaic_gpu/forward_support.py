@@ -21,7 +21,6 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
-_WIDEST_WITH_96_KEYS = 216  # head dimension; for wider heads two stages of 64 keys fit
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 
 
@@ -120,22 +119,36 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
+    if wide > 128 and _is_plain(call):
+        return _preferred_plain(wide)
     if wide > 128 and forward_plan(call, ForwardParams(share_buffer=True)).pieced:
         return _preferred_in_pieces(call, wide)
     if wide > 192 or call.query[3] > 128:
         return _preferred_wide(call, wide, packs=grouped)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
-        return ForwardParams(pack_heads=grouped)
+        return _preferred_for_segments(call, packs=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
         packs = grouped and (narrow or rules.left < _SHORT_WINDOW)
-        return _preferred_in_window(rules.left, packs=packs, shortest=shortest)
+        # 256 tiles: 12.1 us instead of 13.2 with tiles of 64 rows, which divide more evenly. 512 tiles: 26.9 instead of
+        # 27.6, and 28.2 instead of 29.3. But 1,024 tiles: 37.5 instead of 36.6.
+        few = rules.left < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
+        return _preferred_in_window(rules.left, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
     if call.bias is not None:
         return _preferred_with_bias(call, warpgroups=3 if narrow else 2)
     if rules.right is not None:
         return _preferred_causal(call, narrow=narrow)
     return _preferred_full(call, narrow=narrow, packs=grouped)
+
+
+def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
+    """Return a persistent launch if its blocks of threads have enough tiles for their unknown lengths to even out."""
+    # 15 and 26 % faster with 31 tiles for each block of threads; with 4 to 16, from 17 % faster to 22 % slower.
+    params = ForwardParams(pack_heads=packs)
+    if forward_plan(call, params).tiles <= 16 * MULTIPROCESSORS:
+        return params
+    return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True)
 
 
 def _preferred_with_bias(call: AttentionCall, warpgroups: int) -> ForwardParams:
@@ -163,24 +176,33 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
     return full if uneven else three
 
 
+def _is_plain(call: AttentionCall) -> bool:
+    """Return whether the call is full or causal, without arrays that hide keys, and queries are as wide as values."""
+    arrays = call.bias is not None or call.attention_mask is not None or call.segments or call.key_lengths
+    return not arrays and call.rules.left is None and call.query[3] == call.value[3]
+
+
+def _preferred_plain(wide: int) -> ForwardParams:
+    """Return good parameters for wide heads; one buffer of queries is left where two do not fit."""
+    # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
+    # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
+    # at 136, where each head has its own keys.
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
+    return params if wide <= 160 else dataclasses.replace(params, kv_block=64)
+
+
 def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
     """Return good parameters for heads of more than 128 columns in whole tiles."""
-    rules, same = call.rules, call.query[3] == call.value[3]
+    rules = call.rules
     if wide > 192:
         if wide <= 224 and rules.left is not None:  # 45.9 us instead of 48.0 at head_dim 224 with a window of 128
             return ForwardParams(kv_block=64, persistent=True, share_buffer=True)
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         packs = packs and call.query[1] < 2048
-        if rules.left is rules.right is None and not (packs or call.key_lengths):
-            # Without a cap 406 us instead of 423; with one 664 instead of 751, and 622 instead of 665 at head_dim 224.
-            return ForwardParams(kv_block=64, persistent=True, heads_first=True, share_buffer=True, ping_pong=False)
         few = 64 if rules.soft_cap is None else 80
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=packs)
     if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
         return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=packs, share_buffer=True)
-    plain = call.bias is call.attention_mask is None and not call.segments
-    if plain and same and wide > 160 and rules.left is rules.right is None:  # 4 % faster at head_dim 192
-        return ForwardParams(kv_block=96, persistent=True, share_buffer=True, heads_first=True)
     return ForwardParams(share_buffer=True, ping_pong=False)
 
 
@@ -188,20 +210,16 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     """Return good parameters for wide heads whose columns are copied in pieces, where ping-pong gains 8 to 15 %."""
     if wide <= 160:
         return ForwardParams(share_buffer=True)
-    if wide > _WIDEST_WITH_96_KEYS and call.rules.left is call.rules.right is None:
-        few = ForwardParams(kv_block=64, share_buffer=True)
-        # Persistent: 457 us instead of 476 if a last tile has at most 64 rows, which one warpgroup takes; else 7 to
-        # 28 % slower, e.g. 455 us instead of 356 with 594 queries.
-        last_half = call.query[1] % (2 * ROWS) <= ROWS
-        return dataclasses.replace(few, persistent=True, heads_first=True) if last_half else few
     # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
     many = call.rules.left is None and 4 * call.query[3] >= 3 * call.value[3]
     return ForwardParams(kv_block=96 if many else 64, share_buffer=True)
 
 
-def _preferred_in_window(left: int, *, packs: bool, shortest: int) -> ForwardParams:
-    """Return a persistent launch: others took up to 1.3 times as long, although tiles could be dealt more evenly."""
+def _preferred_in_window(left: int, *, packs: bool, shortest: int, warpgroups: int) -> ForwardParams:
+    """Return a persistent launch: others took up to 1.3 times as long."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
+    if not packs and warpgroups == 1:
+        return dataclasses.replace(params, warpgroups=1, ping_pong=False, kv_block=64, stages=3)
     if not packs:
         # 128 rows then see three blocks of 64 keys or two of 128: 22 or 26 us at head_dim 128. With a window of 128:
         # 25.7 us instead of 27.8 at head_dim 128, but 47.9 instead of 46.4 at 112.

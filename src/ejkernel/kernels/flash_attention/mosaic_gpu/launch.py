@@ -71,7 +71,8 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     # A bias of rows shifts the log-sum-exp after the kernel, and only then can sinks be added.
     late = operands.sinks if any(x is not None for x in row_terms) else None
     extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
-    out, lse = launch(plan, ForwardInputs(query, key, value, **extras), types, interpret)
+    inputs = ForwardInputs(query, key, value, schedule=schedule(plan), **extras)
+    out, lse = launch(plan, inputs, types, interpret)
     out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
     return (out, lse) if late is None else with_sinks(out, lse, late)
 
@@ -113,13 +114,10 @@ def _with_row_terms(
 
 
 def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
-    """Return all `ForwardInputs` except query, key and value, by name."""
+    """Return all `ForwardInputs` except query, key, value and schedule, by name."""
     block = plan.params.kv_block
     bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
-    table = schedule(plan) if plan.params.persistent else None
-    if table is not None:
-        extras["schedule"] = jnp.asarray(table)
     if operands.sinks is not None:
         extras["sinks"] = operands.sinks.astype(jnp.float32)
     if lengths is not None:

@@ -181,6 +181,11 @@ class ForwardPlan(AttentionSizes):
         return (bool(self.bias) or self.key_bias) and not self.caps_late
 
     @property
+    def has_many_descriptors(self) -> bool:
+        """Whether the descriptors of the queries' tiles, kept through the mainloop, would take too many registers."""
+        return self.head_dim > 128
+
+    @property
     def frees_late(self) -> bool:
         """Whether a tile's query buffer, which stages the output too, is released during the next tile.
 
@@ -215,11 +220,6 @@ class ForwardPlan(AttentionSizes):
         """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
         return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether the window makes some tiles longer than others."""
-        return self.rules.left is not None or self.rules.right is not None
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
