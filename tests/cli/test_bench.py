@@ -165,6 +165,16 @@ def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, fol
     assert not found["changed"]
 
 
+@pytest.mark.parametrize(
+    ("sources", "which"),
+    [(("persistent",) * 2, "every call"), (("persistent", "heuristic", "heuristic"), "1 of 3 calls; 2 not tuned")],
+)
+def test_only_tuned_calls_are_said_to_keep_the_heuristic(sources, which):
+    tuned = [types.SimpleNamespace(source=source) for source in sources]
+    text = f"the same program as tuned: tuning kept the heuristic's configuration for {which}"
+    assert cli_bench._why_same(tuned) == text
+
+
 def test_an_operation_s_implementations_run_beside_its_reference(capsys):
     call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--shape", "f32[16]", "--kwargs", '{"eps": 0.1}']
     assert main(["bench", *call, "--rounds", "6", "--json"]) == 0

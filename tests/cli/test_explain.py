@@ -70,17 +70,16 @@ def explained(state, source="persistent"):
 @pytest.mark.parametrize(
     ("calls", "says"),
     [
-        ([explained("undecided")], "0 of 1 call with a measured configuration; 1 undecided, `ejkernel tune p:f"),
+        ([explained("undecided")], "1 of 1 call with a saved configuration (1 undecided); `ejkernel tune p:f"),
         (
             [explained("complete"), explained("undecided"), explained("partial", "heuristic")],
-            "1 of 3 calls with a measured configuration; `ejkernel tune p:f` measures the other calls; 1 undecided, "
-            "`ejkernel tune p:f --undecided` measures it again",
+            "2 of 3 calls with a saved configuration (1 undecided); `ejkernel tune p:f` measures the other 1; "
+            "`ejkernel tune p:f --undecided` measures undecided calls again",
         ),
     ],
 )
-def test_an_undecided_call_does_not_count_as_measured(capsys, calls, says):
-    explain._sum_up(calls, "p:f")
-    assert says in capsys.readouterr().err
+def test_an_undecided_call_is_counted_and_named(calls, says):
+    assert explain.counts_in_words(calls, "p:f").startswith(says)
 
 
 def run(capsys, *arguments):
@@ -109,7 +108,7 @@ def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     assert "\nno answer   override, overlay, memory, persistent, shipped, autotune, sister\nforward     " in backward
     assert backward.splitlines()[-1].endswith(", from forward")
     assert "a program may print" in err
-    assert "1 of 2 calls with a measured configuration; `ejkernel tune explained_program:step` measures the rest" in err
+    assert "1 of 2 calls with a saved configuration; `ejkernel tune explained_program:step` measures the other 1" in err
 
 
 def test_a_verbose_explanation_has_a_line_for_every_tier(folder, capsys):

@@ -283,7 +283,7 @@ def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     assert "search: not finished (1 of 4)" in out
     shown = re.search(r"candidates: ejkernel (show --cache saved --log product:\w+)", out)[1]
     assert run(capsys, *shown.split())[1] == log
-    assert "0 of 1 call with a measured configuration" in err
+    assert "0 of 1 call with a saved configuration" in err
     _, out, _ = run(capsys, "explain", "program:forward", "--cache", "saved", "--json")
     assert json.loads(out)[0]["search"] == data
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.cli import report
-from ejkernel.cli.explain import is_measured, usual_chain
+from ejkernel.cli.explain import counts_in_words, is_measured, usual_chain
 from ejkernel.cli.programs import Program, load_program, located, look_here, user_code
 from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
 from ejkernel.cli.show import opened
@@ -206,12 +206,19 @@ def _compared(
         missing[TUNED] = f"no saved configuration yet; run `{command}`, again if searches did not finish"
     elif same_configurations(*whys):
         untuned.name = TUNED
-        missing[UNTUNED] = "the same program as tuned: tuning kept the heuristic's configuration for every call"
+        missing[UNTUNED] = _why_same(whys[1])
     else:
         builds.append(build(TUNED, program, usual))
     apart = _apart(builds)
     found = race(options, builds)
     return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1], apart=apart)
+
+
+def _why_same(tuned: Sequence[Explanation]) -> str:
+    """Return why the tuned program is the untuned one."""
+    calls, saved = len(tuned), sum(map(is_measured, tuned))
+    which = "every call" if saved == calls else f"{saved} of {calls} calls; {calls - saved} not tuned"
+    return f"the same program as tuned: tuning kept the heuristic's configuration for {which}"
 
 
 def _apart(builds: Sequence[Build]) -> dict[str, float | None]:
@@ -369,12 +376,8 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
     if best == TUNED:
         if UNTUNED in found.over:
             said.append(verdict("tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
-        calls = len(result.tuned)
-        if result.measured < calls:
-            said.append(
-                f"{result.measured} of {counted(calls, 'call')} have a measured configuration; "
-                f"`ejkernel tune {options.target}` measures the rest."
-            )
+        if result.measured < len(result.tuned):
+            said.append(f"{counts_in_words(result.tuned, options.target)}.")
     said += [_agreement(name, best, apart) for name, apart in result.apart.items()]
     said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))

@@ -93,7 +93,7 @@ def run_explain(
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
-    _sum_up(explained, target or "--missed")
+    click.echo(counts_in_words(explained, target or "--missed"), err=True)
 
 
 def usual_chain(store: PersistentCache | None) -> Any:
@@ -168,18 +168,18 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
     }
 
 
-def _sum_up(explained: Sequence[Explanation], where: str) -> None:
+def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
+    """Return how many calls have a saved configuration, and the commands for the other and the undecided calls."""
     found = [why for why in explained if is_measured(why)]
     undecided = sum(why.search is not None and why.search.state == SearchState.UNDECIDED for why in found)
-    measured = len(found) - undecided
     failed = sum(why.search is not None and why.search.state == SearchState.FAILED for why in explained)
-    rest = f"; {counted(failed, 'search', 'searches')} failed, see above" if failed else ""
-    if measured + undecided + failed < len(explained):
-        rest += f"; `ejkernel tune {where}` measures the {'other calls' if failed or undecided else 'rest'}"
-    if undecided:
-        them = "it" if undecided == 1 else "them"
-        rest += f"; {undecided} undecided, `ejkernel tune {where} --undecided` measures {them} again"
-    click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)
+    parts = [f"{len(found)} of {counted(len(explained), 'call')} with a saved configuration"]
+    parts[0] += f" ({undecided} undecided)" if undecided else ""
+    parts += [f"{counted(failed, 'search', 'searches')} failed"] if failed else []
+    others = len(explained) - len(found) - failed
+    parts += [f"`ejkernel tune {where}` measures the other {others}"] if others > 0 else []
+    parts += [f"`ejkernel tune {where} --undecided` measures undecided calls again"] if undecided else []
+    return "; ".join(parts)
 
 
 def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> None:
