@@ -121,6 +121,12 @@ def test_a_verbose_explanation_has_a_line_for_every_tier(folder, capsys):
     assert "shared      not asked: only with a URL in EJKERNEL_CACHE_LAYERS\n" in forward
 
 
+def test_the_help_names_every_tier(capsys):
+    assert main(["explain", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [tier.name for tier in ORDER if tier.name not in text] == []
+
+
 def test_explain_prints_no_command_for_candidates_that_were_not_copied(folder, capsys):
     for log in (folder / "cache").rglob("*.jsonl"):
         log.unlink()

@@ -89,7 +89,15 @@ def test_a_space_without_another_configuration_is_named():
 def test_a_search_without_reference_is_named():
     inv = call()
     lines = summary([inv], [kept(inv, lacks_reference=True)], saved=[inv], budget=20.0)
-    assert any("Compared with the heuristic's results" in line and "reported@v0" in line for line in lines)
+    text = "the warnings above name the calls. --force --budget 60 (seconds for each call) gives it more time."
+    assert any("compared with the heuristic's results" in line and line.endswith(text) for line in lines)
+
+
+def test_an_unfinished_search_without_reference_gets_one_piece_of_advice():
+    inv = call()
+    lines = summary([inv], [kept(inv, lacks_reference=True, planned=3, not_saved="it is not finished")])
+    assert " ".join(lines).count("--budget") == 1
+    assert "run the command again, with --budget 60 (seconds for each call) for more time" in lines[-1]
 
 
 @pytest.mark.parametrize(("given", "suggested"), [((20.0, 35.0), 70), ((None, 41.0), 90), ((1.0,), 20)])

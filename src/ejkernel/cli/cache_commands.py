@@ -197,11 +197,12 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Copy better entries from folders and URLs, and the searches of folders.
+    """Copy better entries and searches here.
 
-    Of two entries measured with the same versions, the greater speed-up over the heuristic wins; otherwise the entry
-    measured with the versions here, or else the newer one. Entries set by hand always stay. If neither of two
-    configurations is known to be better, both are listed as a conflict.
+    Entries come from folders and URLs, searches from folders. Of two entries measured with the same versions, the
+    greater speed-up over the heuristic wins; otherwise the entry measured with the versions here, or else the newer
+    one. Entries set by hand always stay. If neither of two configurations is known to be better, both are listed as a
+    conflict.
     """
     from ejkernel.cli.sharing import run_merge
 

@@ -276,9 +276,11 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **
     """Explain where each call of a program gets its configuration.
 
     MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
-    down to the first hit: cfg= of the call (override), overlays, memory, saved entries (persistent), entries in the
-    package for this device (shipped), a search (autotune, only with EJKERNEL_ON_MISS=tune), entries in the package for
-    a similar device (sister), the entry of the forward call, the heuristic. This command measures and saves nothing.
+    down to the first hit: cfg= of the call (override), overlays, the answer of all processes of a program (agreed),
+    memory, saved entries (persistent), entries in the package for this device (shipped), updated copies of shared
+    caches (shared), a search (autotune, only with EJKERNEL_ON_MISS=tune), entries to tune again (stale), entries in the
+    package for a similar device (sister), the entry of the forward call, on TPUs configurations of others (published)
+    and by a simulator (estimated), the heuristic. This command measures and saves nothing.
     With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here.
     """
     if bool(target) == missed:

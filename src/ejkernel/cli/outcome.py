@@ -80,6 +80,15 @@ class TuneOutcome:
     def _open(self) -> list[AutotuneData]:
         return [search for search in self.searches if search.progress.state == SearchState.PARTIAL]
 
+    @property
+    def _can_continue(self) -> int:
+        """The number of searches that another run continues or starts."""
+        return len(self._open()) + len(self.not_started)
+
+    @property
+    def _lacks_references(self) -> bool:
+        return any(search.lacks_reference for search in self.searches)
+
     def _reasons(self) -> Iterator[str]:
         for search in self.searches:
             if search.why and search.progress.state in (SearchState.PARTIAL, SearchState.UNDECIDED):
@@ -88,11 +97,12 @@ class TuneOutcome:
         alone = dict.fromkeys(_name(search.inv) for search in whole if len(search.outcomes) == 1)
         if alone:
             yield f"Nothing to compare with the heuristic, because the space has nothing else: {'; '.join(alone)}"
-        unchecked = [_name(search.inv) for search in self.searches if search.lacks_reference]
-        if unchecked:
+        if self._lacks_references:
+            # A search whose worker was ended does not know, so the warnings name the calls.
+            again = f" --force {self._more(self.searches)} (seconds for each call) gives it more time."
             yield (
-                "Compared with the heuristic's results, because the reference took too long to compile for the budget "
-                f"({self._more(self.searches)}, in seconds for each call, gives it more time): {'; '.join(unchecked)}"
+                "Some candidates were compared with the heuristic's results, because the reference took too long to "
+                f"compile for the budget; the warnings above name the calls.{'' if self._can_continue else again}"
             )
         failed = self._kinds().get("failed", [])
         if failed:
@@ -103,14 +113,14 @@ class TuneOutcome:
             )
 
     def _how_to_go_on(self) -> str:
-        found, number = self._open(), len(self._open()) + len(self.not_started)
+        found, number = self._open(), self._can_continue
         without = sum(not self.has_entry(inv) for inv in self.calls)
         parts = []
         if number:
             which = "search" if number == 1 else "searches"
             more = (
                 f", with {self._more(found)} (seconds for each call) for more time"
-                if found and self.budget is not None
+                if found and (self.budget is not None or self._lacks_references)
                 else ""
             )
             parts.append(f"{number} {which} can continue: run the command again{more}.")

@@ -12,6 +12,7 @@ from typing import Final
 
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.formatting import rounded
 
 ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
 _PAIR: Final = 2  # candidates of a confirmation run
@@ -166,7 +167,7 @@ class TimeLeft:
             return f", about {seconds:.0f} s left{of}"
         if self._budget is not None:
             most = self._budget * (count - sum(search.done for search in running))
-            words = f"{self._budget:g} s per call, plus compiling and warming up"
+            words = f"{rounded(self._budget)} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
         return self._to_compile(running, of)
 

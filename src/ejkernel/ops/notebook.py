@@ -13,7 +13,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSe
 from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
-from ejkernel.ops.autotuner.trials.status import stored_in_brief, stored_in_words
+from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import key_cells, time_in
@@ -103,7 +103,9 @@ def _in_force(search: Findings) -> str:
 
 def _and_tuned(search: Findings, after: str) -> str:
     if search.stays is None:
-        return ", which is kept" if search.is_kept else f", {after} tuned"
+        is_open = search.progress.state == SearchState.PARTIAL
+        kept = "used until the search is finished" if is_open else "which is kept"
+        return f", {kept if search.is_kept else f'{after} tuned'}"
     return "" if search.is_kept else f", {after} with {compact(search.winner.config)}, which is not in force"
 
 

@@ -61,6 +61,20 @@ def test_a_row_says_why_a_faster_candidate_lost(fields, reasons):
     assert [row.why for row in view_of(found)["rows"] if row.why]
 
 
+def test_an_unfinished_search_has_chosen_nothing():
+    outcomes = measured(1, 10, 10), measured(2, 9.9, 9.9), measured(3, 9, 9)
+    found = dataclasses.replace(search(*outcomes, winner=0), planned=9)
+    rows = view_of(found)["rows"]
+    assert {row.name: (row.mark, row.why) for row in rows} == {
+        "rows=1": ("heuristic", ""),
+        "rows=2": ("", "not confirmed yet"),
+        "rows=3": ("", "not confirmed yet"),
+    }
+    page = html_of(found)
+    assert "used until the search is finished" in page
+    assert "kept" not in page.partition("<dl")[2]
+
+
 def result_of(tuned):
     return AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, tuned.config),), (tuned,))
 

@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.tasks.decisions import Decider
+from ejkernel.ops.autotuner.tasks.decisions import Conclusion, Decider, why_it_stays
 from ejkernel.ops.autotuner.tasks.pool import Pool
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome, ranked
@@ -72,3 +72,14 @@ def test_too_few_samples_of_the_heuristic_give_no_ratio():
     assert measurement.beside((2.0, 2.0)).relative is None
     assert measurement.beside((0.0, 0.0, 0.0)).relative is None
     assert measurement.beside((2.0, 2.0, 4.0, 9.0)).relative == 0.5
+
+
+@pytest.mark.parametrize(
+    ("heuristic", "others", "why"),
+    [
+        (Candidate("heuristic", status="skipped"), True, "the search ended before the heuristic was measured"),
+        (measured("heuristic", 1.0), False, "the search ended when only the heuristic was measured"),
+    ],
+)
+def test_an_unfinished_search_says_what_it_did_not_measure(heuristic, others, why):
+    assert why_it_stays(Conclusion(heuristic, ()), finished=False, others_are_measured=others) == why

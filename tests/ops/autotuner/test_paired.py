@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import statistics
 
 import pytest
@@ -155,7 +156,10 @@ def test_a_contradicting_clock_decides_nothing():
     idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
     verdict = judge(idle, busy)
     assert (verdict.wins, verdict.settled) == (False, False)
-    assert verdict.doubt.startswith("by the clock, which other processes disturbed, it is 0.1")
+    text = (
+        r"this is processor time, but by the clock, which other processes disturbed, it is 0.1\dx, and the two disagree"
+    )
+    assert re.fullmatch(text, verdict.doubt)
 
 
 def test_after_the_last_round_the_clock_decides_a_contradiction():

@@ -125,7 +125,7 @@ def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     kernel = Bare()
     inv = Invocation(kernel=kernel, args=(X,))
     call = f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device})"
-    tiers = "override, overlay, memory, persistent, shipped, autotune, sister, forward"
+    tiers = "override, overlay, memory, persistent, shipped, sister, forward"
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain().resolve(inv, kernel)
     advice = "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops import Invocation, stable_json
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, rounded, text_table
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -25,6 +25,11 @@ def test_a_call_s_equal_arrays_are_counted_and_its_options_named():
     assert arguments(inv.description) == text
     usual = Invocation(op_id="any", args=args[:1], kwargs={"softmax_scale": 0.125, "temperature": 0.7})
     assert arguments(usual.description) == "bf16[2,8], temperature=0.7"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(35.2872, "35"), (180.0, "180"), (2.54, "2.5"), (4, "4")])
+def test_a_budget_is_rounded(seconds, text):
+    assert rounded(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,11 @@ def _gradients(step: object, floats: int) -> str:
     return f"gradients of {count} of {floats} arrays" if count < floats else ""
 
 
+def rounded(seconds: float) -> str:
+    """Return a budget in seconds without needless digits: `35`, `2.5`."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
 def _number(value: object) -> object:
     """Return a float or a list of numbers in a description as text, and other values unchanged."""
     if isinstance(value, list) and value and all(isinstance(_number(item), int | str) for item in value):

@@ -178,7 +178,10 @@ def judge(
     if by_clock.settled and (not busiest.settled or (is_last and (busiest.wins or not by_clock.wins))):
         return by_clock
     if opposed:
-        doubt = f"by the clock, which other processes disturbed, it is {by_clock.speedup:.2f}x"
+        doubt = (
+            "this is processor time, but by the clock, which other processes disturbed, it is "
+            f"{by_clock.speedup:.2f}x, and the two disagree"
+        )
     elif busiest.settled:
         doubt = (
             f"this is the processor time of its busiest thread, but in that of all its threads it is "

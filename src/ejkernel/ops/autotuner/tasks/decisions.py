@@ -256,12 +256,14 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
         finished: Whether no candidate is left to measure, and the best one was compared with the heuristic.
         others_are_measured: Whether a candidate beside the heuristic has times.
     """
-    challenge = decision.challenge
+    challenge, winner = decision.challenge, decision.winner
     is_confirmed = challenge is not None and challenge.is_confirmation
+    if not finished and winner.measurement is None and winner.status not in FAULTY:
+        return "the search ended before the heuristic was measured"
     if decision.unconfirmed and not is_confirmed:
         return "the search ended before the best candidate was compared with the heuristic"
     if not finished and not others_are_measured:
-        return "the search ended before another candidate was measured"
+        return "the search ended when only the heuristic was measured"
     if decision.faster is not None:
         return why_open(decision)
     so_far = "" if finished else " so far"

@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, Searc
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.formatting import compact, rounded
 
 _GRACE = 5.0  # least seconds after the budget for confirming the winner
 _GRACE_SHARE = 0.25  # of the budget, if that is more
@@ -187,12 +187,12 @@ class Journal:
             TuningError: The heuristic was not measured within the budget.
         """
         inv, is_stopped = self._task.inv, self._cancellation.is_requested
-        spent = "the search was stopped" if is_stopped else f"the budget of {self._task.policy.budget_s:g} s was spent"
+        budget = rounded(self._task.policy.budget_s or 0.0)
+        spent = "the search was stopped" if is_stopped else f"the budget of {budget} s was spent"
         if not self._has_answer:
             if is_stopped:
                 raise KeyboardInterrupt
-            budget = self._task.policy.budget_s
-            raise TuningError(f"{inv.op_id}: nothing was measured within the budget of {budget:g} s: {why}")
+            raise TuningError(f"{inv.op_id}: nothing was measured within the budget of {budget} s: {why}")
         first = self._known[config_id(self._first)]
         others = [outcome for outcome in self._known.values() if outcome is not first]
         return AutotuneData(

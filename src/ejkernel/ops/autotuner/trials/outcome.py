@@ -151,6 +151,8 @@ class Findings(Shown):
         best = relative_to_heuristic(self.winner, self)
         if best is None or mine >= best or outcome is self.heuristic:
             return ""
+        if self.is_kept and self.progress.state == SearchState.PARTIAL:
+            return "not confirmed yet"
         if mine >= best * (1 - MARGIN):
             return f"within {MARGIN:.0%} of the chosen one"
         # The winner and its rival have more samples, of the confirmation run.

@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.challenge import CPU, clock_note, clock_of, is_by_another
 from ejkernel.ops.autotuner.trials.outcome import Findings, relative_to_heuristic, share_of, without_common
 from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
-from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.trials.status import SearchState, Status
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import compact, durations
 from ejkernel.ops.utils.pages import microseconds
@@ -223,7 +223,7 @@ def _mark(program: Sequence[Outcome], search: Findings) -> str:
     is_heuristic = any(outcome is search.heuristic for outcome in program)
     is_winner = any(outcome is search.winner for outcome in program)
     if search.stays is None:
-        if is_winner:
+        if is_winner and not (is_heuristic and search.progress.state == SearchState.PARTIAL):
             return "heuristic kept" if is_heuristic else "winner"
         return "heuristic" if is_heuristic else ""
     if any(map(search.is_in_force, program)):
