@@ -36,7 +36,7 @@ def test_a_budget_is_rounded(seconds, text):
     ("flags", "text"),
     [
         ([True, True, False], "bf16[4] x2, i32[8]"),
-        ([False, True, False], "bf16[4] x2, i32[8], gradients of 1 of 2 arrays"),
+        ([False, True, False], "bf16[4] x2, i32[8], gradients of 1 of 2 arrays (number 2)"),
         ("damaged", "bf16[4] x2, i32[8]"),
     ],
 )

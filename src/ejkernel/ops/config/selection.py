@@ -159,9 +159,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         key = request.key
         call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
-        # The advice in the error depends on whether the heuristic has no answer or was switched off.
-        may = {tiers.AUTOTUNE.name: request.policy.autotune, tiers.HEURISTIC.name: request.policy.heuristic}
-        asked = [found.tier for found in tried if may.get(found.tier, True)]
+        # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.
+        asked = [found.tier for found in tried if getattr(request.policy, found.tier, True)]
         if places := ", ".join(getattr(self.persistent, "places", ())):
             asked = [tier + f" ({places})" * (tier == tiers.PERSISTENT.name) for tier in asked]
         saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)

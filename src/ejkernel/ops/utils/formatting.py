@@ -203,10 +203,12 @@ def arguments(call: object) -> str:
 
 
 def _gradients(step: object, floats: int) -> str:
-    """Return how many of the floating-point arrays get a gradient in a step, if not all of them."""
+    """Return which of the floating-point arrays get a gradient in a step, counted from 1, if not all of them."""
     flags = step[1] if isinstance(step, list) and len(step) > 1 and step[0] == "vjp" else None
-    count = flags.count(True) if isinstance(flags, list) else floats
-    return f"gradients of {count} of {floats} arrays" if count < floats else ""
+    if not isinstance(flags, list) or flags.count(True) >= floats:
+        return ""
+    which = " and ".join(str(number) for number, flag in enumerate(flags, 1) if flag is True)
+    return f"gradients of {flags.count(True)} of {floats} arrays (number {which})"
 
 
 def rounded(seconds: float) -> str:
