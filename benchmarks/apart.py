@@ -78,7 +78,10 @@ class AnsweringProcess:
         return found
 
     def _why_it_ended(self, process: subprocess.Popen[str], took_too_long: bool) -> str:
-        """Return the reason and the most memory that the process used, which tells a full memory from a crash."""
+        """Return the reason and the most memory that the process used, which tells a full memory from a crash.
+
+        Linux counts the memory of this process, too, as it was when the other one started.
+        """
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         with process:  # closes its pipes
