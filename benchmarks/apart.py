@@ -102,7 +102,7 @@ class AnsweringProcess:
         return self._process
 
     def end(self) -> None:
-        """End the process; the next question starts another one."""
+        """End the process; the next question starts a new process."""
         if self._process is not None:
             with self._process:  # closes its pipes, which ends it
                 pass

@@ -73,7 +73,7 @@ def runs(row, platform, dtype, name):
 
 
 def targeted(platform):
-    """Return a context in which kernels that ask for their device can be lowered."""
+    """Return a context for lowering kernels that ask for their device."""
     if platform == "cuda":
         return Target.named("nvidia_h200").entered()
     return compat.abstract_device("tpu", "TPU v5", 1) if platform == "tpu" else contextlib.nullcontext()

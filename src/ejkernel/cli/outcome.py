@@ -98,7 +98,7 @@ class TuneOutcome:
         if alone:
             yield f"Nothing to compare with the heuristic, because the space has nothing else: {'; '.join(alone)}"
         if self._lacks_references:
-            # A search whose worker was ended does not know, so the warnings name the calls.
+            # The warnings name the calls: a search whose worker was ended does not know.
             again = f" --force {self._more(self.searches)} (seconds for each call) gives it more time."
             yield (
                 "Some candidates were compared with the heuristic's results, because the reference took too long to "

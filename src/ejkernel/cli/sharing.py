@@ -206,7 +206,7 @@ def _entries(count: int) -> str:
 
 
 def _folder(cache: Path | None, *, may_be_new: bool = False) -> Path:
-    """Return the writable folder of the cache, which is created if it is missing."""
+    """Return the writable folder of the cache; create it if it is missing."""
     folder = opened(cache, alone=True, may_be_new=may_be_new).path
     assert folder is not None  # `opened` raises without a folder
     folder.mkdir(parents=True, exist_ok=True)

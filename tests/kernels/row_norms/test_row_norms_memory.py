@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row norms' estimate of vector memory, beside what Google's compiler took (libtpu 0.0.48.1)."""
+"""The row norms' estimate of vector memory, beside the figures of Google's compiler (libtpu 0.0.48.1)."""
 
 from __future__ import annotations
 

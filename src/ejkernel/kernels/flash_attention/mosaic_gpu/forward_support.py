@@ -211,7 +211,7 @@ def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
     if wide <= 160:
         return ForwardParams(share_buffer=True)
     # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
-    many = call.rules.left is None and 4 * call.query[3] >= 3 * call.value[3]
+    many = call.rules.left is None and not _has_much_wider_values(call)
     return ForwardParams(kv_block=96 if many else 64, share_buffer=True)
 
 
@@ -278,12 +278,17 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
 
 def _sharing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
     # Queries take as many columns of shared memory as the output, and products with keys as much longer.
-    if plan.params.share_buffer and 4 * call.query[3] < 3 * call.value[3]:
+    if plan.params.share_buffer and _has_much_wider_values(call):
         return (
             f"share_buffer=True needs values that are at most a third wider than queries; they have {call.value[3]} "
             f"columns, and queries {call.query[3]}"
         )
     return None
+
+
+def _has_much_wider_values(call: AttentionCall) -> bool:
+    """Return whether values are more than a third wider than queries."""
+    return 4 * call.query[3] < 3 * call.value[3]
 
 
 def _block_fault(plan: ForwardPlan) -> str | None:

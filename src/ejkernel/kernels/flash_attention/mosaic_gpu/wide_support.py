@@ -60,7 +60,7 @@ class WidePlan(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Keys, padded for copies of the weights, whose columns they are."""
+        """Columns of the weights: the keys, padded to whole pieces for copies."""
         return padded(self.keys, PIECE)
 
     @property

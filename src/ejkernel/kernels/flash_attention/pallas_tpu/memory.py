@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vector memory of a kernel: what it surely takes, and an upper estimate.
+"""The vector memory of a kernel: a lower bound, and an upper estimate.
 
 The compiler allocates two buffers of each window, the scratch arrays, and the registers that it spills. All but the
 last follow from the shapes; a line, such as the log-sum-exp of a block, has no padding. If all tiles of a block are one
