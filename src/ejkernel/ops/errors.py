@@ -117,11 +117,19 @@ class NoConfigError(EjkernelError, LookupError):
         if self.saved:
             lines.append(f"{self.saved}.")
         if "heuristic" in self.tried:
-            lines.append("Give the kernel a heuristic_cfg or a config_space, or pass cfg=...")
+            remedy = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"
+            lines.append(f"{self.missing[:1].upper()}{self.missing[1:]}: {remedy}, or pass cfg=...")
         else:
             lines.append(f"To tune it, {self._how_to_tune()}.")
             lines.append("To run untuned, unset EJKERNEL_ON_MISS, or use AutotunePolicy(heuristic=True) or cfg=...")
         return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
+
+    @property
+    def missing(self) -> str:
+        """Why the heuristic has no answer."""
+        if "config_space" in self.tried:
+            return "config_space(inv) returned no configuration, and the kernel has no heuristic_cfg"
+        return "the kernel has neither heuristic_cfg nor config_space"
 
     def _how_to_tune(self) -> str:
         if self.is_noted:

@@ -469,8 +469,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the policy does not allow it (heuristic=False)"
         try:
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
-        except NoConfigError:
-            return "the kernel has neither heuristic_cfg nor config_space"
+        except NoConfigError as error:
+            return error.missing
         return request.answer(config, tiers.HEURISTIC)
 
 

@@ -19,6 +19,8 @@ _LONGEST = 1000  # maximum characters of a call or configuration; a file may hol
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
 _QUIET = ("vocab_shares",)  # options that only operations set for each other; shown unless False
+# Arrays, by position, that an operation adds to the user's: their types follow from the user's arrays; not shown.
+_ADDED = {"linear_cross_entropy_gradients": {3}}  # the weight of each token
 _USUAL = ("softmax_scale",)  # options whose value nearly always follows from the shapes; not shown
 
 
@@ -190,6 +192,9 @@ def arguments(call: object) -> str:
     if not isinstance(call, dict):
         return ""
     positional, named = call.get("args"), call.get("kwargs")
+    if isinstance(positional, list):
+        added = _ADDED.get(str(call.get("op")).partition("@")[0], ())
+        positional = [value for place, value in enumerate(positional) if place not in added]
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
