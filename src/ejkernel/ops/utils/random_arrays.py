@@ -38,7 +38,7 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
     return _placed(values.astype(like.dtype))
 
 
-def drawn_integers(leaves: Iterable[object]) -> str:
+def drawn_integers(leaves: Iterable[Any]) -> str:
     """Return the types of the integer arrays for which `random_array` draws zeros and ones, e.g. `i32[2,8], i32[4]`."""
     found = [leaf for leaf in leaves if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)]
     return ", ".join(dict.fromkeys(array_text(leaf.dtype, leaf.shape) for leaf in found))
