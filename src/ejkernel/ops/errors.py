@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ejkernel.ops.utils.error_text import printable_lines
 
@@ -86,6 +86,9 @@ class KernelCheckError(EjkernelError, AssertionError):
         return f"the kernel fails some of the checks below\n{self.report}"
 
 
+NO_HEURISTIC: Final = "the kernel has no heuristic_cfg, and no config_space with a configuration for this call"
+
+
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration.
 
@@ -118,18 +121,11 @@ class NoConfigError(EjkernelError, LookupError):
             lines.append(f"{self.saved}.")
         if "heuristic" in self.tried:
             remedy = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"
-            lines.append(f"{self.missing[:1].upper()}{self.missing[1:]}: {remedy}, or pass cfg=...")
+            lines.append(f"{NO_HEURISTIC[:1].upper()}{NO_HEURISTIC[1:]}: {remedy}, or pass cfg=...")
         else:
             lines.append(f"To tune it, {self._how_to_tune()}.")
             lines.append("To run untuned, unset EJKERNEL_ON_MISS, or use AutotunePolicy(heuristic=True) or cfg=...")
         return printable_lines("\n  ".join([*lines, f"Tried: {', '.join(self.tried)}."]))
-
-    @property
-    def missing(self) -> str:
-        """Why the heuristic has no answer."""
-        if "config_space" in self.tried:
-            return "config_space(inv) returned no configuration, and the kernel has no heuristic_cfg"
-        return "the kernel has neither heuristic_cfg nor config_space"
 
     def _how_to_tune(self) -> str:
         if self.is_noted:

@@ -129,7 +129,8 @@ def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain().resolve(inv, kernel)
     example = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"
-    advice = f"The kernel has neither heuristic_cfg nor config_space: {example}, or pass cfg=..."
+    missing = "The kernel has no heuristic_cfg, and no config_space with a configuration for this call"
+    advice = f"{missing}: {example}, or pass cfg=..."
     assert str(error.value) == f"{call}.\n  {advice}\n  Tried: {tiers}, heuristic."
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain(policy=AutotunePolicy(heuristic=False)).resolve(inv, kernel)
