@@ -143,6 +143,10 @@ class EjkernelWarning(UserWarning):
         return printable_lines(super().__str__())
 
 
+class ArgumentWarning(EjkernelWarning):
+    """The arguments of a call are valid, but often a mistake."""
+
+
 class CacheWarning(EjkernelWarning):
     """An entry of a persistent cache was ignored, or the cache cannot be written."""
 
