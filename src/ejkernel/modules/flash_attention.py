@@ -271,10 +271,9 @@ def flash_attention(
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:
-        names = ("query", "key", "value", "query_lengths", "key_lengths")
-        whole = (query, key, value, query_lengths, key_lengths)
+        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
         query, key, value, query_lengths, key_lengths = (
-            batches.fold(name, x, batch) for name, x in zip(names, whole, strict=True)
+            batches.fold(name, x, batch) for name, x in {"query": query, "key": key, "value": value, **lengths}.items()
         )
         bias = batches.fold_broadcast("bias", bias, batch)
         attention_mask = batches.fold_mask(attention_mask, batch)
