@@ -58,6 +58,10 @@ def other():
     return jax.jit(lambda x: x[0]), (SMALL,)
 
 
+def tokens():
+    return jax.jit(lambda x, t: benched(x)[t]), (SMALL, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
 def refused():
     raise RuntimeError("no plain step")
 
@@ -215,6 +219,12 @@ def test_donated_and_static_arguments_and_functions_without_jit_run(bench, targe
     status, out, _ = bench(target)
     assert status == 0
     assert "\ntuned " in out
+
+
+def test_the_values_of_integers_given_by_type_are_named(bench):
+    text = "The integer inputs given by type alone (i32[2]) were random zeros and ones."
+    assert text in bench("tokens")[1]
+    assert "random" not in bench("step")[1]
 
 
 def test_arrays_that_a_step_stores_in_its_arguments_are_results(folder):

@@ -34,7 +34,7 @@ from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments, counted, durations, size
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.random_arrays import drawn_integers, random_array
 
 _CALLS: Final = 6  # shown with their numbers
 _ROUNDING: Final = 0.01  # of the norm: more than rounding alone explains
@@ -108,7 +108,7 @@ class Build:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """The comparison of all builds, and the configurations of the untuned and tuned build."""
+    """The comparison of all builds, and the configurations of the untuned and tuned build; `drawn` as in `Loaded`."""
 
     builds: Sequence[Build]
     missing: dict[str, str]
@@ -116,6 +116,7 @@ class _Result:
     untuned: Sequence[Explanation]
     tuned: Sequence[Explanation]
     apart: Mapping[str, float | None]
+    drawn: str
 
     @property
     def own(self) -> Build:
@@ -158,20 +159,29 @@ def run_bench(options: BenchOptions) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A program with its arguments; abstract arrays were replaced by random ones."""
+    """A program with its arguments; abstract arrays were replaced by random ones.
+
+    Attributes:
+        target: The program as the user named it.
+        function: The step.
+        args, kwargs: Its arguments.
+        drawn: The types of the abstract integer arrays; see `drawn_integers`.
+    """
 
     target: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    drawn: str = ""
 
     @classmethod
     def of(cls, program: Program) -> Loaded:
         """Import a program and create its arrays."""
         function, args, kwargs = load_program(program)
         rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
+        drawn = drawn_integers(filter(_is_abstract, jax.tree.leaves((args, kwargs), is_leaf=_is_abstract)))
         args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
-        return cls(program.target, function, args, kwargs)
+        return cls(program.target, function, args, kwargs, drawn)
 
 
 def _is_abstract(leaf: object) -> bool:
@@ -211,7 +221,15 @@ def _compared(
         builds.append(build(TUNED, program, usual))
     apart = _apart(builds)
     found = race(options, builds)
-    return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1], apart=apart)
+    return _Result(
+        builds=builds,
+        missing=missing,
+        found=found,
+        untuned=whys[0],
+        tuned=whys[1],
+        apart=apart,
+        drawn=program.drawn,
+    )
 
 
 def _why_same(tuned: Sequence[Explanation]) -> str:
@@ -379,6 +397,11 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
         if result.measured < len(result.tuned):
             said.append(f"{counts_in_words(result.tuned, options.target)}.")
     said += [_agreement(name, best, apart) for name, apart in result.apart.items()]
+    if result.drawn:
+        said.append(
+            f"The integer inputs given by type alone ({result.drawn}) were random zeros and ones. If the time depends "
+            f"on their values, let {options.target} return arrays for them."
+        )
     said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())

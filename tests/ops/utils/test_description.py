@@ -38,6 +38,11 @@ class Level(enum.IntEnum):
     ONE = 1
 
 
+class Parts(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any = 0
@@ -79,7 +84,7 @@ class Methods:
 
 
 HERE = Names()
-HERE.add_value([Mode, Level, Pair, Options, Batch, Box, activation, Methods.square, Methods])
+HERE.add_value([Mode, Level, Parts, Pair, Options, Batch, Box, activation, Methods.square, Methods])
 
 
 def again(value, names=HERE):
@@ -106,6 +111,8 @@ VALUES = [
     range(0, 10, 3),
     Mode.SAFE,
     Level.ONE,
+    Parts.LEFT | Parts.RIGHT,
+    Parts(0),
     Pair(1, (2,)),
     Options(scale=0.5),
     PartitionSpec("data", None, ("a", "b")),
@@ -291,6 +298,8 @@ def test_a_class_that_refuses_its_values_is_a_reason():
         ({"float": "one"}, "is not a float"),
         ({"bytes": "xyz"}, "hexadecimal"),
         ({"enum": f"{__name__}.Mode", "name": "SLOW"}, "Mode has no member str 'SLOW'"),
+        ({"enum": f"{__name__}.Parts", "name": "LEFT|TOP"}, "Parts has no member str 'LEFT|TOP'"),
+        ({"enum": f"{__name__}.Mode", "name": None}, "expected a string"),
         ({"dataclass": f"{__name__}.Options", "fields": {"scale": 1}}, "fields of Options differ"),
         ({"dataclass": f"{__name__}.Pair", "fields": {}}, "is no dataclass"),
         ({"namedtuple": f"{__name__}.Options", "items": []}, "is no named tuple"),

@@ -14,7 +14,8 @@ from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision, type_text
 from ejkernel.ops.core.types import Integer
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, ArgumentWarning
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -22,6 +23,25 @@ SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
+
+
+def warn_of_unseen(query: Any, key: Any) -> None:
+    """Warn if the first queries of a causal call see no key, because there are more queries than keys."""
+    try:
+        queries, keys = query.shape[-3], key.shape[-3]
+    except (AttributeError, IndexError):  # `check_main` raises a clear error
+        return
+    # Symbolic lengths may not compare.
+    if type(queries) is not int or type(keys) is not int or queries <= keys:
+        return
+    first = f"the first {queries - keys} queries see no key, and their outputs are 0"
+    if queries - keys == 1:
+        first = "the first query sees no key, and its output is 0"
+    warn(
+        f"flash_attention: causal=True with {queries} queries and {keys} keys. The last query is aligned with the last "
+        f"key, so {first}; jax.nn aligns the first ones. If this is intended, ignore ArgumentWarning.",
+        ArgumentWarning,
+    )
 
 
 def check_main(query: Any, key: Any, value: Any) -> None:

@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.ops.utils.messages.names import field_advice
+from ejkernel.ops.utils.messages.names import array_advice, field_advice
 from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
@@ -67,9 +67,13 @@ def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_lists(arguments: object) -> Iterator[None]:
-    """Add a note to a `TypeError` in a `with` block if an argument is a list of numbers in place of an array."""
+    """Add a note to an error in a `with` block if an argument is a list of numbers in place of an array."""
     try:
         yield
+    except AttributeError as error:
+        if advice := array_advice(error):
+            error.add_note(f"{advice[:1].upper()}{advice[1:]}")
+        raise
     except TypeError as error:
         if any(map(_is_list_of_numbers, jax.tree.leaves(arguments, is_leaf=_is_list))):
             error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")

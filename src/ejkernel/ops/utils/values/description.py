@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -106,10 +107,13 @@ class _Reader:
     def enumeration(self, data: Any, depth: int) -> Any:
         del depth
         cls = self._class(data["enum"], lambda c: issubclass(c, enum.Enum), "enumeration")
-        name = _text(data["name"])
-        if name not in cls.__members__:
-            raise DescriptionError(f"{cls.__qualname__} has no member {shown(name)}")
-        return cls.__members__[name]
+        if data["name"] is None and issubclass(cls, enum.Flag):
+            return cls(0)
+        # Only combinations of flags have such a name: `A|B`.
+        names = _text(data["name"]).split("|")
+        if not all(name in cls.__members__ for name in names):
+            raise DescriptionError(f"{cls.__qualname__} has no member {shown(data['name'])}")
+        return functools.reduce(operator.or_, (cls.__members__[name] for name in names))
 
     def mapping(self, data: Any, depth: int) -> Any:
         if type(data["map"]) is not list or len(data["map"]) > _MAX_KEYS:
