@@ -169,6 +169,7 @@ FAULTS = {
     "values": (lambda x: x + x * 1.001, "wrong", "result 0 differs from the reference"),
     "shape": (lambda x: (x + x)[1:], "wrong", r"result 0 has shape (15,), the reference (16,)"),
     "number": (lambda x: (x + x, x), "wrong", "returns 2 arrays, the reference 1"),
+    "dtype": (lambda x: (x + x).astype(jnp.bfloat16), "wrong", "returns bfloat16[16], the heuristic float32[16]"),
 }
 
 
@@ -180,6 +181,23 @@ def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
     assert tuned.config == 3
     assert statuses(tuned)[2][0] == status
     assert reason in statuses(tuned)[2][1]
+
+
+@pytest.mark.parametrize("fault", ["shape", "number", "dtype"])
+def test_results_of_another_type_are_wrong_without_validation_too(race, fault):
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    tuned = tune(Searched(faults={2: FAULTS[fault][0]}), policy=AutotunePolicy(validate=False))
+    assert (tuned.config, statuses(tuned)[2][0]) == (3, "wrong")
+
+
+def test_a_candidate_has_the_types_of_the_heuristic_not_those_of_the_reference(race):
+    class Wide(Searched):
+        def reference(self, x):
+            return (x + x).astype(jnp.float32)
+
+    race({1: 3.0, 2: 2.0, 3: 1.0})
+    tuned = tune(Wide(faults={3: lambda x: (x + x).astype(jnp.float32)}), X.astype(jnp.bfloat16))
+    assert (tuned.config, statuses(tuned)[3][1]) == (2, "returns float32[16], the heuristic bfloat16[16]")
 
 
 def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
