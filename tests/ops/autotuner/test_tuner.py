@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import jax
@@ -496,6 +497,28 @@ def test_an_undecided_search_leaves_the_saved_winner(race, tmp_path):
     race({1: 1.0, 2: 2.0})
     ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel)
     assert cache.get(inv.key) == 1  # measured beside the heuristic, and beaten
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    rows: int = 1
+
+
+def test_a_winner_that_a_file_cannot_hold_is_not_saved_over_the_saved_configuration(race, tmp_path):
+    class Blocked(Kernel[Blocks, jax.Array]):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, int(cfg.rows))
+
+        def heuristic_cfg(self, inv):
+            return Blocks(1)
+
+    kernel, cache = Blocked("blocked"), PersistentCache(tmp_path, shipped=False)
+    inv = Invocation(kernel=kernel, args=(X,))
+    race({Blocks(1): 3.0, Blocks(2): 2.0, Blocks(4.0): 1.0})
+    ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2)])
+    again = ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2), Blocks(4.0)])
+    assert (again.config, again.in_force, cache.get(inv.key)) == (Blocks(4.0), Blocks(2), Blocks(2))
+    assert again.not_saved == "rows=4.0 cannot be read from a file: $.rows: expected int, got float 4.0"
 
 
 def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):

@@ -183,7 +183,7 @@ class PersistentCache(Shown):
         self._store(key, text)
         reason = why_not_decoded(cfg)
         if reason:
-            warn(f"get() will not find the entry stored for {value_text(key)}: {reason}", CacheWarning)
+            warn(f"get() will not find what was stored for {value_text(key)}: {reason}", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...

@@ -19,6 +19,7 @@ from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import saved_in, space_digest, standing
 from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
@@ -97,7 +98,7 @@ class Saver:
                 has_left = not is_in(candidates_of(self.kernel, call.representative), earlier.config)
                 earlier = dataclasses.replace(earlier, has_left=has_left)
             try:
-                reason = why_not_saved(found, validated=self.validated, earlier=earlier)
+                reason = why_not_saved(found, validated=self.validated, earlier=earlier) or self._why_not_read(found)
             except AdmissionError as fault:
                 logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
                 reason = fault
@@ -114,6 +115,12 @@ class Saver:
         if self.store is not None and self.chain.persist_autotune:
             self.store.save(found)
         return reason, stays
+
+    def _why_not_read(self, found: AutotuneData) -> str:
+        """Return why a saved configuration would not be the measured one when it is read; empty if it would."""
+        is_stored = self.chain.persistent is not None and self.chain.persist_autotune
+        reason = why_not_decoded(found.config, self.kernel.config_type) if is_stored else ""
+        return f"{compact(found.config)} cannot be read from a file: {reason}" if reason else ""
 
     def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:
         """Return the saved configurations of the calls as records, so that a search of a large space measures them."""
