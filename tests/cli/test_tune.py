@@ -3,7 +3,9 @@
 
 import concurrent.futures
 import json
+import os
 import re
+import signal
 import sys
 
 import jax
@@ -340,13 +342,14 @@ def test_a_file_without_a_program_gives_the_reason(program, capsys, text, says):
     assert "EJKERNEL_OPS_STAMP=json" in err
 
 
-def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkeypatch, number):
     calls = []
 
     def interrupt_the_second(*args, **kwargs):
         calls.append(args)
         if len(calls) > 1:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return TuningRun(*args, **kwargs)
 
     monkeypatch.setattr(in_process, "TuningRun", interrupt_the_second)
@@ -354,7 +357,8 @@ def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkey
     assert status == 130
     assert re.search(r"product .* 8.00x", err)
     assert "stopped" in err
-    assert len(list((program / "saved").rglob("*.json"))) == 1
+    assert len(list((program / "saved").glob("*/product-v0/*.json"))) == 1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
