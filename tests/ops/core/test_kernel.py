@@ -194,7 +194,7 @@ def test_a_name_that_would_break_labels_is_an_error(name):
 
 
 def test_a_class_name_or_version_that_would_break_labels_is_an_error():
-    with pytest.raises(KernelError, match="name must be ASCII letters, .* got 'Größe'"):
+    with pytest.raises(KernelError, match=r"name must be ASCII letters, .* got 'Größe'"):
         type("Größe", (Times,), {})()
     with pytest.raises(KernelError, match=r"Newer.version must be ASCII letters, digits, '_' or '.', got '1-beta'"):
         type("Newer", (Times,), {"version": "1-beta"})

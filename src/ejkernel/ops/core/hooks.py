@@ -55,8 +55,8 @@ class Computation(Noted, Generic[Cfg, Out]):
             cls.config_type = named
         if not isinstance(cls.version, property) and not _VERSION.fullmatch(str(cls.version)):
             raise KernelError(
-                f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {cls.version!r}; keys and labels "
-                "contain it."
+                f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {cls.version!r}; keys and "
+                "labels contain it."
             )
         _warn_of_misspelt_hooks(cls)
 
@@ -69,7 +69,8 @@ class Computation(Noted, Generic[Cfg, Out]):
         used = type(self).__name__ if name is None else name
         if not is_name(used):
             raise KernelError(
-                f"name must be ASCII letters, digits, '_', '-' or '.', got {used!r}; set a version with `version = ...`."
+                f"name must be ASCII letters, digits, '_', '-' or '.', got {used!r}; set a version with "
+                "`version = ...`."
             )
         self._name = name
 
