@@ -21,6 +21,7 @@ _KINDS: Final = {
     "kept": "with the heuristic kept",
     "undecided": "undecided (heuristic kept)",
     "stays": "with the configuration saved earlier",
+    "not saved": "tuned, but not saved",
     "not finished": "not finished",
     "failed": "failed",
     "not started": "not started",
@@ -65,8 +66,9 @@ class TuneOutcome:
 
     @property
     def failed(self) -> int:
-        """The number of failed searches."""
-        return len(self._kinds().get("failed", ()))
+        """The number of searches that failed, or whose results are lost when the command ends."""
+        kinds = self._kinds()
+        return len(kinds.get("failed", ())) + len(kinds.get("not saved", ()))
 
     def _counts(self) -> str:
         kinds = self._kinds()
@@ -105,6 +107,9 @@ class TuneOutcome:
                 f"compile for the budget; the warnings above name the calls.{'' if self._can_continue else again}"
             )
         failed = self._kinds().get("failed", [])
+        for search in self.searches:
+            if search.is_only_here:
+                yield f"{_name(search.inv)}: not saved: {search.not_saved}"
         if failed:
             which = "its search" if len(failed) == 1 else "their searches"
             yield (
@@ -142,6 +147,8 @@ def doubled(*seconds: float | None) -> int:
 def _kind(search: AutotuneData | None) -> str:
     if search is None or search.progress.state == SearchState.FAILED:
         return "failed"
+    if search.is_only_here:
+        return "not saved"
     if not search.is_kept:
         return "stays" if search.not_saved else "faster"
     if search.progress.state == SearchState.PARTIAL:

@@ -365,9 +365,12 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-    """Yield the readable entries of a call, each with its action under the stale policy."""
+    """Yield the readable entries of a call, each with its action under the stale policy.
+
+    An entry that could not be written is none: it ends with this process.
+    """
     store, kernel = chain.persistent, kernel_of(inv)
-    if store is not None:
+    if store is not None and not store.why_unwritten(inv.key):
         note_config_types(inv, kernel)
         for _, entry in store.found(inv.key, kernel.config_type):
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
