@@ -53,9 +53,10 @@ class Computation(Noted, Generic[Cfg, Out]):
         named = _named_config_type(cls)
         if named is not None and "config_type" not in vars(cls):
             cls.config_type = named
-        if not isinstance(cls.version, property) and not _VERSION.fullmatch(str(cls.version)):
+        version: Any = cls.version
+        if not isinstance(version, property) and not _VERSION.fullmatch(str(version)):
             raise KernelError(
-                f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {cls.version!r}; keys and "
+                f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {version!r}; keys and "
                 "labels contain it."
             )
         _warn_of_misspelt_hooks(cls)
