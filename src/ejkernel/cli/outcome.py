@@ -22,6 +22,7 @@ _KINDS: Final = {
     "kept": "with the heuristic kept",
     "undecided": "undecided (heuristic kept)",
     "stays": "with the configuration saved earlier",
+    "not saved": "tuned, but not saved",
     "not finished": "not finished",
     "failed": "failed",
     "not started": "not started",
@@ -66,8 +67,9 @@ class TuneOutcome:
 
     @property
     def failed(self) -> int:
-        """The number of failed searches."""
-        return len(self._kinds().get("failed", ()))
+        """The number of searches that failed, or whose results are lost when the command ends."""
+        kinds = self._kinds()
+        return len(kinds.get("failed", ())) + len(kinds.get("not saved", ()))
 
     def _counts(self) -> str:
         kinds = self._kinds()
@@ -109,6 +111,9 @@ class TuneOutcome:
             if guessed := integers_in_words(search.inv):
                 yield f"{_name(search.inv)}: {guessed}"
         failed = self._kinds().get("failed", [])
+        for search in self.searches:
+            if search.is_only_here:
+                yield f"{_name(search.inv)}: not saved: {search.not_saved}"
         if failed:
             which = "its search" if len(failed) == 1 else "their searches"
             yield (
@@ -154,6 +159,8 @@ def integers_in_words(inv: Invocation[Any, Any]) -> str:
 def _kind(search: AutotuneData | None) -> str:
     if search is None or search.progress.state == SearchState.FAILED:
         return "failed"
+    if search.is_only_here:
+        return "not saved"
     if not search.is_kept:
         return "stays" if search.not_saved else "faster"
     if search.progress.state == SearchState.PARTIAL:

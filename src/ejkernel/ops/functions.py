@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import numpy as np
 
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
+from ejkernel.ops.core.hooks import is_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -189,7 +190,7 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
     """A kernel created from a function by `tune`, with the function's name, documentation and signature."""
 
     def __init__(self, function: Callable[P, Out], declared: _Declared, name: str | None) -> None:
-        if name is None and not declared.called.isidentifier():
+        if name is None and not is_name(declared.called):
             raise KernelError(f"{declared.called} has no usable name; pass tune(..., name=...).")
         super().__init__(name or declared.called)
         self._declared = declared

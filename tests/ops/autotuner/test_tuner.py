@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import jax
@@ -169,6 +170,7 @@ FAULTS = {
     "values": (lambda x: x + x * 1.001, "wrong", "result 0 differs from the reference"),
     "shape": (lambda x: (x + x)[1:], "wrong", r"result 0 has shape (15,), the reference (16,)"),
     "number": (lambda x: (x + x, x), "wrong", "returns 2 arrays, the reference 1"),
+    "dtype": (lambda x: (x + x).astype(jnp.bfloat16), "wrong", "returns bfloat16[16], the heuristic float32[16]"),
 }
 
 
@@ -180,6 +182,23 @@ def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
     assert tuned.config == 3
     assert statuses(tuned)[2][0] == status
     assert reason in statuses(tuned)[2][1]
+
+
+@pytest.mark.parametrize("fault", ["shape", "number", "dtype"])
+def test_results_of_another_type_are_wrong_without_validation_too(race, fault):
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    tuned = tune(Searched(faults={2: FAULTS[fault][0]}), policy=AutotunePolicy(validate=False))
+    assert (tuned.config, statuses(tuned)[2][0]) == (3, "wrong")
+
+
+def test_a_candidate_has_the_types_of_the_heuristic_not_those_of_the_reference(race):
+    class Wide(Searched):
+        def reference(self, x):
+            return (x + x).astype(jnp.float32)
+
+    race({1: 3.0, 2: 2.0, 3: 1.0})
+    tuned = tune(Wide(faults={3: lambda x: (x + x).astype(jnp.float32)}), X.astype(jnp.bfloat16))
+    assert (tuned.config, statuses(tuned)[3][1]) == (2, "returns float32[16], the heuristic bfloat16[16]")
 
 
 def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
@@ -495,6 +514,28 @@ def test_an_undecided_search_leaves_the_saved_winner(race, tmp_path):
     race({1: 1.0, 2: 2.0})
     ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel)
     assert cache.get(inv.key) == 1  # measured beside the heuristic, and beaten
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    rows: int = 1
+
+
+def test_a_winner_that_a_file_cannot_hold_is_not_saved_over_the_saved_configuration(race, tmp_path):
+    class Blocked(Kernel[Blocks, jax.Array]):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, int(cfg.rows))
+
+        def heuristic_cfg(self, inv):
+            return Blocks(1)
+
+    kernel, cache = Blocked("blocked"), PersistentCache(tmp_path, shipped=False)
+    inv = Invocation(kernel=kernel, args=(X,))
+    race({Blocks(1): 3.0, Blocks(2): 2.0, Blocks(4.0): 1.0})
+    ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2)])
+    again = ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2), Blocks(4.0)])
+    assert (again.config, again.in_force, cache.get(inv.key)) == (Blocks(4.0), Blocks(2), Blocks(2))
+    assert again.not_saved == "rows=4.0 cannot be read from a file: $.rows: expected int, got float 4.0"
 
 
 def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ejkernel import compat
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.process.threads import on_device_of
@@ -164,7 +165,8 @@ class Autotuner:
     def _here(self, task: TuningTask) -> AutotuneData:
         cancellation = Cancellation()
         try:
-            with process_session(task.policy), on_device_of(task.inv):
+            # The call may have been recorded under other settings of JAX than those in force here.
+            with process_session(task.policy), on_device_of(task.inv), compat.numerics(task.inv.numerics):
                 data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
             if cancellation.is_requested:  # the reason why nothing was measured

@@ -381,12 +381,13 @@ def _check_counts(num_warmup: int, num_iters: int) -> None:
 def _result(
     chain: ConfigSelectorChain[Any, Any], searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str
 ) -> AutotuningResult:
-    """Return the result of all searches, with an entry for each call that has a saved configuration now."""
+    """Return the result of all searches, with an entry for each call that has a tuned configuration now."""
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-            is_saved = not getattr(data, "not_saved", "")  # a user's own tuner may return another type
-            in_force = data if is_saved else saved_before(chain, kernel_of(inv), inv)
+            # A user's own tuner may return another type.
+            is_winner = not getattr(data, "not_saved", "") or data.is_only_here
+            in_force = data if is_winner else saved_before(chain, kernel_of(inv), inv)
             if in_force is not None:
                 entries.append(Entry(inv.op_id_v, inv.call_key, in_force.config))
             searches.append(found)

@@ -59,6 +59,7 @@ class Findings(Shown):
         not_saved: Why the configuration is not saved; empty if it is.
         stays: The configuration saved by another search that is in force instead of this search's winner; `None`
             without one.
+        is_only_here: Whether the configuration is in force in this process, but no file holds it; `not_saved` says why.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
         times: How often a run of the tuned program makes the call; 0 if unknown.
@@ -76,6 +77,7 @@ class Findings(Shown):
     unconfirmed: bool = False
     not_saved: str = ""
     stays: Any = None
+    is_only_here: bool = False
     lacks_reference: bool = False
     times: int = 0
 

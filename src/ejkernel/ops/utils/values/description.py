@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -107,13 +106,12 @@ class _Reader:
     def enumeration(self, data: Any, depth: int) -> Any:
         del depth
         cls = self._class(data["enum"], lambda c: issubclass(c, enum.Enum), "enumeration")
-        if data["name"] is None and issubclass(cls, enum.Flag):
-            return cls(0)
-        # Only combinations of flags have such a name: `A|B`.
-        names = _text(data["name"]).split("|")
-        if not all(name in cls.__members__ for name in names):
-            raise DescriptionError(f"{cls.__qualname__} has no member {shown(data['name'])}")
-        return functools.reduce(operator.or_, (cls.__members__[name] for name in names))
+        if "value" in data:
+            return _flags(cls, data["value"])
+        name = _text(data["name"])
+        if name not in cls.__members__:
+            raise DescriptionError(f"{cls.__qualname__} has no member {shown(name)}")
+        return cls.__members__[name]
 
     def mapping(self, data: Any, depth: int) -> Any:
         if type(data["map"]) is not list or len(data["map"]) > _MAX_KEYS:
@@ -184,6 +182,7 @@ _FORMS: Final[dict[frozenset[str], _Form]] = {
         "complex": lambda reader, data, depth: complex(*map(_from_hex, reader.items(data["complex"], depth, 2))),
         "bytes": lambda reader, data, depth: _bytes(data["bytes"]),
         "enum name": _Reader.enumeration,
+        "enum value": _Reader.enumeration,
         "namedtuple items": _Reader.namedtuple,
         "list": lambda reader, data, depth: reader.items(data["list"], depth),
         "map": _Reader.mapping,
@@ -208,6 +207,12 @@ def _made(cls: Any, make: Callable[[], Any]) -> Any:
     except Exception as error:  # the class's own code may raise any exception
         text = f"{cls.__module__}.{cls.__qualname__} rejected the values: {type(error).__name__}: {error}"
         raise DescriptionError(text) from error
+
+
+def _flags(cls: Any, value: object) -> Any:
+    if not issubclass(cls, enum.Flag) or type(value) is not int:
+        raise DescriptionError(f"{cls.__qualname__} has no member of value {shown(value)}")
+    return _made(cls, lambda: cls(value))
 
 
 def _hashed(make: Callable[[], Any], of: object) -> Any:

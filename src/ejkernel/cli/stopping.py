@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals that end a tuning run with its best results so far."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from rich.console import Console
+
+
+@contextlib.contextmanager
+def announcing_the_stop(console: Console) -> Iterator[None]:
+    """Print a message at the first Ctrl-C: the running search may take a while to end.
+
+    SIGTERM and SIGHUP count as Ctrl-C. A scheduler or `timeout` sends the former, a closed terminal the latter; without
+    a handler, the measurements of the running search would be lost.
+    """
+
+    def stopping(number: int, frame: FrameType | None) -> None:
+        # The next Ctrl-C ends the search at once.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+            console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
+        signal.default_int_handler(number, frame)
+
+    # Not those that `nohup` ignores.
+    others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, stopping)}
+    before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
