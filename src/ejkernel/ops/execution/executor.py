@@ -137,11 +137,13 @@ class Executor(Generic[Cfg, Out]):
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
     @overload
-    def explain(self, target: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation: ...
+    def explain(
+        self, target: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any
+    ) -> Explanation: ...
     @overload
-    def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
+    def explain(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanations: ...
     @frames_hidden
-    def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
+    def explain(self, target: Any, /, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
         """Return a call's key, the answer of each tier, and the configuration that the call would run with.
 
         For a function, such as `flash_attention` or `jax.grad(loss)`, explain each kernel call in it, forward and

@@ -255,6 +255,7 @@ def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) 
 @overload
 def autotune(
     target: Kernel[Cfg, Any],
+    /,
     *args: Any,
     configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
@@ -267,6 +268,7 @@ def autotune(
 @overload
 def autotune(
     target: Callable[..., Any],
+    /,
     *args: Any,
     configs: None = None,
     inputs: None = None,
@@ -279,6 +281,7 @@ def autotune(
 @frames_hidden
 def autotune(
     target: Any,
+    /,
     *args: Any,
     configs: Collection[object] | None = None,
     inputs: Inputs = None,
@@ -339,6 +342,7 @@ def autotune(
 @frames_hidden
 def autotune_kernel(
     kernel: Kernel[Cfg, Any],
+    /,
     *args: Any,
     configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
