@@ -348,3 +348,13 @@ def test_more_queries_than_keys_warn_if_the_call_is_causal():
         jax.eval_shape(lambda q, k: flash_attention(q[0], k[0], k[0], causal=True), long[:, 1:], short)
     for causal, query, key in ((False, long, short), (True, short, long), (True, long, long)):
         flash_attention(query, key, key, causal=causal)
+
+
+def test_heads_before_the_length_warn():
+    query, key = jax.ShapeDtypeStruct((2, 8, 1024, 64), jnp.float32), jax.ShapeDtypeStruct((2, 8, 256, 64), jnp.float32)
+    with pytest.warns(
+        ArgumentWarning, match=r"has 1024 heads, and key has 8 tokens. .* need jnp.swapaxes\(x, -3, -2\)"
+    ):
+        jax.eval_shape(flash_attention, query, key, key)
+    for shape in ((2, 1, 128, 64), (2, 1024, 256, 64)):
+        jax.eval_shape(flash_attention, *[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3)

@@ -85,6 +85,15 @@ def test_a_value_without_the_shape_of_an_array_is_explained(given):
     assert any("is an argument of the call, pass an array" in note for note in caught.value.__notes__)
 
 
+def test_a_run_without_return_is_an_error():
+    class Forgotten(Product):
+        def run(self, x, w, *, cfg):
+            x @ w
+
+    with pytest.raises(KernelError, match="forgotten: run returned no array and has no effect; add its `return`"):
+        Forgotten("forgotten")(X, X)
+
+
 def test_an_argument_by_its_name_on_an_invocation_says_where_arguments_are():
     class ByName(Product):
         def heuristic_cfg(self, inv):

@@ -177,7 +177,8 @@ def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
     parts[0] += f" ({undecided} undecided)" if undecided else ""
     parts += [f"{counted(failed, 'search', 'searches')} failed"] if failed else []
     others = len(explained) - len(found) - failed
-    parts += [f"`ejkernel tune {where}` measures the other {others}"] if others > 0 else []
+    which = f"the other {others}" if found or failed else "them" if others > 1 else "it"
+    parts += [f"`ejkernel tune {where}` measures {which}"] if others > 0 else []
     parts += [f"`ejkernel tune {where} --undecided` measures undecided calls again"] if undecided else []
     return "; ".join(parts)
 

@@ -208,7 +208,8 @@ def flash_attention(
     does not recompute the forward.
 
     Args:
-        query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`.
+        query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`. An
+            `ArgumentWarning` says if the axes seem to be `[*batch, heads, queries, head_dim]`.
         key, value: Keys and values, of query's dtype.
         causal: Hide keys after the query; the last query is aligned with the last key. If there are more queries than
             keys, the first queries see no key; an `ArgumentWarning` says so.
@@ -265,8 +266,8 @@ def flash_attention(
     """
     if axis_name is not None:
         arguments.check_axis(axis_name)
-    elif causal is True:
-        arguments.warn_of_unseen(query, key)
+    else:
+        arguments.warn_of_mistakes(query, key, causal=causal is True)
     run = _bucketed_flash_attention if canonical_flag("bucket_lengths", bucket_lengths) else _flash_attention
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)

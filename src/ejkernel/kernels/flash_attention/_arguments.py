@@ -22,26 +22,35 @@ from ejkernel.ops.utils.values.signature import is_array
 SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_MANY_HEADS, _FEW_KEYS = 256, 128  # more heads than models have, with fewer keys than heads
 _FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
 
 
-def warn_of_unseen(query: Any, key: Any) -> None:
-    """Warn if the first queries of a causal call see no key, because there are more queries than keys."""
+def warn_of_mistakes(query: Any, key: Any, *, causal: bool) -> None:
+    """Warn of arrays that look as if heads came before the length, and of causal queries that see no key."""
     try:
-        queries, keys = query.shape[-3], key.shape[-3]
+        queries, heads, keys = query.shape[-3], query.shape[-2], key.shape[-3]
     except (AttributeError, IndexError):  # `check_main` raises a clear error
         return
     # Symbolic lengths may not compare.
-    if type(queries) is not int or type(keys) is not int or queries <= keys:
+    if not type(queries) is type(heads) is type(keys) is int:
         return
-    first = f"the first {queries - keys} queries see no key, and their outputs are 0"
-    if queries - keys == 1:
-        first = "the first query sees no key, and its output is 0"
-    warn(
-        f"flash_attention: causal=True with {queries} queries and {keys} keys. The last query is aligned with the last "
-        f"key, so {first}; jax.nn aligns the first ones. If this is intended, ignore ArgumentWarning.",
-        ArgumentWarning,
-    )
+    if heads >= _MANY_HEADS and keys <= _FEW_KEYS:
+        warn(
+            f"flash_attention: query of shape {tuple(query.shape)} has {heads} heads, and key has {keys} tokens. The "
+            "axes are [batch, length, heads, head_dim]; arrays of [batch, heads, length, head_dim] need "
+            "jnp.swapaxes(x, -3, -2). If this is intended, ignore ArgumentWarning.",
+            ArgumentWarning,
+        )
+    elif causal and queries > keys:
+        first = f"the first {queries - keys} queries see no key, and their outputs are 0"
+        if queries - keys == 1:
+            first = "the first query sees no key, and its output is 0"
+        warn(
+            f"flash_attention: causal=True with {queries} queries and {keys} keys. The last query is aligned with the "
+            f"last key, so {first}; jax.nn aligns the first ones. If this is intended, ignore ArgumentWarning.",
+            ArgumentWarning,
+        )
 
 
 def check_main(query: Any, key: Any, value: Any) -> None:

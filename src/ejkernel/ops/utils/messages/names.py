@@ -29,11 +29,15 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the known name closest to a misspelt name; `None` if none has a similarity of `least`."""
+    """Return the known name closest to a misspelt name, or the shortest that it abbreviates.
+
+    `None` if none has a similarity of `least`, or begins with three or more letters of the name.
+    """
     if not isinstance(name, str):
         return None
     by_lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=least)
+    close = close or sorted((known for known in by_lower if known.startswith(name.lower()) and len(name) > 2), key=len)
     return by_lower[close[0]] if close else None
 
 
