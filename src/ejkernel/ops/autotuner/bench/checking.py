@@ -54,6 +54,7 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
 def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
     limit = oracle.limits.run
     at: Workload | None = None
+    types: dict[int, str] = {}
     try:
         peaks = [peak_bytes(program) for program in compiled]
         candidate.peak_bytes = None if None in peaks else max(peak for peak in peaks if peak is not None)
@@ -63,6 +64,7 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
             results = jax.block_until_ready(compiled[at.number](*at.arrays))
             # Later deadlines adapt to this time.
             limit.note(time.perf_counter() - start)
+            types[at.number] = ", ".join(f"{result.dtype}{list(result.shape)}" for result in results)
             at.judge(results)
     except CandidateError as error:
         candidate.fail(Status.WRONG, error)
@@ -74,7 +76,18 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
         # If this error broke the device, all later candidates would fail too.
         check_device(oracle, candidate)
     else:
-        candidate.compiled, candidate.status = compiled, Status.READY
+        candidate.compiled, candidate.status, candidate.result_types = compiled, Status.READY, "; ".join(types.values())
+
+
+def check_result_types(candidate: Candidate, heuristic: Candidate) -> None:
+    """Raise unless the types of a candidate's results are the heuristic's: programs are traced with the heuristic.
+
+    Raises:
+        CandidateError: They differ. The reference may differ from both, as only its values count.
+    """
+    got, want = candidate.result_types, heuristic.result_types
+    if want and got != want:
+        raise CandidateError(f"returns {got}, the heuristic {want}")
 
 
 def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtypeStruct]]:

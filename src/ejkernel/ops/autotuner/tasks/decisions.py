@@ -7,6 +7,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
+from ejkernel.ops.autotuner.bench.checking import check_result_types
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
@@ -156,6 +157,7 @@ class Decider:
     def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
         """Return the checks that a challenger passed on new inputs; empty if it failed."""
         try:
+            check_result_types(challenger, self._pool.heuristic)
             gradients = self._task.policy.validate is True
             return confirm(self._oracle, challenger, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
