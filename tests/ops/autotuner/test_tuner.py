@@ -16,6 +16,7 @@ from tests.ops.sample_kernels import Searched, told_apart
 
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.sampling import Sample, Work
+from ejkernel.ops.autotuner.tasks.decisions import Decider
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.cache import ConfigCache
@@ -189,6 +190,22 @@ def test_a_fast_candidate_whose_results_have_other_types_is_wrong(race, function
     race({1: 2.0, 2: 1.0, 3: 1.5})
     tuned = tune(Searched(faults={2: function}), policy=AutotunePolicy(validate=validate))
     assert (tuned.config, statuses(tuned)[2][0]) == (3, "wrong")
+
+
+def test_a_candidate_that_is_wrong_after_its_confirmation_is_wrong(race, monkeypatch):
+    def wrong_later(x):
+        return jax.pure_callback(lambda x: x if confirmed else x + x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def confirm_run(*args):
+        confirmed.append(1)
+        return confirmation_run(*args)
+
+    confirmed, confirmation_run = [], Decider._confirmation_run
+    monkeypatch.setattr(Decider, "_confirmation_run", confirm_run)
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    tuned = tune(Searched(faults={2: wrong_later}), policy=AutotunePolicy(validate="outputs"))
+    assert tuned.config == 3
+    assert statuses(tuned)[2][1].startswith("it is not always right: result 0 differs")
 
 
 def test_a_candidate_has_the_types_of_the_heuristic_not_those_of_the_reference(race):
