@@ -191,6 +191,23 @@ def test_a_call_is_measured_under_the_settings_of_its_place_in_a_function():
     assert set(seen) == {"highest"}
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.vmap], ids=["call", "grad", "vmap"])
+def test_a_weakly_typed_argument_is_measured_as_such(transform):
+    seen = set()
+
+    class Scaled(Searched):
+        def run(self, x, scale, *, cfg):
+            seen.add((x * scale).dtype)
+            return told_apart(x * scale, cfg).sum()
+
+    kernel, x = Scaled(), jnp.ones((4, 4), jnp.bfloat16)
+    for inv in discover(transform(lambda x: kernel(x, jnp.asarray(2.0))), x):
+        seen.clear()
+        tuned = Autotuner(rounds=1).tune(inv, kernel)
+        assert {outcome.status for outcome in tuned.outcomes} <= {"measured", "same"}
+        assert seen == {jnp.dtype("bfloat16")}
+
+
 def test_candidates_are_not_recorded_or_stamped():
     with recording() as seen:
         tune(Searched())
