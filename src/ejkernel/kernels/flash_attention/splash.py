@@ -278,7 +278,7 @@ def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
     if call.dtype != "bfloat16":
         intermediates = 4 * scores + 4 * block.compute * value
     else:
-        share = 0.7 if block.queries <= 256 else 1.25 if block.queries <= 512 else 1.85
+        share = 0.7 if block.queries <= 256 else 1.4 if block.queries <= 512 else 1.85
         steps = block.keys // block.compute
         is_unrolled = steps >= 4 and min(block.queries, 2 * block.compute) >= 1024
         share += max(0.3 * (steps - 1), 2.4 * is_unrolled) + 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
