@@ -280,9 +280,11 @@ def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
     else:
         share = 0.7 if block.queries <= 256 else 1.4 if block.queries <= 512 else 1.85
         steps = block.keys // block.compute
-        is_unrolled = steps >= 4 and min(block.queries, 2 * block.compute) >= 1024
-        share += max(0.3 * (steps - 1), 2.4 * is_unrolled) + 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
-        intermediates = int(min(share, 6) * scores)
+        # the scores of several large steps are alive together
+        is_large = steps >= 4 and min(block.queries, 2 * block.compute) >= 1024
+        share += (0.8 if is_large else 0.3) * (steps - 1)
+        share += 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
+        intermediates = int(min(share, 8 if is_large else 6) * scores)
         if value > LANES:  # partial sums of the output, on chips whose products have 128 columns
             intermediates += int((2 + 0.2 * steps) * 4 * block.queries * value)
     least = arrays + _ids_memory(call, block.queries, masked=True) + lse + sums
