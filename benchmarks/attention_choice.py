@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ def measure(entries: Sequence[Direction], rounds: int, processes: int | None) ->
             yield row
 
 
-def entries_of(cases: dict[str, Sequence[str]]) -> list[Direction]:
+def entries_of(cases: Mapping[str, Sequence[str]]) -> list[Direction]:
     """Return all contenders of these cases in these directions; a backward takes the residuals of a forward."""
     return [
         Direction(case, direction, name, None)
@@ -246,14 +246,14 @@ def case_of(row: dict[str, Any]) -> Case:
     )
 
 
-def changed(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[str]]:
+def changed(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Return the cases and directions of rows with other launch parameters than today's, or unknown ones."""
     found: dict[str, list[str]] = {}
     for row in rows:
         case, direction = case_of(row), row["direction"]
         if row.get("params") != launch_of(case, direction):
             found.setdefault(words_of(case), []).append(direction)
-    return {**found}
+    return found
 
 
 def updated(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -300,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.update is not None:
         store(updated(data["calls"], load(args.update)), FILE, data["environment"])
         return 0
+    cases: Mapping[str, Sequence[str]]
     cases = changed(data["calls"]) if args.changed else dict.fromkeys(args.cases or grid_names(), DIRECTIONS)
     rows = []
     for row in measure(entries_of(cases), args.rounds, args.processes):
