@@ -522,7 +522,7 @@ def test_only_soft_caps_of_wide_heads_have_polynomials():
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case(batch=8, queries=1024, keys=1024, heads=32, groups=4, head_dim=192, value_dim=192), (64, False, True)),
+        (Case(batch=8, queries=1024, keys=1024, heads=32, groups=4, head_dim=192, value_dim=192), (96, False, True)),
         (Case(batch=30, queries=310, keys=310, heads=64, groups=8, head_dim=112, value_dim=112), (128, True, True)),
         (Case(batch=30, queries=384, keys=384, heads=64, groups=8, head_dim=112, value_dim=112), (128, False, True)),
     ],
@@ -544,7 +544,7 @@ def test_a_few_tiles_with_a_bias_are_small():
 
 @pytest.mark.parametrize(
     ("dim", "queries", "expected"),
-    [(256, 1024, (64, 1)), (240, 577, (64, 1)), (208, 650, (64, 2)), (152, 1391, (128, 1)), (144, 700, (128, 2))],
+    [(256, 1024, (64, 1)), (240, 577, (64, 1)), (208, 650, (96, 1)), (152, 1391, (128, 1)), (144, 700, (128, 2))],
 )
 def test_full_calls_with_wide_heads_are_persistent(dim, queries, expected):
     sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
