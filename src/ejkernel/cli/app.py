@@ -80,8 +80,7 @@ def _run(arguments: list[str] | None) -> int:
         # Standalone mode would exit the process, also that of a test.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
-        error.message += _advice_on(error)
-        error.show()
+        click.UsageError(f"{error.format_message()}{_advice_on(error)}", error.ctx).show()
         return error.exit_code
     except click.ClickException as error:
         _echo_error(error.format_message())
