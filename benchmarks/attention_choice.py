@@ -257,11 +257,11 @@ def changed(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def updated(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return rows, with those of the same calls in the data `found` in their places."""
+    """Return rows, with those of the same calls in the data `found` in their places, and its other ones at the end."""
     device, *_ = found["environment"]["device"].split(";")
     both = [row for row in found["calls"] if {"mosaic_gpu", "cudnn"} <= set(row["us"])]
     new = {_call(row): row | {"device": device} for row in both}
-    return [new.get(_call(row), row) for row in rows]
+    return list({**{_call(row): row for row in rows}, **new}.values())
 
 
 def _call(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -169,6 +169,7 @@ def test_the_words_of_a_row_name_its_case():
 def test_rows_measured_again_take_the_places_of_the_old_ones():
     own = {"direction": "fwd", "sizes": [1, 512, 512, 8, 8, 64], "us": {"mosaic_gpu": 2.0, "cudnn": 1.0}}
     rows = [own, own | {"right": 0}]
-    again = [own | {"right": 0, "us": {"mosaic_gpu": 1.0, "cudnn": 2.0}}, own | {"us": {"cudnn": 1.0}}]
+    other = own | {"direction": "bwd", "device": "NVIDIA H100"}
+    again = [own | {"right": 0, "us": {"mosaic_gpu": 1.0, "cudnn": 2.0}}, own | {"us": {"cudnn": 1.0}}, other]
     found = {"environment": {"device": "NVIDIA H100; some CPU"}, "calls": again}
-    assert attention_choice.updated(rows, found) == [own, again[0] | {"device": "NVIDIA H100"}]
+    assert attention_choice.updated(rows, found) == [own, again[0] | {"device": "NVIDIA H100"}, other]

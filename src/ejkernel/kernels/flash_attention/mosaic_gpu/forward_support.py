@@ -209,12 +209,12 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bo
         return _preferred_wide_with_arrays(call, wide, packs=packs)
     if call.query[3] != call.value[3]:
         return _preferred_unequal(call, params, packs=packs)
-    lengths = call.key_lengths and call.query[0] > 1
     if wide <= 160:  # one example with a length at head_dim 152: 194 us instead of 209
-        return plain if call.key_lengths and not lengths else params
-    # Steps of 96 keys: 325 us instead of 338 at head_dim 176; under a causal mask, 182 instead of 156 at 168.
-    masked = call.rules.right is not None or call.rules.left is not None or lengths
-    return params if wide > 208 or masked else dataclasses.replace(params, kv_block=96)
+        return plain if call.key_lengths and call.query[0] == 1 else params
+    # Steps of 96 keys, 176: 325 us instead of 338, with a length 99 instead of 109; 208: 353 instead of 373. But 184:
+    # 793 instead of 674, 200: 414 instead of 375, 192: 313 instead of 305; and under a causal mask they spill.
+    many = wide in (176, 208) and call.rules.right is None
+    return dataclasses.replace(params, kv_block=96) if many else params
 
 
 def _preferred_wide_window(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
@@ -223,8 +223,8 @@ def _preferred_wide_window(call: AttentionCall, params: ForwardParams, *, packs:
     assert left is not None
     few = dataclasses.replace(params, kv_block=64)
     # Instead of 64 rows of each of two heads, 128 rows of one: 49 us instead of 40 at head_dim 152 and a window of 256,
-    # 132 instead of 116 at 208. With a window of 1,024: 69 us instead of 74 at 144.
-    if packs and left < _NARROW_WINDOW:
+    # 132 instead of 116 at 208. With a window of 1,024: 160 us instead of 148 at 184, but 69 instead of 74 at 144.
+    if packs and left < (_NARROW_WINDOW if params.kv_block > 64 else 2 * _NARROW_WINDOW):
         return dataclasses.replace(few, pack_heads=True)
     if left < _SHORT_WINDOW:  # 53 us instead of 59 at head_dim 256, 45 instead of 46 at 144
         return dataclasses.replace(few, warpgroups=1, ping_pong=False)
