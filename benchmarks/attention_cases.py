@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -264,7 +265,7 @@ def drawn(seed: int, number: int) -> Case:
 
 def drawn_names(seed: int, count: int) -> list[str]:
     """Return names of drawn cases, as `case_named` takes them; they say what the case is."""
-    return [f"{seed}.{number} {_words(drawn(seed, number))}" for number in range(count)]
+    return [f"{seed}.{number} {words_of(drawn(seed, number))}" for number in range(count)]
 
 
 # Draws are in this order, so that a short one has every kind; the grid of the choice keeps the narrower `drawn`.
@@ -326,20 +327,46 @@ def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
 
 def widely_drawn_names(seed: int, count: int) -> list[str]:
     """Return names of such cases, as `case_named` takes them."""
-    return [f"{seed}-{number} {_words(widely_drawn(seed, number))}" for number in range(count)]
+    return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in range(count)]
 
 
 def case_named(name: str) -> Case:
-    """Return a fixed case, or a drawn one."""
+    """Return a fixed case, a drawn one, or one in the words of `words_of`."""
     fixed = CASES | GRID_CASES
     if name in fixed:
         return fixed[name]
+    found = _IN_WORDS.fullmatch(name)
+    if found is not None:
+        return _case_in_words(found)
     draw = widely_drawn if "-" in name.split()[0] else drawn
     seed, number = name.split()[0].replace("-", ".").split(".")
     return draw(int(seed), int(number))
 
 
-def _words(case: Case) -> str:
+_IN_WORDS = re.compile(
+    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)"
+    r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<sinks> sinks)?(?: window (?P<window>\d+))?"
+)
+
+
+def _case_in_words(found: re.Match[str]) -> Case:
+    """Return the case whose words are `found`; it has no bias, segments, soft cap or unequal head dimensions."""
+    batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
+    return _case(
+        seq,
+        (heads, groups),
+        dim,
+        batch,
+        causal=found[1] == "causal",
+        window=None if found["window"] is None else int(found["window"]),
+        lengths=found["lengths"] is not None,
+        dtype=found["dtype"] or "bfloat16",
+        sinks=found["sinks"] is not None,
+    )
+
+
+def words_of(case: Case) -> str:
+    """Return a description of a case, e.g. `causal B16 T600 H8/8 D128 window 64`."""
     (heads, groups), (dim, value_dim) = case.heads, case.dims
     words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq} H{heads}/{groups} D{dim}"]
     words[1] += f"/{value_dim}" if value_dim != dim else ""

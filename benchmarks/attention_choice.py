@@ -4,7 +4,8 @@
 Forward and backward are measured separately, as the heuristic chooses for each of them. The contenders of a case are
 timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. Without `--cases` they
 are the grid: cases that both our kernels and cuDNN run. `--out FILE` stores the medians as the data from which the
-heuristic chooses.
+heuristic chooses. `--changed` measures the rows of the data whose launch parameters are no longer the ones that were
+measured, and `--update FILE` puts rows of another run in their places.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
-from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names, widely_drawn_names
+from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names, widely_drawn_names, words_of
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -118,6 +119,13 @@ def abstract(case: Case, direction: str) -> Any:
     return dataclasses.replace(found[0], backward=direction == "bwd", **place)
 
 
+def launch_of(case: Case, direction: str) -> dict[str, Any]:
+    """Return the launch parameters of our kernels that are not the default ones."""
+    params = operation.implementations["mosaic_gpu"].heuristic(abstract(case, direction))
+    fields = {field.name: field.default for field in dataclasses.fields(params)}
+    return {name: getattr(params, name) for name, usual in fields.items() if getattr(params, name) != usual}
+
+
 def reason_of(case: Case, name: str, direction: str) -> str | None:
     """Return why an implementation does not run a direction of a case; without it, another would run in its place."""
     return operation.implementations.unsupported(name, abstract(case, direction))
@@ -156,7 +164,7 @@ def measured(
     count = min(3, sets_for_cold(sum(x.nbytes for x in jax.tree.leaves((dout, first)))))
     sets = [(dout, first), *(case.inputs(seed, backward=True) for seed in range(1, count))]
     residuals: list[Any] = []
-    for direction in DIRECTIONS:
+    for direction in dict.fromkeys(entry.direction for entry in entries):
         reasons, runners = {}, {}
         for entry in [entry for entry in entries if entry.direction == direction]:
             found = programs[entry]
@@ -176,7 +184,7 @@ def measured(
         medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
         apart = {name: float(f"{x:.1e}") for name, x in apart_from_first(runners).items()}
         row = {"case": entries[0].case, "direction": direction, "us": medians, "apart": apart, "reasons": reasons}
-        yield row | _fields(case)
+        yield row | _fields(case) | {"params": launch_of(case, direction)}
 
 
 def _residuals(found: Any) -> Any:
@@ -213,38 +221,92 @@ def measure(entries: Sequence[Direction], rounds: int, processes: int | None) ->
             yield row
 
 
-def entries_of(cases: Sequence[str]) -> list[Direction]:
-    """Return all contenders of these cases, in both directions."""
+def entries_of(cases: Mapping[str, Sequence[str]]) -> list[Direction]:
+    """Return all contenders of these cases in these directions; a backward takes the residuals of a forward."""
     return [
         Direction(case, direction, name, None)
-        for case in cases
-        for direction in DIRECTIONS
+        for case, directions in cases.items()
+        for direction in DIRECTIONS[: 2 if "bwd" in directions else 1]
         for name in contenders_of(case_named(case))
     ]
 
 
-def store(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write the data file, a line for each row."""
-    kept = ("direction", "sizes", "left", "right", "lengths", "dtype", "us")
-    lines = ",\n".join(json.dumps({name: row[name] for name in kept if name in row}) for row in rows)
-    file.write_text(
-        f'{{"environment": {json.dumps(report.environment())},\n"calls": [\n{lines}\n]}}\n', encoding="utf-8"
+def case_of(row: dict[str, Any]) -> Case:
+    """Return the case of a row of the data."""
+    batch, seq, _, heads, groups, dim = row["sizes"]
+    return Case(
+        batch=batch,
+        seq=seq,
+        heads=(heads, groups),
+        dims=(dim, dim),
+        causal="right" in row,
+        window=row["left"] + 1 if "left" in row else None,
+        lengths=row.get("lengths", False),
+        dtype=row.get("dtype", "bfloat16"),
     )
+
+
+def changed(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the cases and directions of rows with other launch parameters than today's, or unknown ones."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        case, direction = case_of(row), row["direction"]
+        if row.get("params") != launch_of(case, direction):
+            found.setdefault(words_of(case), []).append(direction)
+    return found
+
+
+def updated(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows, with those of the same calls in the data `found` in their places, and its other ones at the end."""
+    device, *_ = found["environment"]["device"].split(";")
+    both = [row for row in found["calls"] if {"mosaic_gpu", "cudnn"} <= set(row["us"])]
+    new = {_call(row): row | {"device": device} for row in both}
+    return list({**{_call(row): row for row in rows}, **new}.values())
+
+
+def _call(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies the call of a row."""
+    return (tuple(row["sizes"]), *(row.get(name) for name in ("direction", "left", "right", "lengths", "dtype")))
+
+
+def load(file: Path = FILE) -> dict[str, Any]:
+    """Return the content of a data file."""
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return data
+
+
+def store(rows: Sequence[dict[str, Any]], file: Path, environment: dict[str, Any]) -> None:
+    """Write a data file, a line for each row; rows of the environment's device do not name it."""
+    kept = ("direction", "sizes", "left", "right", "lengths", "dtype", "params", "us", "device")
+    rows = [{name: row[name] for name in kept if name in row} for row in rows]
+    lines = ",\n".join(
+        json.dumps({name: x for name, x in row.items() if (name, x) != ("device", environment["device"])})
+        for row in rows
+    )
+    file.write_text(f'{{"environment": {json.dumps(environment)},\n"calls": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and store the data."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
     parser.add_argument("--cases", nargs="*", metavar="CASE", help="instead of the grid")
+    parser.add_argument("--changed", action="store_true", help="rows of the data with other launch parameters now")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="put the rows that --out wrote into the data")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"write the data there, e.g. {FILE.name}")
     args = parser.parse_args(argv)
+    data = load()
+    if args.update is not None:
+        store(updated(data["calls"], load(args.update)), FILE, data["environment"])
+        return 0
+    cases: Mapping[str, Sequence[str]]
+    cases = changed(data["calls"]) if args.changed else dict.fromkeys(args.cases or grid_names(), DIRECTIONS)
     rows = []
-    for row in measure(entries_of(args.cases or grid_names()), args.rounds, args.processes):
+    for row in measure(entries_of(cases), args.rounds, args.processes):
         rows.append(row)
         if args.out is not None:  # after each row, since a later one may end the process
-            store(rows, args.out)
+            store(rows, args.out, report.environment())
     return 0
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
+from benchmarks.quantized import Function, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, sizes_of
 from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
 
@@ -74,11 +74,12 @@ CONTENDERS: dict[str, Function] = {
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
+def operands(shape: Shape, kind: str, positive: bool | jax.Array) -> tuple[Any, ...]:
     """Return rows, both matrices of each group, and these joined: in bfloat16, or quantised."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
     sizes = (shape.m, shape.k), *[(shape.groups, shape.n, shape.k)] * 2
-    x, *matrices = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True))
+    made = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
+    x, *matrices = (jnp.where(positive, jnp.abs(array), array) for array in made)
     if kind == "bfloat16":
         return x, *matrices, None
     joined = jnp.concatenate(matrices, axis=1)
@@ -87,30 +88,28 @@ def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
     return quantize(x, **rows), *(quantize(array, **own) for array in (*matrices, joined))
 
 
-def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, kinds = sizes_of(shape), {name: name.split(",")[0] for name in names}
-    given = {kind: operands(shape, kind) for kind in dict.fromkeys(kinds.values())}
-    found, runs = run_contenders(
+    return run_contenders(
         names,
         CONTENDERS.__getitem__,
-        lambda name: (*given[kinds[name]], sizes),
-        lambda name, program: {"errors": [error(program, shape, given[kinds[name]])]},
+        lambda name: name.split(",")[0],
+        lambda kind, positive: (*operands(shape, kind, positive), sizes_of(shape)),
+        functools.partial(error, shape),
+        seconds=seconds,
+        flops=4.0 * math.prod(shape[:3]),
     )
-    add_times(4 * math.prod(shape[:3]), found, runs)
-    return found
 
 
-def error(program: Function, shape: Shape, arrays: Any) -> float:
+def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
     """Return a contender's error in some rows."""
-    x, w, gate, _ = arrays
-    sizes = sizes_of(shape)
+    x, w, gate, _, sizes = arrays
     rows = jnp.linspace(0, shape.m - 4, ROWS).astype(jnp.int32)
     groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
     # `expected` takes bfloat16 matrices as [groups, k, n].
     matrices = [each if isinstance(each, Quantized) else each.swapaxes(1, 2) for each in (w, gate)]
     products = [expected(x, each, rows, groups) for each in matrices]
-    out = program(*arrays, sizes)
+    out = program(*arrays)
     some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize()
     return float(f"{relative_error(some[:, :COLUMNS], jax.nn.silu(products[0]) * products[1]):.2e}")
 
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         SHAPES,
         CONTENDERS,
-        few=tuple(CONTENDERS),
+        few=dict.fromkeys(list(SHAPES)[:3], tuple(CONTENDERS)),
         seconds=45.0,
         measured=measured,
         ratios=ratios,

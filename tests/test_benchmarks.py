@@ -9,8 +9,9 @@ import re
 
 import numpy as np
 import pytest
-from benchmarks import attention_drawn, gpu_run, grouped_bounds
+from benchmarks import attention_choice, attention_drawn, gpu_run, grouped_bounds
 from benchmarks.apart import AnsweringProcess, run_apart
+from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
 from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
@@ -155,3 +156,20 @@ def test_the_error_tells_a_crash_from_the_time_limit_and_has_the_memory(seconds,
     process = AnsweringProcess("no_such_module", "--answer", {}, seconds, "the simulator")
     error = process("a question")["error"]
     assert re.fullmatch(rf"the simulator {how}, and used up to \d+\.\d GiB", error)
+
+
+# --- attention_choice: rows of the data can be measured again ---
+
+
+def test_the_words_of_a_row_name_its_case():
+    cases = [attention_choice.case_of(row) for row in attention_choice.load()["calls"]]
+    assert [case_named(words_of(case)) for case in cases] == cases
+
+
+def test_rows_measured_again_take_the_places_of_the_old_ones():
+    own = {"direction": "fwd", "sizes": [1, 512, 512, 8, 8, 64], "us": {"mosaic_gpu": 2.0, "cudnn": 1.0}}
+    rows = [own, own | {"right": 0}]
+    other = own | {"direction": "bwd", "device": "NVIDIA H100"}
+    again = [own | {"right": 0, "us": {"mosaic_gpu": 1.0, "cudnn": 2.0}}, own | {"us": {"cudnn": 1.0}}, other]
+    found = {"environment": {"device": "NVIDIA H100; some CPU"}, "calls": again}
+    assert attention_choice.updated(rows, found) == [own, again[0] | {"device": "NVIDIA H100"}, other]

@@ -80,7 +80,7 @@ def _run(arguments: list[str] | None) -> int:
         # Standalone mode would exit the process, also that of a test.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
-        error.show()
+        click.UsageError(f"{error.format_message()}{_advice_on(error)}", error.ctx).show()
         return error.exit_code
     except click.ClickException as error:
         _echo_error(error.format_message())
@@ -95,6 +95,13 @@ def _run(arguments: list[str] | None) -> int:
         _echo_error(str(error))
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _advice_on(error: click.UsageError) -> str:
+    """Return advice on an argument that a command does not take."""
+    options = [] if error.ctx is None else [option.name for option in error.ctx.command.params]
+    is_extra = error.message.startswith("Got unexpected extra argument")
+    return "; --cache names a folder, and --help lists all options." if is_extra and "cache" in options else ""
 
 
 def _echo_error(message: str) -> None:

@@ -93,7 +93,7 @@ def run_explain(
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
-    click.echo(counts_in_words(explained, target or "--missed"), err=True)
+    click.echo(counts_in_words(explained, target or "--missed", "" if device == "here" else aim.fingerprint), err=True)
 
 
 def usual_chain(store: PersistentCache | None) -> Any:
@@ -168,8 +168,14 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
     }
 
 
-def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
-    """Return how many calls have a saved configuration, and the commands for the other and the undecided calls."""
+def counts_in_words(explained: Sequence[Explanation], where: str, device: str = "") -> str:
+    """Return how many calls have a saved configuration, and the commands for the other and the undecided calls.
+
+    Args:
+        explained: The calls.
+        where: The program, for the commands.
+        device: The device on which the commands measure, if it is not here.
+    """
     found = [why for why in explained if is_measured(why)]
     undecided = sum(why.search is not None and why.search.state == SearchState.UNDECIDED for why in found)
     failed = sum(why.search is not None and why.search.state == SearchState.FAILED for why in explained)
@@ -177,7 +183,9 @@ def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
     parts[0] += f" ({undecided} undecided)" if undecided else ""
     parts += [f"{counted(failed, 'search', 'searches')} failed"] if failed else []
     others = len(explained) - len(found) - failed
-    parts += [f"`ejkernel tune {where}` measures the other {others}"] if others > 0 else []
+    which = f"the other {others}" if found or failed else "them" if others > 1 else "it"
+    there = f"on {device}, " if device else ""
+    parts += [f"{there}`ejkernel tune {where}` measures {which}"] if others > 0 else []
     parts += [f"`ejkernel tune {where} --undecided` measures undecided calls again"] if undecided else []
     return "; ".join(parts)
 

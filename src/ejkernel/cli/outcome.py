@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import SearchState
+from ejkernel.ops.core.examples import guessed_integers
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, counted
@@ -106,6 +107,9 @@ class TuneOutcome:
                 "Some candidates were compared with the heuristic's results, because the reference took too long to "
                 f"compile for the budget; the warnings above name the calls.{'' if self._can_continue else again}"
             )
+        for search in self.searches:
+            if guessed := integers_in_words(search.inv):
+                yield f"{_name(search.inv)}: {guessed}"
         failed = self._kinds().get("failed", [])
         for search in self.searches:
             if search.is_only_here:
@@ -142,6 +146,14 @@ class TuneOutcome:
 def doubled(*seconds: float | None) -> int:
     """Return twice the longest of some times, at least 20 s and rounded up to ten seconds: a budget worth a new try."""
     return 10 * math.ceil(2 * max(_LEAST, *(each or 0.0 for each in seconds)) / 10)
+
+
+def integers_in_words(inv: Invocation[Any, Any]) -> str:
+    """Return a sentence about integer arrays whose values were guessed for the measurement; empty without any."""
+    found = guessed_integers(inv)
+    return found and (
+        f"the values of {found} were random zeros and ones. If they affect the time, give the kernel example_inputs."
+    )
 
 
 def _kind(search: AutotuneData | None) -> str:

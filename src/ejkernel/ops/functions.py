@@ -22,7 +22,7 @@ from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, is_call, named, noting
+from ejkernel.ops.utils.validation import asked, is_call, named
 from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
@@ -423,8 +423,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
             raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
-        with noting(self.op_id, config, (args, kwargs)):
-            return function(*args, **{**kwargs, **config})
+        return function(*args, **{**kwargs, **config})
 
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)

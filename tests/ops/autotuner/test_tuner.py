@@ -463,6 +463,23 @@ def test_a_search_with_only_the_heuristic_left_warns_with_the_first_reason(race)
         tune(Searched(faults={2: broken, 3: broken}))
 
 
+def test_each_given_candidate_that_fails_is_named_with_its_reason(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 1.0, 2: 2.0})
+    with pytest.warns(TuningWarning) as caught:
+        tune(Searched(faults={3: broken}), candidates=[2, 3])
+    assert "1 of 2 candidates beside the heuristic was rejected: 3, failed: ValueError: does not fit" in str(
+        caught[0].message
+    )
+    race({1: 1.0})
+    with pytest.warns(TuningWarning, match=r"all 2 .* were rejected: 2, failed: .*; 3, failed: ValueError: does not"):
+        tune(Searched(faults={2: broken, 3: broken}), candidates=[2, 3])
+    with pytest.warns(TuningWarning, match="the list of candidates is empty, so only the heuristic was measured"):
+        tune(Searched(), candidates=[])
+
+
 # --- evidence ---
 
 NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a sample takes longer on a busy machine

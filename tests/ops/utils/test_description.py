@@ -298,6 +298,7 @@ def test_a_class_that_refuses_its_values_is_a_reason():
         ({"float": "one"}, "is not a float"),
         ({"bytes": "xyz"}, "hexadecimal"),
         ({"enum": f"{__name__}.Mode", "name": "SLOW"}, "Mode has no member str 'SLOW'"),
+        ({"enum": f"{__name__}.Mode", "name": None}, "expected a string"),
         ({"enum": f"{__name__}.Mode", "value": 1}, "Mode has no member of value int 1"),
         ({"enum": f"{__name__}.Parts", "value": 8}, "Parts rejected the values"),
         ({"dataclass": f"{__name__}.Options", "fields": {"scale": 1}}, "fields of Options differ"),

@@ -21,7 +21,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_in
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.random_arrays import LARGE, random_array
+from ejkernel.ops.utils.random_arrays import LARGE, drawn_integers, random_array
 from ejkernel.ops.utils.validation import asked, is_call
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -118,6 +118,14 @@ def example_sets(
     shared: dict[int, Any] = {}
     save = save or saver(inv.node.forward, choice)
     return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+
+
+def guessed_integers(inv: Invocation[Cfg, Out]) -> str:
+    """Return the types of the call's integer arrays that are random zeros and ones; empty if the kernel makes them."""
+    kernel = kernel_of(inv)
+    if overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
+        return ""
+    return drawn_integers(jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)))
 
 
 def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
@@ -21,6 +22,7 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
+_ALIKE_TILES = 10  # of a head
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 
 
@@ -119,16 +121,13 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
-    if wide > 128 and _is_plain(call):
-        return _preferred_plain(wide)
-    if wide > 128 and forward_plan(call, ForwardParams(share_buffer=True)).pieced:
-        return _preferred_in_pieces(call, wide)
-    if wide > 192 or call.query[3] > 128:
-        return _preferred_wide(call, wide, packs=grouped)
+    windowed = rules.left is not None and rules.left < call.key[1] // 2
+    if wide > 128:
+        return _preferred_wide(call, wide, packs=grouped, windowed=windowed)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return _preferred_for_segments(call, packs=grouped)
-    if rules.left is not None and rules.left < call.key[1] // 2:
+    if windowed:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
         packs = grouped and (narrow or rules.left < _SHORT_WINDOW)
         # 256 tiles: 12.1 us instead of 13.2 with tiles of 64 rows, which divide more evenly. 512 tiles: 26.9 instead of
@@ -136,30 +135,33 @@ def _preferred(call: AttentionCall) -> ForwardParams:
         few = rules.left < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
         return _preferred_in_window(rules.left, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
     if call.bias is not None:
-        return _preferred_with_bias(call, warpgroups=3 if narrow else 2)
+        return _preferred_with_bias(call)
     if rules.right is not None:
         return _preferred_causal(call, narrow=narrow)
     return _preferred_full(call, narrow=narrow, packs=grouped)
 
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
-    """Return a persistent launch if its blocks of threads have enough tiles for their unknown lengths to even out."""
-    # 15 and 26 % faster with 31 tiles for each block of threads; with 4 to 16, from 17 % faster to 22 % slower.
+    """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
     params = ForwardParams(pack_heads=packs)
-    if forward_plan(call, params).tiles <= 16 * MULTIPROCESSORS:
+    if not _evens_out(forward_plan(call, params)):
         return params
     return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True)
 
 
-def _preferred_with_bias(call: AttentionCall, warpgroups: int) -> ForwardParams:
-    """Return good parameters with a bias: the smallest tiles of which each has a multiprocessor, else large ones."""
-    params = ForwardParams(persistent=True, query_buffers=2, warpgroups=warpgroups)
-    for count in range(1, warpgroups):
-        small = dataclasses.replace(params, warpgroups=count)
-        # 409 queries of 4 heads: 17.4 us with 12 tiles, 14.3 with 16, 11.7 with 28.
-        if forward_plan(call, small).tiles <= MULTIPROCESSORS:
-            return small
-    return params
+def _evens_out(plan: ForwardPlan) -> bool:
+    """Return whether each block of threads of a persistent launch has tiles of about the same work, with segments."""
+    # With 31 tiles for each block of threads 15 and 26 % faster; with 2 to 16, from 17 % faster to 27 % slower. Three
+    # of these calls with 8 or 10 tiles for each head, which differ less, were 9 to 14 % faster.
+    return plan.row_tiles <= _ALIKE_TILES or plan.tiles > 16 * MULTIPROCESSORS
+
+
+def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
+    """Return good parameters with a bias: the size of tiles that takes the fewest rounds of these times."""
+    # The times of tiles of 15 biased calls at head_dim 16 to 64, of which the rule mispredicts none by more than 3 %.
+    params = ForwardParams(persistent=True, query_buffers=2)
+    times = {3: 1.0, 2: 0.75, 1: 0.5} if call.query[3] <= 64 else {2: 0.75, 1: 0.5}
+    return _fastest_size(call, [(dataclasses.replace(params, warpgroups=count), time) for count, time in times.items()])
 
 
 def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> ForwardParams:
@@ -170,49 +172,89 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
         packs = packs and call.attention_mask is None and -(-call.query[1] // ROWS) in _FEW_ODD_PARTS
         return dataclasses.replace(full, pack_heads=packs)
     three = dataclasses.replace(full, warpgroups=3, share_buffer=False)
-    plan = forward_plan(call, three)
-    # With 192 tiles half of the blocks of threads had two: 18 us, and 14 us with 256 smaller tiles.
-    uneven = plan.programs < plan.tiles < 2 * plan.programs and forward_plan(call, full).tiles <= 2 * plan.programs
-    return full if uneven else three
+    # With tiles of 192 rows, half of the blocks of threads had two of 192 tiles: 18 us, and 14 us with 256 smaller
+    # ones. 512 queries with lengths: 26.6 us instead of 30.1 with three tiles for each head; but 930: 116 instead of
+    # 101 with five.
+    return _fastest_size(call, [(three, 1.0), (full, 0.72 if call.key_lengths else 0.8)])
 
 
-def _is_plain(call: AttentionCall) -> bool:
-    """Return whether the call is full or causal, without arrays that hide keys, and queries are as wide as values."""
-    arrays = call.bias is not None or call.attention_mask is not None or call.segments or call.key_lengths
-    return not arrays and call.rules.left is None and call.query[3] == call.value[3]
+def _fastest_size(call: AttentionCall, sizes: list[tuple[ForwardParams, float]]) -> ForwardParams:
+    """Return the parameters whose tiles, each of the time beside them, take the least time; the first of equal ones."""
+
+    def duration(size: tuple[ForwardParams, float]) -> float:
+        params, time = size
+        rounds = forward_plan(call, params).tiles / MULTIPROCESSORS
+        return time * (rounds if call.key_lengths else math.ceil(rounds))  # tiles of any lengths even out
+
+    fitting = [size for size in sizes if params_fault(call, size[0]) is None]
+    return min(fitting or sizes, key=duration)[0]
 
 
-def _preferred_plain(wide: int) -> ForwardParams:
-    """Return good parameters for wide heads; one buffer of queries is left where two do not fit."""
+# Wide heads.
+
+
+def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bool) -> ForwardParams:
+    """Return good parameters for heads of more than 128 columns; one buffer of queries is left where two do not fit."""
     # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
     # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
-    # at 136, where each head has its own keys.
+    # at 136, where each head has its own keys. Lengths: 39 instead of 34 and 275 instead of 254 at 200 and 184.
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
-    return params if wide <= 160 else dataclasses.replace(params, kv_block=64)
+    params = params if wide <= 160 else dataclasses.replace(params, kv_block=64)
+    plain = ForwardParams(kv_block=128 if wide <= 160 else 96, share_buffer=True)
+    if call.segments:
+        return params if _evens_out(forward_plan(call, ForwardParams())) else plain
+    if windowed:
+        return _preferred_wide_window(call, params, packs=packs)
+    if call.bias is not None or call.attention_mask is not None:
+        return _preferred_wide_with_arrays(call, wide, packs=packs)
+    if call.query[3] != call.value[3]:
+        return _preferred_unequal(call, params, packs=packs)
+    if wide <= 160:  # one example with a length at head_dim 152: 194 us instead of 209
+        return plain if call.key_lengths and call.query[0] == 1 else params
+    # Steps of 96 keys, 176: 325 us instead of 338, with a length 99 instead of 109; 208: 353 instead of 373. But 184:
+    # 793 instead of 674, 200: 414 instead of 375, 192: 313 instead of 305; and under a causal mask they spill.
+    many = wide in (176, 208) and call.rules.right is None
+    return dataclasses.replace(params, kv_block=96) if many else params
 
 
-def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
-    """Return good parameters for heads of more than 128 columns in whole tiles."""
-    rules = call.rules
+def _preferred_wide_window(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
+    """Return good parameters for wide heads in a window."""
+    left = call.rules.left
+    assert left is not None
+    few = dataclasses.replace(params, kv_block=64)
+    # Instead of 64 rows of each of two heads, 128 rows of one: 49 us instead of 40 at head_dim 152 and a window of 256,
+    # 132 instead of 116 at 208. With a window of 1,024: 160 us instead of 148 at 184, but 69 instead of 74 at 144.
+    if packs and left < (_NARROW_WINDOW if params.kv_block > 64 else 2 * _NARROW_WINDOW):
+        return dataclasses.replace(few, pack_heads=True)
+    if left < _SHORT_WINDOW:  # 53 us instead of 59 at head_dim 256, 45 instead of 46 at 144
+        return dataclasses.replace(few, warpgroups=1, ping_pong=False)
+    if left >= _NARROW_WINDOW or params.kv_block == 64:
+        return params
+    return dataclasses.replace(few, stages=3)
+
+
+def _preferred_unequal(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
+    """Return good parameters for wide heads where queries are not as wide as values."""
+    if max(call.query[3], call.value[3]) <= 160:
+        return params
+    if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
+        return dataclasses.replace(params, kv_block=96, heads_first=False, pack_heads=packs)
+    # Beside much wider values, which share no buffer. At head_dim 64/168, full: 148 us instead of 170 with 64 keys;
+    # causal: 75 instead of 84 at 32/184 with 64, 124 instead of 138 at 56/168.
+    many = _has_much_wider_values(call) and call.rules.right is None
+    return dataclasses.replace(params, kv_block=96) if many else params
+
+
+def _preferred_wide_with_arrays(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
+    """Return good parameters for wide heads with a bias or a mask."""
+    if is_pieced(call, WHOLE_DIMS):  # ping-pong gains 8 to 15 %
+        return ForwardParams(kv_block=128 if wide <= 160 else 96, share_buffer=True)
     if wide > 192:
-        if wide <= 224 and rules.left is not None:  # 45.9 us instead of 48.0 at head_dim 224 with a window of 128
-            return ForwardParams(kv_block=64, persistent=True, share_buffer=True)
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         packs = packs and call.query[1] < 2048
-        few = 64 if rules.soft_cap is None else 80
+        few = 64 if call.rules.soft_cap is None else 80
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=packs)
-    if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
-        return ForwardParams(kv_block=96, persistent=True, query_buffers=2, pack_heads=packs, share_buffer=True)
     return ForwardParams(share_buffer=True, ping_pong=False)
-
-
-def _preferred_in_pieces(call: AttentionCall, wide: int) -> ForwardParams:
-    """Return good parameters for wide heads whose columns are copied in pieces, where ping-pong gains 8 to 15 %."""
-    if wide <= 160:
-        return ForwardParams(share_buffer=True)
-    # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
-    many = call.rules.left is None and not _has_much_wider_values(call)
-    return ForwardParams(kv_block=96 if many else 64, share_buffer=True)
 
 
 def _preferred_in_window(left: int, *, packs: bool, shortest: int, warpgroups: int) -> ForwardParams:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._options import type_text
@@ -24,7 +22,6 @@ from ejkernel.kernels.quantized_matmul.quantized import (
     Quantized,
     canonical_dtype,
     check_quantized,
-    scale_shape,
 )
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.kernels.quantized_matmul.sharding import ScaleAxes
@@ -142,13 +139,15 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         of_lhs = scales.of("lhs", lhs, lhs_scale, inv.kwargs["lhs_block"], ["rows", "inner"])
         of_rhs = scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split())
         call = self.call_of(inv)
-        out = jax.ShapeDtypeStruct((call.rows, call.columns), jnp.float32)
-        out_scale = jax.ShapeDtypeStruct(scale_shape(out.shape, (1, BLOCK)), jnp.float32)
-        of_out = scales.of("out", out, out_scale, (1, BLOCK), ["rows", "columns"])
+        of_out = scales.of_result("out", (call.rows, call.columns), (1, BLOCK), ["rows", "columns"])
         texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if gate else [])]
         split = scales.split(["rows", "columns"])
         return ShardingRule(
-            f"{', '.join(texts)} -> rows columns, {of_out}", split=split, follows=scales.follows, cheapest=True
+            f"{', '.join(texts)} -> rows columns, {of_out}",
+            split=split,
+            follows=scales.follows,
+            multiples=scales.multiples,
+            cheapest=True,
         )
 
     def cost(self, inv: _Invocation) -> Cost | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -109,6 +110,14 @@ class Findings(Shown):
     def is_in_force(self, outcome: Outcome) -> bool:
         """Return whether an outcome is that of the configuration in force."""
         return outcome is self.winner if self.stays is None else are_same(outcome.config, self.stays)
+
+    @property
+    def counts(self) -> str:
+        """The number of measured candidates of all, and the numbers of those with another result, in words."""
+        counts = collections.Counter(outcome.status for outcome in self.outcomes)
+        measured = f"{counts.pop(Status.MEASURED, 0)} of {self.progress.candidates} measured"
+        others = [f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED]
+        return ", ".join([measured, *others])
 
     @property
     def before(self) -> float | None:

@@ -60,6 +60,7 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+_TUNED = ("arguments", "heuristic", "tuned", "speed-up", "candidates")  # columns of calls tuned here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +91,15 @@ class AutotuningResult(Shown):
         searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
         times = before_and_after(searches)
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
-        header: tuple[str, ...] = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
+        header: tuple[str, ...] = ("operation", "call", "configuration", *_TUNED)
         if not self.searches:  # from `loads`
             header, rows = header[:3], [row[:3] for row in rows]
+        optional = ("call", "candidates", "arguments")
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
         return "\n".join(
             [
                 title,
-                *([text_table(header, rows, width=terminal_width(), optional=("call", "arguments"))] if rows else []),
+                *([text_table(header, rows, width=terminal_width(), optional=optional)] if rows else []),
                 *self.remarks(unfinished=True),  # they have no row
             ]
         )
@@ -205,8 +207,10 @@ def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str,
 
 
 def _cells(entry: Entry, search: AutotuneData | None, times: tuple[str, str]) -> tuple[str, ...]:
-    call, word = ("-", "-") if search is None else (arguments(search.inv.description), search.in_a_word)
-    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word
+    call, word, counts = ("-",) * 3
+    if search is not None:
+        call, word, counts = arguments(search.inv.description), search.in_a_word, search.counts
+    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word, counts
 
 
 @dataclasses.dataclass(frozen=True)
