@@ -19,11 +19,17 @@ def announcing_the_stop(console: Console) -> Iterator[None]:
     a handler, the measurements of the running search would be lost.
     """
 
-    def stopping(number: int, frame: FrameType | None) -> None:
-        # The next Ctrl-C ends the search at once.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def tell(text: str) -> None:
         with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-            console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
+            console.print(text, highlight=False)
+
+    def stopping(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, stopping_at_once)
+        tell("stopping with the best so far, which is saved; Ctrl-C again stops at once")
+        signal.default_int_handler(number, frame)
+
+    def stopping_at_once(number: int, frame: FrameType | None) -> None:
+        tell("stopping at once, without the measurements of this search")
         signal.default_int_handler(number, frame)
 
     # Not those that `nohup` ignores.
