@@ -127,11 +127,8 @@ class TuneOutcome:
         parts = []
         if number:
             which = "search" if number == 1 else "searches"
-            more = (
-                f", with {self._more(found)} (seconds for each call) for more time"
-                if found and (self.budget is not None or self._lacks_references)
-                else ""
-            )
+            helps = found and (self.budget is not None or self._lacks_references)
+            more = f", with {self._more(found)} (seconds for each call) for more time" if helps else ""
             parts.append(f"{number} {which} can continue: run the command again{more}.")
         if without:
             have = "call has" if without == 1 else "calls have"

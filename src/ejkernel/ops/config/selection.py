@@ -260,11 +260,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
         if kernel.op_id_v in self._namesakes:
             return
-        others = [
-            other
-            for other in living_kernels().get(kernel.op_id_v, ())
-            if other is not kernel and not same_code(kernel, other)
-        ]
+        namesakes = living_kernels().get(kernel.op_id_v, ())
+        others = [other for other in namesakes if other is not kernel and not same_code(kernel, other)]
         if others:
             self._namesakes.add(kernel.op_id_v)
             text = (

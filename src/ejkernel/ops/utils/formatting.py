@@ -196,9 +196,8 @@ def arguments(call: object) -> str:
     positional, made = _without_made(call.get("op"), positional)
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
-    parts += made
     statics = named.items() if isinstance(named, dict) else ()
-    parts += [f"{name}={_number(value)}" for name, value in statics if _is_shown(name, _number(value))]
+    parts += made + [f"{name}={_number(value)}" for name, value in statics if _is_shown(name, _number(value))]
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]

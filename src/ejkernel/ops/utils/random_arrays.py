@@ -25,8 +25,6 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
         first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
         keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
-    if like.dtype == np.bool_:
-        return _placed(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not jnp.issubdtype(like.dtype, jnp.inexact):
         return _placed(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > LARGE:

@@ -121,19 +121,19 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
-    windowed = rules.left is not None and rules.left < call.key[1] // 2
+    window = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
     if wide > 128:
-        return _preferred_wide(call, wide, packs=grouped, windowed=windowed)
+        return _preferred_wide(call, wide, packs=grouped, windowed=window is not None)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return _preferred_for_segments(call, packs=grouped)
-    if windowed:
+    if window is not None:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
-        packs = grouped and (narrow or rules.left < _SHORT_WINDOW)
+        packs = grouped and (narrow or window < _SHORT_WINDOW)
         # 256 tiles: 12.1 us instead of 13.2 with tiles of 64 rows, which divide more evenly. 512 tiles: 26.9 instead of
         # 27.6, and 28.2 instead of 29.3. But 1,024 tiles: 37.5 instead of 36.6.
-        few = rules.left < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
-        return _preferred_in_window(rules.left, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
+        few = window < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
+        return _preferred_in_window(window, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
     if call.bias is not None:
         return _preferred_with_bias(call)
     if rules.right is not None:
