@@ -66,14 +66,16 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
     def __init__(self) -> None:
         super().__init__(name="quantized_grouped_activation")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional
         self,
         lhs: Any,
         rhs: Any,
         group_sizes: Any,
         lhs_scale: Any = None,
         rhs_scale: Any = None,
-        *epilogue: Any,
+        gate: Any = None,
+        row_scale: Any = None,
+        *,
         quantize: Any = None,
         activation: Any = None,
         preferred_element_type: Any = None,
@@ -86,9 +88,8 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits.
 
-        `epilogue` is the gate, a pair of its numbers and their scales or `None`, and a factor for each row or `None`.
+        `gate` is a pair: the gate's numbers, and their scales.
         """
-        gate, row_scale, *_ = (*epilogue, None, None)
         for name, scale in (("lhs", lhs_scale), ("rhs", rhs_scale)):
             if scale is None:
                 raise ArgumentError(
