@@ -483,15 +483,23 @@ def test_a_result_that_a_full_disk_does_not_take_is_not_called_saved(program, ca
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, text, **options)
 
+    def tuned(*options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", *options)
+
     write = persistent.write_file
     monkeypatch.setattr(persistent, "write_file", full)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    status, _, err = tuned()
     assert status == 1
     assert "1 faster than the heuristic, 1 tuned, but not saved; saved in" in err
     assert re.search(r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device", err)
     assert "1 call has no saved configuration yet" in err
+    monkeypatch.setattr(persistent, "write_file", write)
+    assert tuned()[0] == 0
+    monkeypatch.setattr(persistent, "write_file", full)
+    status, _, err = tuned("--force")  # the earlier entry stays
+    assert (status, "no saved configuration" in err) == (1, False)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(program, capsys):

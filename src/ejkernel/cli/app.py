@@ -115,7 +115,7 @@ def _what_is_left(arguments: Sequence[str]) -> str:
     # `tune` saves each search when it ends.
     if "tune" not in arguments[:1] or {"--compile-only", "--estimate", "--dry-run"}.intersection(arguments):
         return ""
-    return "; what was measured is saved, run the command again to continue"
+    return "; finished searches are saved, run the command again to continue"
 
 
 def _without_reader() -> int:

@@ -370,9 +370,9 @@ def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> I
     An entry that could not be written is none: it ends with this process.
     """
     store, kernel = chain.persistent, kernel_of(inv)
-    if store is not None and not store.why_unwritten(inv.key):
+    if store is not None:
         note_config_types(inv, kernel)
-        for _, entry in store.found(inv.key, kernel.config_type):
+        for _, entry in store.on_disk().found(inv.key, kernel.config_type):
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
 
 

@@ -7,6 +7,7 @@ File names derive from keys, so no input can choose a path.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import os
@@ -344,6 +345,12 @@ class PersistentCache(Shown):
     def why_unwritten(self, key: Any) -> str:
         """Return why the entry put for a key is only in the memory of this process; empty if a file has it."""
         return self._why_unwritten if identity(key) in self._memory else ""
+
+    def on_disk(self) -> PersistentCache:
+        """Return a view of the cache without the entries that only the memory of this process holds."""
+        view = copy.copy(self)
+        view._memory = {}
+        return view
 
     def warn_not_writable(self, error: OSError) -> None:
         """Warn, once for this object, that new entries stay in memory."""

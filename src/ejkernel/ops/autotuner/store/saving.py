@@ -93,21 +93,23 @@ class Saver:
             return "", found
         earlier = self._earlier(call)
         reason: str | AdmissionError = ""
-        is_only_here = False
+        unread = unwritten = ""
         try:
             reason = why_not_saved(found, validated=self.validated, earlier=earlier)
         except AdmissionError as fault:
             logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
             reason = fault
         if not reason:
-            reason = self._why_not_read(found) or self._remember(key, call, found)
-            is_only_here = bool(reason)
-        stays = earlier.config if reason and earlier and not same_config(earlier.config, found.config) else None
+            unread = self._why_not_read(found)
+            unwritten = "" if unread else self._remember(key, call, found)
+            reason = unread or unwritten
+        has_other = earlier is not None and not same_config(earlier.config, found.config)
+        stays = earlier.config if earlier and has_other and reason and not unwritten else None
         if isinstance(reason, str) and reason:
             logger.info("%s: %s is not saved: %s", call.op_id_v, found.config, reason)
             self._use_here(key, call, found.config)
         found = dataclasses.replace(
-            found, not_saved=str(reason), stays=stays, is_only_here=is_only_here and stays is None
+            found, not_saved=str(reason), stays=stays, is_only_here=bool(unread or unwritten) and stays is None
         )
         # Store all measurements, not only the winner: later searches start from them.
         if self.store is not None and self.chain.persist_autotune:

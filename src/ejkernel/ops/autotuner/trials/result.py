@@ -15,11 +15,12 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
-from ejkernel.ops.core.declared_names import decode_config, type_name
+from ejkernel.ops.core.declared_names import decode_config, type_name, why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
@@ -158,7 +159,14 @@ class AutotuningResult(Shown):
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the configurations as JSON with its digest at the end, without the searches and their times."""
+        """Return the configurations as JSON with its digest at the end, without the searches and their times.
+
+        Warns of a configuration that `loads` could not return as it is.
+        """
+        for entry in self.entries:
+            reason = why_not_decoded(entry.cfg)
+            if reason:
+                warn(f"loads() will not return the configuration of {entry.op_id_v}: {reason}", CacheWarning)
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries
