@@ -228,9 +228,7 @@ def test_space_around_the_text_does_not_matter():
 
 
 def test_a_configuration_that_would_be_read_as_another_is_reported_when_it_is_written():
-    with pytest.warns(
-        CacheWarning, match=r"loads\(\) will not return .* matmul@v0: \$.rows: expected"
-    ):
+    with pytest.warns(CacheWarning, match=r"loads\(\) will not return .* matmul@v0: \$.rows: expected"):
         result_of(entry(1, Tile(8.0))).dumps()
 
 
