@@ -34,7 +34,9 @@ def run_apart(module: str, *arguments: str, seconds: float, xla_flags: str = "")
     except subprocess.TimeoutExpired as expired:
         # bytes, although the pipe was opened as text
         return (expired.stdout or b"").decode().splitlines(), f"it took more than {seconds:.0f} s"
-    reason = (done.stderr.strip().splitlines() or ["it ended"])[-1][:300] if done.returncode else ""
+    reason = (
+        (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1][:300] if done.returncode else ""
+    )
     return done.stdout.splitlines(), reason
 
 

@@ -206,7 +206,7 @@ def estimated(case: dict[str, Any]) -> dict[str, Any]:
 
     needs, call, params = _Launches().of(case).estimates, described(case)[0], params_of(case)
     refused = choices.params_fault(call, params) is not None
-    fits = "no" if refused else "fits" if choices.fits(call, params) else "compiler"
+    fits = "no" if refused else "fits" if choices.doubt(call, params) is None else "compiler"
     return {"estimated": [need.most for need in needs], "least": [need.least for need in needs], "fits": fits}
 
 

@@ -4,33 +4,25 @@
 "both" is `quantize_both`, with the rows and the columns in 8 bits, "squares" with a scale for 128x128 numbers of the
 columns, and "blocks" and "rows" are `quantize` with 1x128 blocks and with a scale for each row. "norm" is `rms_norm`
 with its result in 8 bits, from one pass or from two: the result in bfloat16, then its blocks. "copy" negates the
-matrix, so it reads and writes bfloat16. Rates count the matrix and the results once. `kernel_us` is the sum of the
-kernels of one call, the median of several.
+matrix, so it reads and writes bfloat16. `benchmarks.quantized` times the contenders. Rates count the matrix and the
+results once.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import report
-from benchmarks.linear_cross_entropy_hopper import seconds_per_call
-from ejkernel import compat
+from benchmarks.quantized import Function, add_rates, run_contenders, run_shapes
 from ejkernel.kernels.quantized_matmul.quantizing.plan import QuantizeParams
 from ejkernel.modules import QuantizeConfig, quantize, quantize_both, rms_norm
 
-SHAPES = ((8192, 4096), (8192, 14336), (4096, 7168))
-CALLS = 7
-Function = Callable[[jax.Array], Any]
+SHAPES = {"8192 x 4096": (8192, 4096), "8192 x 14336": (8192, 14336), "4096 x 7168": (4096, 7168)}
 
 
 def ours(**params: int) -> Function:
@@ -50,6 +42,7 @@ CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
     "both, xla": (functools.partial(quantize_both, implementation="xla"), 4),
     "both, squares": (functools.partial(quantize_both, square=True), 4),
     "both, 1 tile, 3 blocks": (ours(tiles=1, blocks=3), 4),
+    **{f"both, panels of {size}": (ours(panel=size), 4) for size in (2, 4, 8, 16)},
     "blocks": (lambda x: quantize(x, block=128), 3),
     "rows": (quantize, 3),
     "norm": (lambda x: norm(x, quantize="float8_e4m3fn"), 3),
@@ -59,47 +52,44 @@ CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
 }
 
 
-def measured(shape: tuple[int, int], names: Sequence[str]) -> dict[str, Any]:
-    """Return the times of each contender."""
-    x = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))()
-    found: dict[str, Any] = {}
-    for name in names:
-        function, size = CONTENDERS[name]
-        program = jax.jit(function).lower(x).compile()
-        run = functools.partial(program, x)
-        jax.block_until_ready(run())
-        row = {"us": round(1e6 * seconds_per_call(run, 20), 1)}
-        time.sleep(0.2)  # the card cools down
-        kernels = [compat.cupti_seconds(run) for _ in range(CALLS)] if jax.default_backend() == "gpu" else []
-        if kernels and None not in kernels:
-            row["kernel_us"] = round(1e6 * float(np.median(np.asarray(kernels, float))), 1)
-        found[name] = row | {"gb_per_s": round(shape[0] * shape[1] * size / row.get("kernel_us", row["us"]) / 1e3)}
+def measured(shape: tuple[int, int], names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Return the times of each contender, or the reason for having none."""
+
+    def operands(kind: str, positive: bool) -> tuple[jax.Array]:
+        return (jax.random.normal(jax.random.key(0), shape, jnp.bfloat16),)
+
+    found = run_contenders(
+        names,
+        lambda name: CONTENDERS[name][0],
+        lambda name: "bfloat16",
+        operands,
+        lambda name, program, arrays: None,
+        seconds=seconds,
+    )
+    add_rates(found, lambda name: math.prod(shape) * CONTENDERS[name][1])
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return a Markdown table, a line per shape and contender."""
-    lines = ["| | us | kernels us | GB/s |", "|---|---|---|---|"]
-    for shape, rows in found.items():
-        for name, row in rows.items() if shape != "environment" else ():
-            lines.append(f"| {shape}, {name} | {row['us']} | {row.get('kernel_us', '')} | {row['gb_per_s']:,} |")
-    return "\n".join(lines) + "\n"
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """Return our rates relative to that of copying."""
+    rates = {name: row["gb_per_s"] for name, row in rows.items() if "gb_per_s" in row}
+    copied = rates.pop("copy", 0)
+    return {f"{name} / copy, GB/s": round(rate / copied, 3) for name, rate in rates.items() if copied}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write it with `--out`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantize", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantize_<device>.json and .md there")
-    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
-    args = parser.parse_args(argv)
-    found: dict[str, Any] = {"environment": report.environment()}
-    for shape in SHAPES:
-        found[" x ".join(map(str, shape))] = measured(shape, args.contenders)
-        print(json.dumps(found), flush=True)
-        if args.out is not None:
-            report.write(args.out, f"quantize_{report.platform_name()}", found, table(found))
-    print(table(found))
-    return 0
+    """Print the table, and write it with `--out`; see `run_shapes`."""
+    return run_shapes(
+        "quantize",
+        __doc__,
+        SHAPES,
+        CONTENDERS,
+        few=dict.fromkeys(SHAPES, tuple(CONTENDERS)),
+        seconds=60.0,
+        measured=measured,
+        ratios=ratios,
+        argv=argv,
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 """`python -m benchmarks.quantized_activation`: gated activations of 8-bit products, quantised in the same kernel.
 
 `silu(x @ w) * (x @ gate)` in float8, with a scale for 128 columns of a row, from operands with scales of rows and
-columns ("rows") or of blocks ("blocks"). "apart" is what a layer does otherwise: a product with both matrices joined,
-whose bfloat16 result XLA activates and our kernel quantises. "bfloat16" is our gated kernel on bfloat16 operands, and
-the same kernel that quantises. `benchmarks.quantized` times the contenders. `errors` are norms
-relative to the float32 activation of the dequantised operands in some rows; rounding to 8 bits is most of them. "name /
-rows" is the time of a contender relative to that of the kernel.
+columns ("rows") or of blocks ("blocks"). "wide" is the same kernel with a result in bfloat16. "apart" is what a layer
+does otherwise: a product with both matrices joined, whose bfloat16 result XLA activates and our kernel quantises.
+"bfloat16" is our gated kernel on bfloat16 operands, and the same kernel that quantises. `benchmarks.quantized` times
+the contenders. `errors` are norms relative to the float32 activation of the dequantised operands in some rows; rounding
+to 8 bits is most of them. "name / rows" is the time of a contender relative to that of the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
+from benchmarks.quantized import Function, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, sizes_of
 from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
 
@@ -34,15 +34,14 @@ SHAPES = {
 }
 
 
-def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
+def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantize: str | None = E4M3) -> Any:
     """Return the gated activation by one kernel."""
     del joined
-    how: dict[str, Any] = {"activation": "silu", "quantize": E4M3, "implementation": "mosaic_gpu"}
+    how: dict[str, Any] = {"activation": "silu", "quantize": quantize, "implementation": "mosaic_gpu"}
     if len(sizes) == 1:
         parts = [Quantized(array.values[0], array.scale[0], array.block[1:]) for array in (w, gate)]
         return quantized_matmul(x, parts[0], gate=parts[1], transpose_w=True, **how)
-    found: Quantized = grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
-    return found
+    return grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
 
 
 def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
@@ -67,6 +66,8 @@ def from_bfloat16(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Q
 CONTENDERS: dict[str, Function] = {
     "rows": fused,
     "blocks": fused,
+    "rows, wide": functools.partial(fused, quantize=None),
+    "blocks, wide": functools.partial(fused, quantize=None),
     "rows, apart": apart,
     "blocks, apart": apart,
     "bfloat16": from_bfloat16,
@@ -74,11 +75,12 @@ CONTENDERS: dict[str, Function] = {
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
+def operands(shape: Shape, kind: str, positive: bool | jax.Array) -> tuple[Any, ...]:
     """Return rows, both matrices of each group, and these joined: in bfloat16, or quantised."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
     sizes = (shape.m, shape.k), *[(shape.groups, shape.n, shape.k)] * 2
-    x, *matrices = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True))
+    made = [jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
+    x, *matrices = (jnp.where(positive, jnp.abs(array), array) for array in made)
     if kind == "bfloat16":
         return x, *matrices, None
     joined = jnp.concatenate(matrices, axis=1)
@@ -87,37 +89,37 @@ def operands(shape: Shape, kind: str) -> tuple[Any, ...]:
     return quantize(x, **rows), *(quantize(array, **own) for array in (*matrices, joined))
 
 
-def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, kinds = sizes_of(shape), {name: name.split(",")[0] for name in names}
-    given = {kind: operands(shape, kind) for kind in dict.fromkeys(kinds.values())}
-    found, runs = run_contenders(
+    return run_contenders(
         names,
         CONTENDERS.__getitem__,
-        lambda name: (*given[kinds[name]], sizes),
-        lambda name, program: {"errors": [error(program, shape, given[kinds[name]])]},
+        lambda name: name.split(",")[0],
+        lambda kind, positive: (*operands(shape, kind, positive), sizes_of(shape)),
+        functools.partial(error, shape),
+        seconds=seconds,
+        flops=4.0 * math.prod(shape[:3]),
     )
-    add_times(4 * math.prod(shape[:3]), found, runs)
-    return found
 
 
-def error(program: Function, shape: Shape, arrays: Any) -> float:
+def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
     """Return a contender's error in some rows."""
-    x, w, gate, _ = arrays
-    sizes = sizes_of(shape)
+    x, w, gate, _, sizes = arrays
     rows = jnp.linspace(0, shape.m - 4, ROWS).astype(jnp.int32)
     groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
     # `expected` takes bfloat16 matrices as [groups, k, n].
     matrices = [each if isinstance(each, Quantized) else each.swapaxes(1, 2) for each in (w, gate)]
     products = [expected(x, each, rows, groups) for each in matrices]
-    out = program(*arrays, sizes)
-    some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize()
+    out = program(*arrays)
+    quantized = isinstance(out, Quantized)
+    some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize() if quantized else out[rows]
     return float(f"{relative_error(some[:, :COLUMNS], jax.nn.silu(products[0]) * products[1]):.2e}")
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """Return the times of the other ways relative to those of the kernels."""
-    pairs = (("rows, apart", "rows"), ("blocks, apart", "blocks"), ("bfloat16", "rows"), ("bfloat16", "blocks"))
+    pairs = [(f"{own}, {other}", own) for other in ("wide", "apart") for own in ("rows", "blocks")]
+    pairs += [("bfloat16", "rows"), ("bfloat16", "blocks")]
     found = {}
     for kind in ("us", "kernel_us"):
         for other, own in pairs:
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         SHAPES,
         CONTENDERS,
-        few=tuple(CONTENDERS),
+        few=dict.fromkeys(list(SHAPES)[:3], tuple(CONTENDERS)),
         seconds=45.0,
         measured=measured,
         ratios=ratios,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
+from benchmarks.quantized import Function, run_contenders, run_shapes
 from ejkernel.modules import Quantized, QuantizedGroupedMatmulConfig, grouped_matmul, quantize
 
 BASE = "bfloat16"
@@ -113,27 +113,27 @@ def sizes_of(shape: Shape) -> jax.Array:
     return jnp.asarray(rng.multinomial(shape.m - 3, np.full(shape.groups, 1 / shape.groups)), jnp.int32)
 
 
-def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, given = sizes_of(shape), {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
+    return run_contenders(
+        names,
+        CONTENDERS.__getitem__,
+        kind_of,
+        lambda kind, positive: (*operands(shape, kind, positive), sizes_of(shape)),
+        functools.partial(error, shape),
+        seconds=seconds,
+        flops=2.0 * math.prod(shape[:3]),
+    )
 
-    def row(name: str, program: Any) -> dict[str, Any]:
-        positive = operands(shape, kind_of(name), True)
-        return {"errors": [error(program, shape, arrays) for arrays in (given[kind_of(name)], positive)]}
 
-    found, runs = run_contenders(names, CONTENDERS.__getitem__, lambda name: (*given[kind_of(name)], sizes), row)
-    add_times(2 * math.prod(shape[:3]), found, runs)
-    return found
-
-
-def error(program: Function, shape: Shape, arrays: Any) -> float:
+def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
     """Return a contender's error in some rows; not a number if rows outside all groups are not zero."""
-    sizes = sizes_of(shape)
+    *pair, sizes = arrays
     rows = jnp.linspace(0, shape.m - 4, ROWS).astype(jnp.int32)
     groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
-    out = program(*arrays, sizes)
+    out = program(*arrays)
     outside = bool(jnp.any(out[-3:]))
-    found = relative_error(out[rows, :COLUMNS], expected(*arrays, rows, groups))
+    found = relative_error(out[rows, :COLUMNS], expected(*pair, rows, groups))
     return float("nan") if outside else float(f"{found:.2e}")
 
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         SHAPES,
         CONTENDERS,
-        few=FEW,
+        few=dict.fromkeys(list(SHAPES)[:3], FEW),
         seconds=40.0,
         measured=measured,
         ratios=ratios,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, add_times, run_contenders, run_shapes
+from benchmarks.quantized import Function, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import BASE, SHAPES, Shape, ratios, sizes_of
 from ejkernel.kernels.grouped_matmul.common import taken_apart
 from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
@@ -107,27 +107,27 @@ def expected(lhs: Any, dout: Any, sizes: jax.Array) -> jax.Array:
     return jnp.einsum("rk,rn->kn", jnp.where(inside[:, None], arrays[0], 0), arrays[1], precision="highest")
 
 
-def error(program: Function, arrays: Any, sizes: jax.Array) -> float:
-    """Return a contender's error in a part of one group's result."""
-    out = program(*arrays, sizes)
+def error(name: str, program: Function, arrays: Any) -> float | None:
+    """Return a contender's error in a part of one group's result, if it is a gradient."""
+    if name.startswith("quantize"):
+        return None
+    out = program(*arrays)
     out = out[0] if isinstance(out, tuple) else out
-    found = relative_error(out[GROUP, :PART, :PART], expected(*arrays, sizes))
+    found = relative_error(out[GROUP, :PART, :PART], expected(*arrays))
     return float(f"{found:.2e}")
 
 
-def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    sizes, given = sizes_of(shape), {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
-
-    def row(name: str, program: Any) -> dict[str, Any]:
-        if name.startswith("quantize"):
-            return {}
-        positive = operands(shape, kind_of(name), True)
-        return {"errors": [error(program, arrays, sizes) for arrays in (given[kind_of(name)], positive)]}
-
-    found, runs = run_contenders(names, CONTENDERS.__getitem__, lambda name: (*given[kind_of(name)], sizes), row)
-    add_times(2 * math.prod(shape[:3]), found, runs)
-    return found
+    return run_contenders(
+        names,
+        CONTENDERS.__getitem__,
+        kind_of,
+        lambda kind, positive: (*operands(shape, kind, positive), sizes_of(shape)),
+        error,
+        seconds=seconds,
+        flops=2.0 * math.prod(shape[:3]),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         SHAPES,
         CONTENDERS,
-        few=FEW,
+        few=dict.fromkeys(list(SHAPES)[:2], FEW),
         seconds=45.0,
         measured=measured,
         ratios=ratios,

@@ -4,7 +4,8 @@
 The contenders: our kernel with exact and with fast sums, on int8, and with other tiles; our plain JAX on widened
 operands; XLA's cuBLASLt call for float8 with scalar scales, XLA's product of float8 arrays without scales, and cuBLAS
 on bfloat16. "bfloat16 by" has rows of bfloat16; "thin blocks" are 1x128 of both operands. "quantize" makes the rows'
-numbers and scales from bfloat16, as a layer does before each product.
+numbers and scales from bfloat16, as a layer does before each product. "copy" negates `w` in bfloat16. With few rows,
+rates count `w` once, and twice for the copy.
 
 `benchmarks.quantized` times the contenders. `errors` are norms relative to the float32 product of the dequantised
 operands: on normal numbers, and on their magnitudes, where coarse sums show. "rival / ours" compares exact and fast
@@ -13,26 +14,21 @@ sums with cuBLASLt's.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
-import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import report
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, add_times, measured_apart, run_contenders, table
+from benchmarks.quantized import Function, add_rates, run_contenders, run_shapes
 from ejkernel.modules import Quantized, QuantizedMatmulConfig, quantize, quantized_matmul
 
 CHECKED = 512  # rows and columns
+FEW_ROWS = 64  # with so many, reading `w` takes the time
 SCALAR = 2.0**-6
 EXACT, FAST, RIVAL = "ejkernel", "ejkernel fast", "xla cublasLt"
 
@@ -105,6 +101,10 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "ejkernel int8": ours,
     "ejkernel blocks": ours,
     "blocks, 5 stages": functools.partial(ours, block_n=192, stages=5, out_slots=1),
+    **{
+        f"blocks, panel {size}": functools.partial(ours, block_n=192, out_slots=3, panel=size)
+        for size in (4, 8, 12, 24, 32)
+    },
     "blocks, block_n 128": functools.partial(ours, block_n=128, stages=5),
     "ejkernel xla": functools.partial(ours, implementation="xla"),
     "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),
@@ -121,26 +121,24 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "xla float8 highest": functools.partial(by_xla, precision="highest"),
     "cublas bfloat16": bfloat16_product,
     "quantize": lambda shape: lambda x, w: quantize(x),
+    "copy": lambda shape: lambda x, w: -w,
 }
 FEW = (EXACT, FAST, "ejkernel int8", RIVAL, "cublas bfloat16")
-BLOCKS = ("ejkernel blocks", "ejkernel thin blocks", "blocks, 5 stages", "blocks, block_n 128", RIVAL)
-WIDE = ("ejkernel bfloat16 by int8", "ejkernel bfloat16 by float8", "xla bfloat16 by int8")
-# The contenders of each process, by shape.
-OF_SHAPE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "B": (FEW, BLOCKS, tuple(name for name in CONTENDERS if name not in (*FEW[1:], *BLOCKS, *WIDE))),
-    "C": (FEW, BLOCKS),
-    "decode": (FEW, WIDE),
-    "decode, 16 rows": (FEW, WIDE),
-    "decode, short": (FEW, WIDE),
-    "ragged": ((*FEW[:3], "ejkernel xla"), BLOCKS[:1]),
-    "A": (FEW,),
-    "D": (FEW,),
-    "tiny": (tuple(name for name in CONTENDERS if name not in WIDE[:2]),),
+BLOCKS = ("ejkernel blocks", "ejkernel thin blocks")
+WIDE = ("ejkernel bfloat16 by int8", "ejkernel bfloat16 by float8")
+DECODE = (*FEW, *WIDE, "xla bfloat16 by int8", "copy")
+# The contenders of each shape that run by default.
+OF_SHAPE = {
+    "B": (*FEW, *BLOCKS),
+    "C": (*FEW, *BLOCKS),
+    "decode": DECODE,
+    "decode, 16 rows": DECODE,
+    "ragged": (*FEW[:3], BLOCKS[0], "ejkernel xla"),
 }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def operands(shape: Shape, kind: str, positive: bool) -> tuple[Any, Any]:
+def operands(shape: Shape, kind: str, positive: bool | jax.Array) -> tuple[Any, Any]:
     """Return operands: bfloat16, or quantised with a scale for each row and column, or for blocks."""
     keys = jax.random.split(jax.random.key(0), 2)
     made = [jax.random.normal(key, (size, shape.k), jnp.bfloat16) for key, size in zip(keys, shape[:2], strict=True)]
@@ -160,8 +158,10 @@ def kind_of(name: str) -> str:
     """Return the kind of a contender's operands."""
     if "bfloat16 by" in name:
         return "wide rows by " + ("int8" if "int8" in name else "float8_e4m3fn")
-    kinds = {"cublas bfloat16": "bfloat16", "quantize": "bfloat16", "ejkernel thin blocks": "thin blocks"}
-    return kinds.get(name) or ("blocks" if "blocks" in name else "int8" if "int8" in name else "float8_e4m3fn")
+    if name in ("cublas bfloat16", "quantize", "copy"):
+        return "bfloat16"
+    kinds = {"thin": "thin blocks", "blocks": "blocks", "int8": "int8"}
+    return next((kind for part, kind in kinds.items() if part in name), "float8_e4m3fn")
 
 
 @jax.jit
@@ -177,71 +177,61 @@ def expected(x: Any, w: Any, factor: float | jax.Array) -> jax.Array:
     return lax.dot_general(wide(x), wide(w), (((1,), (1,)), ((), ())), precision="highest")
 
 
-def measured(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    given = {kind: operands(shape, kind, False) for kind in dict.fromkeys(map(kind_of, names))}
-    positive = {kind: operands(shape, kind, True) for kind in given}
-
-    def row(name: str, program: Any) -> dict[str, Any]:
-        own = [arrays[kind_of(name)] for arrays in (given, positive)]
-        first = {"f8 call": "matmul$f8" in str(program.as_text())} if "xla" in name else {}
-        return first if name == "quantize" else first | {"errors": [error(name, program, *pair) for pair in own]}
-
-    found, runs = run_contenders(names, lambda name: CONTENDERS[name](shape), lambda name: given[kind_of(name)], row)
-    add_times(2 * math.prod(shape), found, runs)
+    found = run_contenders(
+        names,
+        lambda name: CONTENDERS[name](shape),
+        kind_of,
+        functools.partial(operands, shape),
+        error,
+        seconds=seconds,
+        flops=2.0 * math.prod(shape),
+    )
+    if shape.m <= FEW_ROWS:
+        wide = {"copy": 4, "cublas bfloat16": 2}  # bytes for each number of `w`
+        add_rates(found, lambda name: shape.n * shape.k * wide.get(name, 1))
     return found
 
 
-def error(name: str, program: Function, x: Any, w: Any) -> float:
-    """Return a contender's error on some operands."""
+def error(name: str, program: Function, arrays: Any) -> float | None:
+    """Return a contender's error on some operands, if it is a product."""
+    if name in ("quantize", "copy"):
+        return None
     factor = SCALAR if name == RIVAL else float(name.startswith("xla float8"))
-    return float(f"{relative_error(program(x, w)[:CHECKED, :CHECKED], expected(x, w, factor)):.2e}")
+    found = relative_error(program(*arrays)[:CHECKED, :CHECKED], expected(*arrays, factor))
+    return float(f"{found:.2e}")
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
-    """Return cuBLASLt's time relative to ours."""
+    """Return cuBLASLt's time relative to ours, and our rates relative to that of copying."""
+    names = [name for name in rows if name.startswith("ejkernel")]
     found = {}
     for kind in ("us", "kernel_us"):
-        for name in (EXACT, FAST, "ejkernel int8", "ejkernel blocks", "ejkernel thin blocks", *WIDE):
-            pair = rows.get(RIVAL, {}).get(kind), rows.get(name, {}).get(kind)
+        for name in names:
+            pair = rows.get(RIVAL, {}).get(kind), rows[name].get(kind)
             if pair[0] and pair[1]:
                 found[f"rival / {name}, {kind}"] = round(pair[0] / pair[1], 3)
+    if "gb_per_s" in rows.get("copy", {}):
+        rates = {name: rows[name]["gb_per_s"] for name in names if "gb_per_s" in rows[name]}
+        found |= {f"{name} / copy, GB/s": round(rate / rows["copy"]["gb_per_s"], 3) for name, rate in rates.items()}
     return found
 
 
-def sizes_named(key: str) -> str:
-    """Return the sizes of a shape, by the key of its result."""
-    return " x ".join(map(str, SHAPES[key.rpartition("#")[0]]))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write it with `--out`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_matmul", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write quantized_matmul_<device>.json and .md there")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:-1], choices=list(SHAPES), metavar="SHAPE")
-    parser.add_argument("--contenders", nargs="*", choices=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit of one process (default: %(default)s)")
-    parser.add_argument(
-        "--start-within", type=float, default=165.0, metavar="S", help="no process starts later (default: %(default)s)"
+    """Print the table, and write it with `--out`; see `run_shapes`."""
+    return run_shapes(
+        "quantized_matmul",
+        __doc__,
+        SHAPES,
+        CONTENDERS,
+        few=OF_SHAPE,
+        seconds=60.0,
+        measured=measured,
+        ratios=ratios,
+        argv=argv,
+        title=lambda shape: " x ".join(map(str, SHAPES[shape])),
     )
-    parser.add_argument("--one", choices=list(SHAPES), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        print(json.dumps(measured(SHAPES[args.one], args.contenders)))
-        return 0
-    start = time.perf_counter()
-    found: dict[str, Any] = {"environment": report.environment()}
-    for shape in args.shapes:
-        for number, names in enumerate([args.contenders] if args.contenders else OF_SHAPE[shape]):
-            key = f"{shape}#{number}"
-            if time.perf_counter() - start > args.start_within:
-                continue
-            found[key] = measured_apart("quantized_matmul", shape, names, args.seconds, ratios)
-            print(key, json.dumps(found[key]), file=sys.stderr, flush=True)
-            if args.out is not None:  # written after each process, in case a later one fails
-                report.write(args.out, f"quantized_matmul_{report.platform_name()}", found, table(found, sizes_named))
-    print(table(found, sizes_named))
-    return 0
 
 
 if __name__ == "__main__":

@@ -58,6 +58,18 @@ def other():
     return jax.jit(lambda x: x[0]), (SMALL,)
 
 
+def tokens():
+    return jax.jit(lambda x, t: benched(x)[t]), (SMALL, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
+def variances():
+    return jax.jit(lambda x: jnp.sqrt(benched(x))), (SMALL,)
+
+
+def given():
+    return jax.jit(lambda x: jnp.log(x) + benched(x)), (-jnp.ones((4, 4)),)
+
+
 def refused():
     raise RuntimeError("no plain step")
 
@@ -217,6 +229,21 @@ def test_donated_and_static_arguments_and_functions_without_jit_run(bench, targe
     assert "\ntuned " in out
 
 
+def test_the_values_of_integers_given_by_type_are_named(bench):
+    text = "The integer inputs given by type alone (i32[2]) were random zeros and ones."
+    assert text in bench("tokens")[1]
+    assert "random" not in bench("step")[1]
+
+
+def test_nan_from_random_inputs_is_explained_and_equal_in_both_builds(bench):
+    found = json.loads(bench("variances", "--json")[1])
+    said = " ".join(found["conclusions"])
+    assert "Some results are NaN. Inputs given by type alone are normal random numbers" in said
+    assert "DIFFER" in said  # sqrt(2 x) is not sqrt(x) where both are numbers
+    assert found["apart"]["untuned"] == pytest.approx(1 - 0.5**0.5, rel=1e-5)
+    assert "Some results are NaN." in json.loads(bench("given", "--json")[1])["conclusions"]
+
+
 def test_arrays_that_a_step_stores_in_its_arguments_are_results(folder):
     """XLA would leave out the update of a model that a step of Flax NNX changes in place."""
     function, args = folder.mutating()
@@ -255,7 +282,7 @@ def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline,
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["plain"], 1, "the program of benched_program:plain made no call of an operation."),
+        (["plain"], 1, "the program of benched_program:plain made no call of an operation that can be tuned."),
         (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
         (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
         (["step", "--baseline", "plain"], 1, "--baseline: the target must be MODULE:FUNCTION"),
@@ -274,7 +301,8 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["rms_norm"], 2, "--op requires --shape for each array"),
+        (["rms_norm"], 2, "--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64]."),
+        (["rms_norm", "--shape", "f32[8]", "--baseline", "a:b"], 2, "--baseline requires MODULE:FUNCTION"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
         (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
         (

@@ -193,7 +193,7 @@ def test_ctrl_c_while_the_worker_starts_prints_no_traceback(folder):
     assert process.returncode == 130, err
     assert (out, err.strip()) == (
         "",
-        "ejkernel: stopped; what was measured is saved, run the command again to continue",
+        "ejkernel: stopped; finished searches are saved, run the command again to continue",
     )
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_saves_the_best_so_far_and_the_next_search_continues_from_it(fold
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "stopped; what was measured is saved, run the command again to continue" in err
+    assert "stopped; finished searches are saved, run the command again to continue" in err
     progress, interrupted = logged(folder)
     assert interrupted
     assert (progress.state, progress.candidates) == ("partial", 12)

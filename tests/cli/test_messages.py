@@ -22,6 +22,7 @@ from ejkernel.ops.errors import ArgumentError
         ("explain m:step --missed", 2, "pass one of MODULE:FUNCTION, FILE and --missed."),
         ("report --against previous --against-device gpu", 2, "compares searches of one device; leave out"),
         ("report --output {folder}", 2, "is a folder; name a file, or use --format svg or png."),
+        ("report {folder}", 2, "; --cache names a folder, and --help lists all options."),
         ("show rms_norm --cache {folder}/none", 1, "`ejkernel cache path` prints the default one."),
         ("cache pull --dry-run", 2, "--dry-run requires a URL."),
         ("cache pull --cache {folder}", 1, "pass a URL, or set EJKERNEL_CACHE_LAYERS to the URLs of shared caches."),

@@ -23,8 +23,8 @@ CALLS = [
 ]
 
 
-def measured(inv, seconds):
-    times = Measurement(samples=(seconds,) * 4, method="clock")
+def measured(inv, seconds, relative=None):
+    times = Measurement(samples=(seconds,) * 4, method="clock", relative=relative)
     outcome = Outcome(config=RmsNormConfig(implementation="xla"), status=Status.MEASURED, measurement=times)
     return CandidateFinished(inv.key, outcome)
 
@@ -47,6 +47,17 @@ def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen)
     lines = [line for line in last if "call 2 of 2, rms_norm: candidate 12 of 40, best 12.5 us" in line]
     assert lines
     assert all(line.rstrip().endswith("left") for line in lines)
+
+
+def test_the_best_is_that_of_the_tables_the_smallest_share_of_the_heuristic_s_time():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=200, color_system=None)
+    with bars(console, ["rms_norm"], "tuning") as shown:
+        shown.step(CALLS[0], 40, 40)
+        for seconds, relative in ((2e-5, 1.0), (1.25e-5, 0.61), (1.2e-5, 0.7)):
+            shown.hear(measured(CALLS[0], seconds, relative))
+    assert "confirming the best of 40, best 12.5 us (61% of heuristic)" in text.getvalue()
+    assert "12.0 us" not in text.getvalue()
 
 
 def test_a_narrow_terminal_has_room_for_the_time_left():

@@ -2,9 +2,13 @@
 """The `ejkernel` command, as a person types it."""
 
 import concurrent.futures
+import errno
 import json
+import os
 import re
+import signal
 import sys
+import warnings
 
 import jax
 import pytest
@@ -25,7 +29,7 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
-from ejkernel.ops.config import staleness
+from ejkernel.ops.config import persistent, staleness
 
 pytestmark = pytest.mark.slow
 
@@ -340,13 +344,14 @@ def test_a_file_without_a_program_gives_the_reason(program, capsys, text, says):
     assert "EJKERNEL_OPS_STAMP=json" in err
 
 
-def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkeypatch, number):
     calls = []
 
     def interrupt_the_second(*args, **kwargs):
         calls.append(args)
         if len(calls) > 1:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return TuningRun(*args, **kwargs)
 
     monkeypatch.setattr(in_process, "TuningRun", interrupt_the_second)
@@ -354,7 +359,8 @@ def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkey
     assert status == 130
     assert re.search(r"product .* 8.00x", err)
     assert "stopped" in err
-    assert len(list((program / "saved").rglob("*.json"))) == 1
+    assert len(list((program / "saved").glob("*/product-v0/*.json"))) == 1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
@@ -469,6 +475,31 @@ def test_an_error_of_the_program_shows_only_its_own_lines(program, capsys, case)
     assert case == "an error of ours" or str(own) in files
     assert set(files) <= {str(own)}
     assert err.count("\n") <= 12
+
+
+def test_a_result_that_a_full_disk_does_not_take_is_not_called_saved(program, capsys, monkeypatch):
+    def full(file, text, **options):
+        if file.suffix == ".json" and "bwd" in str(file):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, text, **options)
+
+    def tuned(*options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", *options)
+
+    write = persistent.write_file
+    monkeypatch.setattr(persistent, "write_file", full)
+    status, _, err = tuned()
+    assert status == 1
+    assert "1 faster than the heuristic, 1 tuned, but not saved; saved in" in err
+    assert re.search(r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device", err)
+    assert "1 call has no saved configuration yet" in err
+    monkeypatch.setattr(persistent, "write_file", write)
+    assert tuned()[0] == 0
+    monkeypatch.setattr(persistent, "write_file", full)
+    status, _, err = tuned("--force")  # the earlier entry stays
+    assert (status, "no saved configuration" in err) == (1, False)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(program, capsys):

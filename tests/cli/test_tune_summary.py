@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tests.cli.searches import Tile, call, failed, found, measured
 
@@ -84,6 +86,13 @@ def test_a_space_without_another_configuration_is_named():
     inv = call()
     text = "Nothing to compare with the heuristic, because the space has nothing else: reported@v0 f32[16,8]"
     assert summary([inv], [kept(inv)], saved=[inv])[1] == text
+
+
+def test_integers_that_were_guessed_are_named():
+    inv = dataclasses.replace(call(), args=(jax.ShapeDtypeStruct((4,), jnp.int32),))
+    text = "the values of i32[4] were random zeros and ones. If they affect the time, give the kernel example_inputs."
+    assert any(line.endswith(text) for line in summary([inv], [kept(inv)], saved=[inv]))
+    assert not any("random" in line for line in summary([call()], [kept(call())], saved=[call()]))
 
 
 def test_a_search_without_reference_is_named():

@@ -68,6 +68,16 @@ def test_a_backward_call_has_a_fused_kernel():
     assert (found.config.implementation, found.config.bwd.fused, found.why_not_untuned) == ("splash", True, "")
 
 
+def test_blocks_that_may_exceed_the_memory_are_left_to_tuning():
+    """They ran in another kernel, which has more memory."""
+    call = {"device": "tpu:tpu_v5", "queries": 8192, "keys": 8192, "head_dim": 128, "value_dim": 128, "causal": 0}
+    inv = attention(call)
+    (found,) = inv.kernel.published(inv)
+    assert found.why_not == ""
+    assert "it may take 23884594 bytes of vector memory, and a kernel may take 16777216" in found.why_not_untuned
+    assert found.config.fwd in [config.fwd for config in inv.kernel.config_space(inv)]
+
+
 def test_rows_of_weights_gradients_have_its_facts():
     ((_, rows),) = MegabloxWgrad.published.read().items()
     ((_, others),) = Megablox.published.read().items()

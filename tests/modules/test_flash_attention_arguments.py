@@ -14,7 +14,7 @@ import pytest
 from ejkernel.kernels.flash_attention._xla_blocks import default_blocks
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe, kept
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
-from ejkernel.ops import ArgumentError, BwdParams, FwdParams, Invocation, UnsupportedError
+from ejkernel.ops import ArgumentError, ArgumentWarning, BwdParams, FwdParams, Invocation, UnsupportedError
 
 pytestmark = pytest.mark.slow
 
@@ -331,7 +331,30 @@ def test_a_named_implementation_without_an_argument_gives_the_reason():
 
 def test_refusals_suggest_implementations_that_run_the_call_on_its_device():
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(UnsupportedError, match=r"needs a Hopper GPU.*; use 'xla'\.(\n|$)"):
+    with pytest.raises(UnsupportedError, match=r"needs a Hopper GPU.*; use 'xla'\."):
         flash_attention(q, q, q, implementation="mosaic_gpu")
     with pytest.raises(UnsupportedError, match=r"needs segment_ids, and the call has none\.(\n|$)"):
         flash_attention(q, q, q, implementation="cudnn_packed")
+
+
+def test_more_queries_than_keys_warn_if_the_call_is_causal():
+    long, short = jnp.ones((1, 6, 2, 8)), jnp.ones((1, 4, 2, 8))
+    text = "causal=True with 6 queries and 4 keys. .* so the first 2 queries see no key, and their outputs are 0"
+    with pytest.warns(ArgumentWarning, match=text):
+        out = flash_attention(long, short, short, causal=True)
+    assert not out[:, :2].any()
+    assert out[:, 2:].all()
+    with pytest.warns(ArgumentWarning, match="so the first query sees no key, and its output is 0"):
+        jax.eval_shape(lambda q, k: flash_attention(q[0], k[0], k[0], causal=True), long[:, 1:], short)
+    for causal, query, key in ((False, long, short), (True, short, long), (True, long, long)):
+        flash_attention(query, key, key, causal=causal)
+
+
+def test_heads_before_the_length_warn():
+    query, key = jax.ShapeDtypeStruct((2, 8, 1024, 64), jnp.float32), jax.ShapeDtypeStruct((2, 8, 256, 64), jnp.float32)
+    with pytest.warns(
+        ArgumentWarning, match=r"has 1024 heads, and key has 8 tokens. .* need jnp.swapaxes\(x, -3, -2\)"
+    ):
+        jax.eval_shape(flash_attention, query, key, key)
+    for shape in ((2, 1, 128, 64), (2, 1024, 256, 64)):
+        jax.eval_shape(flash_attention, *[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3)

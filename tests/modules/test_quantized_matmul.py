@@ -87,6 +87,17 @@ def test_zeros_stay_zero_and_nan_spoils_its_block_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"axis": (0, 1)}, {}, {"axis": 0}, {"axis": (0, 1), "block": None}], ids=str)
+def test_nan_spoils_large_blocks_too(options):
+    scale = quantize(jnp.ones((128, 256)).at[1].set(jnp.nan), **{"block": 128, **options}).scale
+    blocks = scale[:1] if scale.shape[0] == 1 else scale[1]
+    assert jnp.isnan(blocks).all()
+
+
+def test_a_number_is_quantised_without_axes():
+    assert float(quantize(jnp.float32(-3.0), axis=None).dequantize()) == -3.0
+
+
 def test_a_last_block_may_be_shorter():
     made = quantize(normal(300, 5), block=(128, None), axis=(0, 1))
     assert made.scale.shape == (3, 1)
@@ -129,6 +140,14 @@ def test_qwix_arrays_are_converted_both_ways(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_scale_may_be_a_python_number():
+    x = jnp.ones((2, 4), E4M3)
+    found = quantized_matmul(x, jnp.ones((4, 3), E4M3), x_scale=2, w_scale=0.5)
+    np.testing.assert_array_equal(found, jnp.full((2, 3), 4.0))
+    with pytest.raises(ArgumentError, match=r"x must be an array and its scale an array or a number; got .* and bool"):
+        quantized_matmul(x, x.T, x_scale=True, w_scale=1.0)
+
+
 def test_a_plain_array_takes_its_scale_by_shape():
     x, w = quantize(normal(8, 256), block=128), quantize(normal(256, 6, seed=1), axis=0)
     for scale in (w.scale, w.scale[0]):

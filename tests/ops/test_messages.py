@@ -239,7 +239,7 @@ def test_a_hook_that_only_tuning_calls_is_named_too(name, value, text):
         ({"reference": 5}, KernelError, "scale: reference must be a function or None, got 5"),
         ({"bucket": 5}, KernelError, "scale: bucket must be a function or None, got 5"),
         ({"version": 5}, KernelError, "scale: version must be a string, got 5"),
-        ({"name": 5}, KernelError, "name must be letters, .*, got 5"),
+        ({"name": 5}, KernelError, "name must be ASCII letters, .*, got 5"),
         ({"constraints": 5}, ArgumentError, "scale: constraints must be a condition, .* got 5"),
         ({"constraints": [5]}, ArgumentError, "scale: each of constraints must be a function .* got 5"),
         ({"constraints": lambda n: 1 / 0}, ConfigError, "scale: the constraint .* raised ZeroDivisionError"),

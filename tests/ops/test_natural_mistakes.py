@@ -21,7 +21,7 @@ from ejkernel.ops import (
     overlay_cache,
     policy_override,
 )
-from ejkernel.ops.errors import ArgumentError, KernelError, SerializationError
+from ejkernel.ops.errors import ArgumentError, CallError, ConfigError, KernelError, SerializationError
 from ejkernel.testing import check_kernel
 
 
@@ -68,6 +68,32 @@ def test_a_list_in_place_of_an_array_is_named():
     assert any("pass jnp.asarray(...)" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("given", [[[1.0, 2.0]], 2.0, None])
+def test_a_value_without_the_shape_of_an_array_is_explained(given):
+    class ByShape(Product):
+        def heuristic_cfg(self, inv):
+            return Rows(inv.args[0].shape[0])
+
+    class Reshaped(Product):
+        def run(self, x, w, *, cfg):
+            return x.reshape(-1, 8) @ w
+
+    with pytest.raises(KernelError, match=r"no attribute 'shape'; if .* is an argument of the call, pass an array"):
+        ByShape("by_shape")(given, X)
+    with pytest.raises(AttributeError) as caught:
+        Reshaped("reshaped")(given, X)
+    assert any("is an argument of the call, pass an array" in note for note in caught.value.__notes__)
+
+
+def test_a_run_without_return_is_an_error():
+    class Forgotten(Product):
+        def run(self, x, w, *, cfg):
+            x @ w
+
+    with pytest.raises(KernelError, match="forgotten: run returned no array and has no effect; add its `return`"):
+        Forgotten("forgotten")(X, X)
+
+
 def test_an_argument_by_its_name_on_an_invocation_says_where_arguments_are():
     class ByName(Product):
         def heuristic_cfg(self, inv):
@@ -103,6 +129,16 @@ def test_a_misspelt_name_of_the_package_has_a_suggestion():
 def test_groups_of_checks_are_a_list_of_known_names(without, says):
     with pytest.raises(ArgumentError, match=says):
         check_kernel(Product("product"), X, X, without=without)
+
+
+def test_a_check_without_arguments_or_with_wrong_configurations_is_an_error():
+    kernel = Product("product")
+    with pytest.raises(CallError, match="product: missing a required argument: 'x'"):
+        check_kernel(kernel)
+    with pytest.raises(ConfigError, match=r"product: configs\[1\] must be a Rows, got 32; pass e.g. Rows\(rows=8\)"):
+        check_kernel(kernel, X, X, configs=[Rows(4), 32])
+    with pytest.raises(ConfigError, match="configs must be a list of configurations or a ConfigSpace, got"):
+        check_kernel(kernel, X, X, configs={"rows": 32})
 
 
 def test_an_unknown_limit_of_autotune_names_the_policy():

@@ -18,6 +18,7 @@ DOCUMENTED = [
     "AgreementError",
     "AgreementWarning",
     "ArgumentError",
+    "ArgumentWarning",
     "AutotuneData",
     "AutotunePolicy",
     "Autotuner",

@@ -80,7 +80,7 @@ def _run(arguments: list[str] | None) -> int:
         # Standalone mode would exit the process, also that of a test.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
-        error.show()
+        click.UsageError(f"{error.format_message()}{_advice_on(error)}", error.ctx).show()
         return error.exit_code
     except click.ClickException as error:
         _echo_error(error.format_message())
@@ -97,6 +97,13 @@ def _run(arguments: list[str] | None) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _advice_on(error: click.UsageError) -> str:
+    """Return advice on an argument that a command does not take."""
+    options = [] if error.ctx is None else [option.name for option in error.ctx.command.params]
+    is_extra = error.message.startswith("Got unexpected extra argument")
+    return "; --cache names a folder, and --help lists all options." if is_extra and "cache" in options else ""
+
+
 def _echo_error(message: str) -> None:
     from ejkernel.ops.utils.error_text import printable_lines  # imports JAX, as most sources of errors do
 
@@ -108,7 +115,7 @@ def _what_is_left(arguments: Sequence[str]) -> str:
     # `tune` saves each search when it ends.
     if "tune" not in arguments[:1] or {"--compile-only", "--estimate", "--dry-run"}.intersection(arguments):
         return ""
-    return "; what was measured is saved, run the command again to continue"
+    return "; finished searches are saved, run the command again to continue"
 
 
 def _without_reader() -> int:

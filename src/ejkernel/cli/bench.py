@@ -34,7 +34,7 @@ from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments, counted, durations, size
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.random_arrays import drawn_integers, random_array
 
 _CALLS: Final = 6  # shown with their numbers
 _ROUNDING: Final = 0.01  # of the norm: more than rounding alone explains
@@ -108,7 +108,13 @@ class Build:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """The comparison of all builds, and the configurations of the untuned and tuned build."""
+    """The comparison of all builds, and the configurations of the untuned and tuned build.
+
+    Attributes:
+        apart: See `_apart`.
+        has_nan: Whether results of the last build contain NaN.
+        program: The program.
+    """
 
     builds: Sequence[Build]
     missing: dict[str, str]
@@ -116,6 +122,8 @@ class _Result:
     untuned: Sequence[Explanation]
     tuned: Sequence[Explanation]
     apart: Mapping[str, float | None]
+    has_nan: bool
+    program: Loaded
 
     @property
     def own(self) -> Build:
@@ -158,20 +166,31 @@ def run_bench(options: BenchOptions) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A program with its arguments; abstract arrays were replaced by random ones."""
+    """A program with its arguments; abstract arrays were replaced by random ones.
+
+    Attributes:
+        target: The program as the user named it.
+        function: The step.
+        args, kwargs: Its arguments.
+        is_random: Whether some arrays were abstract.
+        drawn: The types of the abstract integer arrays; see `drawn_integers`.
+    """
 
     target: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_random: bool = False
+    drawn: str = ""
 
     @classmethod
     def of(cls, program: Program) -> Loaded:
         """Import a program and create its arrays."""
         function, args, kwargs = load_program(program)
         rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
+        drawn = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_abstract) if _is_abstract(leaf)]
         args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
-        return cls(program.target, function, args, kwargs)
+        return cls(program.target, function, args, kwargs, bool(drawn), drawn_integers(drawn))
 
 
 def _is_abstract(leaf: object) -> bool:
@@ -197,7 +216,7 @@ def _compared(
             missing[BASELINE] = error.message.splitlines()[0]
     untuned = build(UNTUNED, program, heuristics)
     if not untuned.calls:
-        raise TuningError(f"the program of {options.target} made no call of an operation.")
+        raise TuningError(f"the program of {options.target} made no call of an operation that can be tuned.")
     with looking_only():
         whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
     builds.append(untuned)
@@ -209,9 +228,18 @@ def _compared(
         missing[UNTUNED] = _why_same(whys[1])
     else:
         builds.append(build(TUNED, program, usual))
-    apart = _apart(builds)
+    apart, has_nan = _apart(builds)
     found = race(options, builds)
-    return _Result(builds=builds, missing=missing, found=found, untuned=whys[0], tuned=whys[1], apart=apart)
+    return _Result(
+        builds=builds,
+        missing=missing,
+        found=found,
+        untuned=whys[0],
+        tuned=whys[1],
+        apart=apart,
+        has_nan=has_nan,
+        program=program,
+    )
 
 
 def _why_same(tuned: Sequence[Explanation]) -> str:
@@ -221,17 +249,18 @@ def _why_same(tuned: Sequence[Explanation]) -> str:
     return f"the same program as tuned: tuning kept the heuristic's configuration for {which}"
 
 
-def _apart(builds: Sequence[Build]) -> dict[str, float | None]:
-    """Return how far the results of each build are from those of the last, at most, relative to their larger norm.
+def _apart(builds: Sequence[Build]) -> tuple[dict[str, float | None], bool]:
+    """Return how far the results of each build are from those of the last, and whether those contain NaN.
 
-    `None` if the results have other shapes, or no floating-point numbers.
+    The distance is the largest of all results, relative to the larger norm; `None` if the results have other shapes, or
+    no floating-point numbers.
     """
     *others, last = builds
-    expected = jax.tree.leaves(last.run()) if others else []
+    expected = jax.tree.leaves(last.run())
     found = {build.name: _distance(jax.tree.leaves(build.run()), expected) for build in others}
     for build in builds:
         build.samples.clear()
-    return found
+    return found, any(bool(jnp.isnan(x).any()) for x in expected if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _distance(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> float | None:
@@ -244,8 +273,10 @@ def _distance(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> float |
 
 @jax.jit
 def _relative(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the norm of the difference over the larger norm; 0 if both are zero."""
+    """Return the norm of the difference over the larger norm; 0 if both are zero, or not finite in the same places."""
     one, other = one.astype(jnp.float32).ravel(), other.astype(jnp.float32).ravel()
+    same = ~jnp.isfinite(one) & ((one == other) | (jnp.isnan(one) & jnp.isnan(other)))
+    one, other = jnp.where(same, 0, one), jnp.where(same, 0, other)
     largest = jnp.maximum(jnp.linalg.norm(one), jnp.linalg.norm(other))
     return jnp.where(largest == 0, 0, jnp.linalg.norm(one - other) / jnp.where(largest == 0, 1, largest))
 
@@ -379,12 +410,31 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
         if result.measured < len(result.tuned):
             said.append(f"{counts_in_words(result.tuned, options.target)}.")
     said += [_agreement(name, best, apart) for name, apart in result.apart.items()]
+    said += _of_inputs(result)
     said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:
         said.append(f"More rounds narrow the interval: --seconds {2 * max(options.seconds, 1):.0f}")
     return [sentence for sentence in said if sentence]
+
+
+def _of_inputs(result: _Result) -> list[str]:
+    """Return sentences about random inputs, and about NaN in the results."""
+    program, said = result.program, []
+    if program.drawn:
+        said.append(
+            f"The integer inputs given by type alone ({program.drawn}) were random zeros and ones. If the time depends "
+            f"on their values, let {program.target} return arrays for them."
+        )
+    if result.has_nan:
+        said.append("Some results are NaN.")
+    if result.has_nan and program.is_random:
+        said[-1] += (
+            " Inputs given by type alone are normal random numbers: negative numbers give NaN e.g. as the variances of "
+            f"Adam. To compare all results, let {program.target} return arrays."
+        )
+    return said
 
 
 def _agreement(name: str, best: str, apart: float | None) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from ejkernel.cli import report
 from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
 from ejkernel.cli.explain import usual_chain
+from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
 from ejkernel.cli.report_data import fraction_of
@@ -155,6 +156,8 @@ def _print(options: BenchOptions, result: _Result) -> None:
     more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
     print_table(options, result.builds, found, result.missing, more)
     click.echo(report.wrapped(_roofline(cost, peak)))
+    if guessed := integers_in_words(result.inv):
+        click.echo(report.wrapped(f"Inputs: {guessed}"))
 
 
 def _roofline(cost: Cost | None, peak: Peak | None) -> str:

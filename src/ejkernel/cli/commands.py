@@ -332,8 +332,10 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
     """
     if bool(options["target"]) == bool(options["op"]):
         raise click.UsageError("pass one of MODULE:FUNCTION and --op.")
-    if options["op"] and (options["baseline"] or not options["shapes"]):
-        raise click.UsageError("--op requires --shape for each array, and cannot be used with --baseline.")
+    if options["op"] and not options["shapes"]:
+        raise click.UsageError("--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64].")
+    if options["op"] and options["baseline"]:
+        raise click.UsageError("--baseline requires MODULE:FUNCTION; --op compares with the operation's reference.")
     of_op = any(options[name] for name in ("shapes", "gradient", "measure_peak")) or options["kwargs"] != "{}"
     if options["target"] and (of_op or imports):
         raise click.UsageError("--shape, --kwargs, --gradient, --measure-peak and --import require --op.")

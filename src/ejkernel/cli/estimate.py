@@ -94,7 +94,10 @@ def _as_text(found: Estimates, *, verbose: bool) -> str:
     reasons: dict[str, list[EstimatedRow]] = {}
     for row in refused:
         reasons.setdefault(row.reason, []).append(row)
-    lines += [f"{len(rows)} x {printable(reason)}, e.g. {_name(rows[0])}" for reason, rows in reasons.items()]
+    lines += [
+        f"{len(rows)} x {printable(' '.join(reason.split()))}, e.g. {_name(rows[0])}"
+        for reason, rows in reasons.items()
+    ]
     return "\n".join(lines)
 
 

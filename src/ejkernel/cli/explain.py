@@ -21,14 +21,13 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
 from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted
+from ejkernel.ops.utils.formatting import compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -85,15 +84,14 @@ def run_explain(
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
     if as_json:
-        report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
+        report.echo_json([_as_data(why) for why in explained])
     elif explained:
-        pairs = zip(found.calls, explained, strict=True)
-        click.echo("\n\n".join(_as_text(inv, why, verbose=verbose) for inv, why in pairs))
+        click.echo("\n\n".join(_as_text(why, verbose=verbose) for why in explained))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
-    click.echo(counts_in_words(explained, target or "--missed"), err=True)
+    click.echo(counts_in_words(explained, target or "--missed", "" if device == "here" else aim.fingerprint), err=True)
 
 
 def usual_chain(store: PersistentCache | None) -> Any:
@@ -113,11 +111,11 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> str:
+def _as_text(why: Explanation, *, verbose: bool) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
-    title = f"{why.op_id_v}  {arguments(inv.description)}"
+    title = f"{why.op_id_v}  {why.arguments}"
     lines = [title, key, *_tiers(why, verbose=verbose), *search, *refusals, why.elsewhere, f"=> {why.answer}"]
     found = [report.wrapped(printable(line), indent=12) for line in lines if line]
     return "\n".join(found)
@@ -146,10 +144,10 @@ def _answer(tier: Consulted) -> str:
     return f"{compact(tier.resolution.config)}{f'; {tier.note}' if tier.note else ''}"
 
 
-def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
+def _as_data(why: Explanation) -> dict[str, Any]:
     return {
         "op": why.op_id_v,
-        "arguments": arguments(inv.description),
+        "arguments": why.arguments,
         "key": None if why.key is None else why.key.call,
         "device": None if why.key is None else why.key.device,
         "source": why.source,
@@ -168,8 +166,14 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
     }
 
 
-def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
-    """Return how many calls have a saved configuration, and the commands for the other and the undecided calls."""
+def counts_in_words(explained: Sequence[Explanation], where: str, device: str = "") -> str:
+    """Return how many calls have a saved configuration, and the commands for the other and the undecided calls.
+
+    Args:
+        explained: The calls.
+        where: The program, for the commands.
+        device: The device on which the commands measure, if it is not here.
+    """
     found = [why for why in explained if is_measured(why)]
     undecided = sum(why.search is not None and why.search.state == SearchState.UNDECIDED for why in found)
     failed = sum(why.search is not None and why.search.state == SearchState.FAILED for why in explained)
@@ -177,7 +181,9 @@ def counts_in_words(explained: Sequence[Explanation], where: str) -> str:
     parts[0] += f" ({undecided} undecided)" if undecided else ""
     parts += [f"{counted(failed, 'search', 'searches')} failed"] if failed else []
     others = len(explained) - len(found) - failed
-    parts += [f"`ejkernel tune {where}` measures the other {others}"] if others > 0 else []
+    which = f"the other {others}" if found or failed else "them" if others > 1 else "it"
+    there = f"on {device}, " if device else ""
+    parts += [f"{there}`ejkernel tune {where}` measures {which}"] if others > 0 else []
     parts += [f"`ejkernel tune {where} --undecided` measures undecided calls again"] if undecided else []
     return "; ".join(parts)
 

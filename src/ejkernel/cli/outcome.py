@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import SearchState
+from ejkernel.ops.core.examples import guessed_integers
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, counted
@@ -21,6 +22,7 @@ _KINDS: Final = {
     "kept": "with the heuristic kept",
     "undecided": "undecided (heuristic kept)",
     "stays": "with the configuration saved earlier",
+    "not saved": "tuned, but not saved",
     "not finished": "not finished",
     "failed": "failed",
     "not started": "not started",
@@ -65,8 +67,9 @@ class TuneOutcome:
 
     @property
     def failed(self) -> int:
-        """The number of failed searches."""
-        return len(self._kinds().get("failed", ()))
+        """The number of searches that failed, or whose results are lost when the command ends."""
+        kinds = self._kinds()
+        return len(kinds.get("failed", ())) + len(kinds.get("not saved", ()))
 
     def _counts(self) -> str:
         kinds = self._kinds()
@@ -104,7 +107,13 @@ class TuneOutcome:
                 "Some candidates were compared with the heuristic's results, because the reference took too long to "
                 f"compile for the budget; the warnings above name the calls.{'' if self._can_continue else again}"
             )
+        for search in self.searches:
+            if guessed := integers_in_words(search.inv):
+                yield f"{_name(search.inv)}: {guessed}"
         failed = self._kinds().get("failed", [])
+        for search in self.searches:
+            if search.is_only_here:
+                yield f"{_name(search.inv)}: not saved: {search.not_saved}"
         if failed:
             which = "its search" if len(failed) == 1 else "their searches"
             yield (
@@ -118,11 +127,8 @@ class TuneOutcome:
         parts = []
         if number:
             which = "search" if number == 1 else "searches"
-            more = (
-                f", with {self._more(found)} (seconds for each call) for more time"
-                if found and (self.budget is not None or self._lacks_references)
-                else ""
-            )
+            helps = found and (self.budget is not None or self._lacks_references)
+            more = f", with {self._more(found)} (seconds for each call) for more time" if helps else ""
             parts.append(f"{number} {which} can continue: run the command again{more}.")
         if without:
             have = "call has" if without == 1 else "calls have"
@@ -139,9 +145,19 @@ def doubled(*seconds: float | None) -> int:
     return 10 * math.ceil(2 * max(_LEAST, *(each or 0.0 for each in seconds)) / 10)
 
 
+def integers_in_words(inv: Invocation[Any, Any]) -> str:
+    """Return a sentence about integer arrays whose values were guessed for the measurement; empty without any."""
+    found = guessed_integers(inv)
+    return found and (
+        f"the values of {found} were random zeros and ones. If they affect the time, give the kernel example_inputs."
+    )
+
+
 def _kind(search: AutotuneData | None) -> str:
     if search is None or search.progress.state == SearchState.FAILED:
         return "failed"
+    if search.is_only_here:
+        return "not saved"
     if not search.is_kept:
         return "stays" if search.not_saved else "faster"
     if search.progress.state == SearchState.PARTIAL:

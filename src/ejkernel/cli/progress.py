@@ -60,7 +60,10 @@ class SearchBar:
         self._has_told = False
 
     def hear(self, event: Event) -> None:
-        """Show the time of a measured candidate if it is the best of its call so far, and finished rounds."""
+        """Show the time of a measured candidate if it is the best of its call so far, and finished rounds.
+
+        As in the tables, the ratio to the heuristic in the same rounds decides, if it is known.
+        """
         if isinstance(event, SearchFinished):
             self._time.finish(event.key)
         if isinstance(event, RoundsFinished):
@@ -72,7 +75,7 @@ class SearchBar:
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
         best = self._best.get(event.key)
-        if best is None or event.outcome.seconds < (best.seconds or math.inf):
+        if best is None or _is_faster(event.outcome, best):
             self._best[event.key] = event.outcome
             if self._current is not None and self._current[0].key == event.key:
                 self._show(*self._current)
@@ -103,6 +106,7 @@ class SearchBar:
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         fastest = self._best.get(inv.key)
         best = "" if fastest is None else f", best {duration(fastest.seconds)}{clock_note(fastest)}"
+        share = "" if fastest is None or fastest.relative is None else f" ({fastest.relative:.0%} of heuristic)"
         number, left = self._number(inv), self._time.total()
         rounds = self._rounds.get(inv.key)
         if done >= total:
@@ -122,6 +126,7 @@ class SearchBar:
         else:
             long, short = f"compiling, {done} of {total} done", f"compiling, {done}/{total}"
         notes = (
+            f"call {number} of {self._count}, {inv.op_id}: {long}{best}{share}{left}",
             f"call {number} of {self._count}, {inv.op_id}: {long}{best}{left}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}{left}",
             f"{number}/{self._count} {inv.op_id}: {short}{best}{left.partition(' (')[0]}",
@@ -139,6 +144,13 @@ class SearchBar:
 
     def _number(self, inv: Invocation[Any, Any]) -> int:
         return list(self._shares).index(inv.key) + 1
+
+
+def _is_faster(outcome: Outcome, best: Outcome) -> bool:
+    """Return whether an outcome is faster than the best so far."""
+    if outcome.relative is not None and best.relative is not None:
+        return outcome.relative < best.relative
+    return (outcome.seconds or math.inf) < (best.seconds or math.inf)
 
 
 @contextlib.contextmanager

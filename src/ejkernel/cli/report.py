@@ -14,7 +14,7 @@ import click
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
-from ejkernel.ops.autotuner.trials.status import SearchProgress, Status
+from ejkernel.ops.autotuner.trials.status import SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils import formatting
@@ -126,7 +126,7 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
             *seconds,
             tuned.in_a_word,
             compact(tuned.in_force),
-            _statuses(tuned),
+            tuned.counts,
         )
         for tuned, seconds in zip(result.searches, before_and_after(result.searches), strict=True)
     ]
@@ -160,13 +160,6 @@ def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
     if cost is None or not tuned.tuned:
         return ()
     return (f"{cost.flops / tuned.tuned * 1e-12:.3g} TFLOP/s, {cost.bytes / tuned.tuned * 1e-9:.3g} GB/s",)
-
-
-def _statuses(tuned: AutotuneData) -> str:
-    """Return the number of measured candidates of all, and the numbers of those with another result."""
-    counts = collections.Counter(outcome.status for outcome in tuned.outcomes)
-    measured = f"{counts.pop(Status.MEASURED, 0)} of {tuned.progress.candidates} measured"
-    return ", ".join([measured, *(f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED)])
 
 
 def result_as_data(result: AutotuningResult, times: Times = MappingProxyType({})) -> dict[str, Any]:

@@ -8,12 +8,10 @@ import dataclasses
 import functools
 import math
 import operator
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
@@ -24,6 +22,7 @@ from ejkernel.cli.files import Found
 from ejkernel.cli.outcome import TuneOutcome, doubled
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
+from ejkernel.cli.stopping import announcing_the_stop
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import are_alike
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
@@ -366,11 +365,14 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-    """Yield the readable entries of a call, each with its action under the stale policy."""
+    """Yield the readable entries of a call, each with its action under the stale policy.
+
+    An entry that could not be written is none: it ends with this process.
+    """
     store, kernel = chain.persistent, kernel_of(inv)
     if store is not None:
         note_config_types(inv, kernel)
-        for _, entry in store.found(inv.key, kernel.config_type):
+        for _, entry in store.on_disk().found(inv.key, kernel.config_type):
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
 
 
@@ -441,7 +443,7 @@ def _tune(
             bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
-            _announcing_the_stop(console),
+            announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
             if not todo:
@@ -478,20 +480,3 @@ def _advice(event: WorkerRestarted, told: list[str]) -> str:
         return ""
     told.append(event.reason)
     return ". On a busy machine a healthy worker may be this slow; a larger --budget gives it more time"
-
-
-@contextlib.contextmanager
-def _announcing_the_stop(console: Console) -> Iterator[None]:
-    """Print a message at the first Ctrl-C: the running search may take a while to end."""
-
-    def stopping(number: int, frame: FrameType | None) -> None:
-        # The next Ctrl-C ends the search at once.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, stopping)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

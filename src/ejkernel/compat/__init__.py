@@ -33,6 +33,7 @@ from ejkernel.compat.kernels import widened_pairs as widened_pairs
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import ShardingTypeError as ShardingTypeError
+from ejkernel.compat.partitioning import as_gradient_of as as_gradient_of
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import has_auto_axes as has_auto_axes

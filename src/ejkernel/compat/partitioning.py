@@ -404,6 +404,17 @@ def summed(arrays: Sequence[Any], missing: Sequence[tuple[str, ...]]) -> list[An
     ]
 
 
+def as_gradient_of(aval: Any, gradient: Any) -> Any:
+    """Return the gradient of an array of this type in that type.
+
+    It is summed over the manual axes over which the array is the same on all devices, and sharded over explicit axes
+    like the array.
+    """
+    missing = tuple(sorted(_varying(jax.typeof(gradient)) - _varying(aval)))
+    found = wide_sum(gradient, missing) if missing else gradient
+    return found if explicit_mesh([aval]) is None else jax.sharding.reshard(found, aval.sharding)
+
+
 def wide_sum(array: Any, axes: tuple[str, ...]) -> Any:
     """Return an array summed over mesh axes, with 16-bit floats summed in float32.
 

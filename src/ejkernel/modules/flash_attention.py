@@ -208,9 +208,11 @@ def flash_attention(
     does not recompute the forward.
 
     Args:
-        query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`.
+        query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`. An
+            `ArgumentWarning` says if the axes seem to be `[*batch, heads, queries, head_dim]`.
         key, value: Keys and values, of query's dtype.
-        causal: Hide keys after the query; the last query is aligned with the last key.
+        causal: Hide keys after the query; the last query is aligned with the last key. If there are more queries than
+            keys, the first queries see no key; an `ArgumentWarning` says so.
         softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
         bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient. To hide keys,
             use `attention_mask`, which is exact and faster. If all keys of a row have a bias such as -1e9, the row is
@@ -264,14 +266,15 @@ def flash_attention(
     """
     if axis_name is not None:
         arguments.check_axis(axis_name)
+    else:
+        arguments.warn_of_mistakes(query, key, causal=causal is True)
     run = _bucketed_flash_attention if canonical_flag("bucket_lengths", bucket_lengths) else _flash_attention
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:
-        names = ("query", "key", "value", "query_lengths", "key_lengths")
-        whole = (query, key, value, query_lengths, key_lengths)
+        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
         query, key, value, query_lengths, key_lengths = (
-            batches.fold(name, x, batch) for name, x in zip(names, whole, strict=True)
+            batches.fold(name, x, batch) for name, x in {"query": query, "key": key, "value": value, **lengths}.items()
         )
         bias = batches.fold_broadcast("bias", bias, batch)
         attention_mask = batches.fold_mask(attention_mask, batch)

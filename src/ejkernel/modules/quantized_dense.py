@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ejkernel import compat
 from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
@@ -204,9 +205,31 @@ def _recipe(dtype: Any, gradient_dtype: Any, accumulation: Any, implementation: 
     )
 
 
-def _empty(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return empty arrays, residuals that hold the dtypes of gradients."""
-    return tuple(jnp.zeros(0, array.dtype) for array in arrays)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Type:
+    """The type that the gradient of an array must have; a residual without numbers.
+
+    Attributes:
+        aval: The array's type, with its sharding over explicit mesh axes.
+    """
+
+    aval: Any
+
+    @classmethod
+    def of(cls, array: jax.Array) -> _Type:
+        """Return the type of an array."""
+        return cls(jax.typeof(array))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.aval.dtype
+
+    def of_gradient(self, gradient: jax.Array) -> jax.Array:
+        """Return the gradient in the array's type."""
+        found: jax.Array = compat.as_gradient_of(self.aval, gradient)
+        return found
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -230,7 +253,7 @@ def _dense_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[j
     dx = recipe.product(quantize(dout, dtype=recipe.gradient_dtype), quantize(w, dtype=recipe.dtype), x.dtype)
     columns = quantize(_rows(x).T, dtype=recipe.dtype)
     gradients = quantize(_rows(dout).T, dtype=recipe.gradient_dtype)
-    return dx, recipe.product(columns, gradients, w.dtype)
+    return _Type.of(x).of_gradient(dx), _Type.of(w).of_gradient(recipe.product(columns, gradients, w.dtype))
 
 
 _dense.defvjp(_dense_forward, _dense_backward)
@@ -249,7 +272,8 @@ def _grouped_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax
 def _grouped_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes = residuals
     rows, matrices = quantize(dout, dtype=recipe.gradient_dtype), quantize(rhs, dtype=recipe.dtype)
-    return recipe.groups(rows, matrices, sizes, lhs.dtype), grouped_matmul_wgrad(lhs, dout, sizes), None
+    dlhs, drhs = recipe.groups(rows, matrices, sizes, lhs.dtype), grouped_matmul_wgrad(lhs, dout, sizes)
+    return _Type.of(lhs).of_gradient(dlhs), _Type.of(rhs).of_gradient(drhs), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -266,14 +290,14 @@ def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
 def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     (rows, columns), squares = quantize_both(_rows(x), dtype=recipe.dtype), _squares(recipe, w)
     out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], w.shape[1])
-    return out, (columns, squares, *_empty(x, w))
+    return out, (columns, squares, _Type.of(x), _Type.of(w))
 
 
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
     rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype, square=True)
     dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], columns.shape[0])
-    return dx, recipe.product(columns, gradients, w.dtype)
+    return x.of_gradient(dx), w.of_gradient(recipe.product(columns, gradients, w.dtype))
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -296,7 +320,7 @@ def _blocked_groups(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.
 
 def _blocked_groups_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
     (rows, columns), squares = quantize_both(lhs, sizes, dtype=recipe.dtype), _squares(recipe, rhs)
-    return recipe.groups(rows, squares, sizes, lhs.dtype), (columns, squares, sizes, *_empty(lhs, rhs))
+    return recipe.groups(rows, squares, sizes, lhs.dtype), (columns, squares, sizes, _Type.of(lhs), _Type.of(rhs))
 
 
 def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
@@ -304,7 +328,7 @@ def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -
     rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype, square=True)
     dlhs = recipe.groups(rows, _turned_squares(squares), sizes, lhs.dtype)
     asked = {"implementation": dict(recipe.options)["implementation"], "preferred_element_type": rhs.dtype}
-    return dlhs, grouped_matmul_wgrad(columns, gradients, sizes, **asked), None
+    return lhs.of_gradient(dlhs), rhs.of_gradient(grouped_matmul_wgrad(columns, gradients, sizes, **asked)), None
 
 
 _blocked_groups.defvjp(_blocked_groups_forward, _blocked_groups_backward)
@@ -323,7 +347,7 @@ def _delayed_forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     x8, w8 = _by_history(x, scaling.x, recipe.dtype), _by_history(w, scaling.w, recipe.dtype)
     following = DelayedScaling(_added(scaling.x, x), _added(scaling.w, w), scaling.gradient)
-    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, _empty(x, w))
+    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, (_Type.of(x), _Type.of(w)))
 
 
 def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
@@ -331,7 +355,11 @@ def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Arr
     gradient = _by_history(dout, following.gradient, recipe.gradient_dtype)
     dx = recipe.product(gradient, w8, x.dtype)
     dw = recipe.product(_turned(x8), _turned(gradient), w.dtype)
-    return dx, dw, dataclasses.replace(following, gradient=_added(following.gradient, dout))
+    return (
+        x.of_gradient(dx),
+        w.of_gradient(dw),
+        dataclasses.replace(following, gradient=_added(following.gradient, dout)),
+    )
 
 
 _delayed.defvjp(_delayed_forward, _delayed_backward)

@@ -27,6 +27,7 @@ from ejkernel.ops.core.types import Out as Out
 from ejkernel.ops.errors import AgreementError as AgreementError
 from ejkernel.ops.errors import AgreementWarning as AgreementWarning
 from ejkernel.ops.errors import ArgumentError as ArgumentError
+from ejkernel.ops.errors import ArgumentWarning as ArgumentWarning
 from ejkernel.ops.errors import CacheWarning as CacheWarning
 from ejkernel.ops.errors import CallError as CallError
 from ejkernel.ops.errors import CandidateError as CandidateError

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ejkernel.ops.utils.error_text import printable_lines
 
@@ -86,6 +86,9 @@ class KernelCheckError(EjkernelError, AssertionError):
         return f"the kernel fails some of the checks below\n{self.report}"
 
 
+NO_HEURISTIC: Final = "the kernel has no heuristic_cfg, and no config_space with a configuration for this call"
+
+
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration.
 
@@ -117,7 +120,8 @@ class NoConfigError(EjkernelError, LookupError):
         if self.saved:
             lines.append(f"{self.saved}.")
         if "heuristic" in self.tried:
-            lines.append("Give the kernel a heuristic_cfg or a config_space, or pass cfg=...")
+            remedy = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"
+            lines.append(f"{NO_HEURISTIC[:1].upper()}{NO_HEURISTIC[1:]}: {remedy}, or pass cfg=...")
         else:
             lines.append(f"To tune it, {self._how_to_tune()}.")
             lines.append("To run untuned, unset EJKERNEL_ON_MISS, or use AutotunePolicy(heuristic=True) or cfg=...")
@@ -137,6 +141,10 @@ class EjkernelWarning(UserWarning):
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
+
+
+class ArgumentWarning(EjkernelWarning):
+    """The arguments of a call are valid, but often a mistake."""
 
 
 class CacheWarning(EjkernelWarning):

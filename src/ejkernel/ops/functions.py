@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import numpy as np
 
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
+from ejkernel.ops.core.hooks import is_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -21,7 +22,7 @@ from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, is_call, named, noting
+from ejkernel.ops.utils.validation import asked, is_call, named
 from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]
@@ -189,7 +190,7 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
     """A kernel created from a function by `tune`, with the function's name, documentation and signature."""
 
     def __init__(self, function: Callable[P, Out], declared: _Declared, name: str | None) -> None:
-        if name is None and not declared.called.isidentifier():
+        if name is None and not is_name(declared.called):
             raise KernelError(f"{declared.called} has no usable name; pass tune(..., name=...).")
         super().__init__(name or declared.called)
         self._declared = declared
@@ -422,8 +423,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
             raise ConfigError(f"{self.op_id}: cfg is {config!r}, but the call passes {fixed!r}; leave one of them out.")
-        with noting(self.op_id, config, (args, kwargs)):
-            return function(*args, **{**kwargs, **config})
+        return function(*args, **{**kwargs, **config})
 
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)

@@ -100,6 +100,10 @@ class Implementation(Generic[CallT]):
         """Return why these parameters are invalid for `call`, or `None`. Invalid parameters never run."""
         return None
 
+    def doubt(self, call: CallT, params: Any) -> str | None:
+        """Return why the compiler may refuse these parameters for `call`, or `None`. Only tuning tries them then."""
+        return self.params_fault(call, params)
+
     def preference(self, call: CallT) -> int:
         """Return the priority for a call that it runs; of equal priorities, the first in the operation's list wins."""
         return 0

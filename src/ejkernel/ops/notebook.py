@@ -154,7 +154,7 @@ def _(why: Explanation) -> list[_Section]:
     rows += [(name, "does not run", reason) for name, reason in why.refusals.items()]
     return [
         _Section(
-            title=printable(why.op_id_v),
+            title=printable(f"{why.op_id_v} {why.arguments}".rstrip()),
             facts=tuple((name, printable(text)) for name, text in facts),
             header=("Tier", "Answer", "Note"),
             rows=_rows(rows),

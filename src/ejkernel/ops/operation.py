@@ -159,16 +159,16 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def published(self, inv: Invocation[OpCfg, Out]) -> list[Published[OpCfg]]:
         """See `Kernel`. An untuned call gets the heuristic's implementation, or one published as faster than XLA."""
         names, call = self._able(inv)
-        return [
-            Published(
-                config=None if params is None else self._config(name, call, params),
-                note=row.note,
-                why_not=fault and f"{row.note}: {fault}",
-                why_not_untuned="" if name == names[0] else row.why_not_untuned,
-            )
-            for name in names
-            for row, params, fault in published_params(self.implementations[name], call)
-        ]
+        found = []
+        for name in names:
+            implementation = self.implementations[name]
+            for row, params, fault in published_params(implementation, call):
+                config = None if params is None else self._config(name, call, params)
+                doubt = fault or implementation.doubt(call, params)
+                untuned = f"{row.note}: {doubt}" if doubt else "" if name == names[0] else row.why_not_untuned
+                why_not = fault and f"{row.note}: {fault}"
+                found.append(Published(config=config, note=row.note, why_not=why_not, why_not_untuned=untuned))
+        return found
 
     def published_on(self, device: str) -> Iterator[tuple[str, str, int]]:
         """Yield implementation, source and number of the configurations published for a device."""
@@ -397,7 +397,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if not chosen.runs_everywhere(call):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
         if self.implementations.unsupported(chosen.name, call) is None:
-            if params is None or chosen.params_fault(call, params) is None:
+            if params is None or chosen.doubt(call, params) is None:
                 return cfg
             return dataclasses.replace(cfg, bwd=None) if backward else dataclasses.replace(cfg, fwd=None)
         found, reasons = self._select(call, self._considered(options, call), anywhere=False)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
@@ -17,7 +18,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.testing.programs import reported_crashes
-from ejkernel.testing.report import CheckReport
+from ejkernel.testing.report import CheckReport, to_stderr
 from ejkernel.testing.rows import GROUPS
 from ejkernel.testing.running import checked
 from ejkernel.testing.subject import Scope
@@ -31,6 +32,7 @@ def check_kernel(
     unavailable: Mapping[str, str] | None = None,
     strict: bool = True,
     seed: int = 0,
+    progress: bool | Callable[[str], object] = True,
     **kwargs: object,
 ) -> CheckReport:
     """Check that a kernel keeps its contract for one call; meant for its author's tests.
@@ -77,6 +79,8 @@ def check_kernel(
             `{"vmap": "the callback takes one example"}`. The report lists them as skipped.
         strict: Raise if a check fails; otherwise return the report.
         seed: Seed of random inputs and of the sample.
+        progress: Every five seconds a line says which step runs, e.g. `step 3 of 12: configuration rows=64`. By default
+            it goes to stderr. A function, such as `logger.info`, gets it instead; `False` turns it off.
         **kwargs: Keyword arguments of the call.
 
     Returns:
@@ -85,6 +89,8 @@ def check_kernel(
     Raises:
         KernelCheckError: A check failed; an `AssertionError` whose message is the table.
         ArgumentError: `kernel` is not a kernel, or `without` or `unavailable` names an unknown group.
+        CallError: The arguments do not fit the kernel.
+        ConfigError: `configs` contains something else than configurations of the kernel.
     """
     hint = "; for an operation of ejkernel.modules, pass its kernel, e.g. FlashAttention()"
     if isinstance(kernel, type) and issubclass(kernel, Kernel):
@@ -99,9 +105,12 @@ def check_kernel(
                 f"{argument} must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}"
                 f"{did_you_mean(unknown[0], GROUPS)}"
             )
+    check_argument(isinstance(progress, bool) or callable(progress), "progress", "a bool or a function", progress)
     scope = Scope(without=frozenset(without), unavailable=unavailable or {}, seed=seed)
+    tell = progress if callable(progress) else to_stderr
+    shown = scope.steps.shown(lambda line: tell(f"check_kernel {kernel.op_id_v}, {line}"))
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
-    with reported_crashes():
+    with reported_crashes(), shown if progress else contextlib.nullcontext():
         report = on_measuring_thread(lambda: checked(kernel, args, kwargs, configs, scope))
     if strict:
         report.raise_if_failed()

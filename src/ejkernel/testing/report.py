@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `check_kernel`: a row for each check of each configuration, shown as a table."""
+"""The report of `check_kernel`, a row for each check of each configuration, shown as a table; and its progress."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from ejkernel.testing.rows import FIXED, NOT_RUN, CheckRow, CheckStatus, next_st
 _WIDTH: Final = 80
 _NAME: Final = 36  # longest name of a check that fits into its column
 _SHOWN: Final = 3  # reasons to show for each check
+_EVERY: Final = 5.0  # seconds between two lines of progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +226,51 @@ def _largest(array: Any) -> float:
 
 def _has_nan(array: Any) -> bool:
     return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())
+
+
+class Steps:
+    """The steps of a run, of which one is current."""
+
+    def __init__(self) -> None:
+        self._names: Sequence[str] = ()
+        self._current = ""
+        self._started = time.monotonic()
+
+    def plan(self, names: Sequence[str]) -> None:
+        """Set the steps, in order; some of them may not begin."""
+        self._names = names
+
+    def begin(self, name: str) -> None:
+        """Make a step of the plan the current one."""
+        self._current = name
+
+    def line(self) -> str:
+        """Return the current step as text, e.g. `step 3 of 12: configuration rows=64, after 21 s`."""
+        seconds = f"after {time.monotonic() - self._started:.0f} s"
+        if self._current not in self._names:
+            return f"preparing, {seconds}"
+        return f"step {self._names.index(self._current) + 1} of {len(self._names)}: {self._current}, {seconds}"
+
+    @contextlib.contextmanager
+    def shown(self, tell: Callable[[str], object], every: float = _EVERY) -> Iterator[None]:
+        """Pass `line()` to `tell` every few seconds for the `with` block, from another thread."""
+        finished = threading.Event()
+
+        def repeat() -> None:
+            while not finished.wait(every):
+                tell(self.line())
+
+        thread = threading.Thread(target=repeat, name="progress of check_kernel", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()
+
+
+def to_stderr(text: str) -> None:
+    """Write a line to stderr, if the process has one."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -23,13 +23,14 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.encode import stable_json
+from ejkernel.ops.utils.validation import check_candidates
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import BATCHES, named_after
-from ejkernel.testing.report import CheckReport
+from ejkernel.testing.report import REFERENCE, CheckReport, Steps
 from ejkernel.testing.rows import CheckRow, CheckStatus, not_run_row, row
 from ejkernel.testing.rules import pair_rows
 from ejkernel.testing.splitting import split_rows
@@ -45,6 +46,14 @@ _FULL_ONLY: Final = ("second", "vmap o")  # beginnings of the names of checks of
 _HEURISTIC_ONLY: Final = "gradient, by"
 _REST: Final = "all other checks"
 _FORMS: Final = ("inputs", "dtypes", "export", "pickle", "split")
+_PAIRS: Final = "pairs of forward and backward"
+# Steps after those of the configurations: the group of checks, and the name of the step.
+_STEPS: Final = (
+    ("gradient", _PAIRS),
+    ("inputs", "scaled inputs, zeros"),
+    ("inputs", "odd sizes"),
+    *((group, group) for group in ("dtypes", "export", "pickle", "split", "platforms", "key")),
+)
 
 
 def checked(
@@ -55,6 +64,9 @@ def checked(
     scope: Scope,
 ) -> CheckReport:
     """Return the report on a call; see `check_kernel`."""
+    given = () if configs is None else check_candidates(configs, "configs")
+    for index, config in enumerate(() if isinstance(given, ConfigSpace) else given):
+        check_config(kernel, config, f"configs[{index}]")
     subject = Subject.of(kernel, args, kwargs, scope)
     call = f"{subject.kernel.op_id_v} {_arguments_of(subject.inv)}".rstrip()
     try:
@@ -129,6 +141,8 @@ def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
 
 def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | None) -> Iterator[CheckRow]:
     yield row("configurations")
+    steps = _planned(subject, configs)
+    steps.begin(REFERENCE)
     try:
         numbers = Numbers(subject, configs[0])
     except UnsupportedError as error:  # the kernel is for another platform
@@ -145,6 +159,7 @@ def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | 
     fully = _few(configs, _FULLY, subject.scope.seed)
     for index, config in enumerate(configs):
         is_full = any(config is other for other in fully)
+        steps.begin(_name_of(config))
         rows = named_after(config, lambda *given: list(numbers.rows(given[0], fully=given[1])))(config, is_full)
         yield from rows
         first = next((made.check for made in rows if made.status == CheckStatus.FAILED), None)
@@ -158,6 +173,19 @@ def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | 
     yield from _input_rows(numbers, configs, failed, given)
     yield from _call_rows(numbers, configs[0])
     yield from _form_rows(subject, configs[0])
+
+
+def _planned(subject: Subject, configs: Sequence[Any]) -> Steps:
+    """Return the steps of all checks of a call."""
+    without = subject.scope.without | subject.scope.reasons(subject.kernel, configs[0]).keys()
+    later = [name for group, name in _STEPS if group not in without]
+    subject.scope.steps.plan([REFERENCE, *map(_name_of, configs), *later])
+    return subject.scope.steps
+
+
+def _name_of(config: object) -> str:
+    """Return the name of the step that checks a configuration."""
+    return f"configuration {compact(config)}"
 
 
 def _left_out(
@@ -186,6 +214,7 @@ def _input_rows(
     scope, right = numbers.subject.scope, [c for index, c in enumerate(configs) if index not in failed]
     without = scope.without | scope.reasons(numbers.subject.kernel, configs[0]).keys()
     if "gradient" not in without and numbers.has_gradient and not scope.is_brief:
+        scope.steps.begin(_PAIRS)
         runs = _costly([c for c in configs if c is configs[0] or any(c is other for other in right)], scope.seed)
         backwards = _backward_configs(numbers, given)
         pairs = list(pair_rows(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0]))
@@ -193,16 +222,19 @@ def _input_rows(
         if pairs and backwards is None:
             yield from (not_run_row("residuals", configs[index], first) for index, first in failed.items() if index)
     if "inputs" not in without:
+        scope.steps.begin("scaled inputs, zeros")
         # A configuration with wrong results for usual inputs would also fail for all others.
         if right:
             yield from value_rows(numbers, _costly(right, scope.seed))
         yield from (not_run_row("scaled inputs, zeros", configs[index], first) for index, first in failed.items())
+        scope.steps.begin("odd sizes")
         if 0 in failed:
             yield not_run_row("odd sizes", None, failed[0])
         else:
             configs_for = functools.partial(_sized_configs, given=given)
             yield from size_rows(numbers, configs_for, functools.partial(_sized_pairs, given=given))
     if "dtypes" not in without:
+        scope.steps.begin("dtypes")
         yield from dtype_rows(numbers, lambda other: _costly(_own_configs(other, None), scope.seed))
 
 
@@ -252,11 +284,15 @@ def _call_rows(numbers: Numbers, config: object) -> Iterator[CheckRow]:
     yield from (row(name, config, unavailable[name], skipped=True) for name in _FORMS if name in unavailable)
     if "dtypes" not in without and (weak := weak_type_row(numbers, config, want)) is not None:
         yield weak
+    steps = numbers.subject.scope.steps
     if "export" not in without:
+        steps.begin("export")
         yield export_row(numbers, config, want)
     if "pickle" not in without:
+        steps.begin("pickle")
         yield pickle_row(numbers, config, want)
     if "split" not in without:
+        steps.begin("split")
         yield from split_rows(numbers, config, want)
 
 
@@ -268,8 +304,10 @@ def _form_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
         row(name, config, unavailable[name], skipped=True) for name in ("platforms", "key") if name in unavailable
     )
     if "platforms" not in without:
+        subject.scope.steps.begin("platforms")
         yield from platform_rows(subject, lambda own, inv: _configs(own, inv, None)[0])
     if "key" not in without:
+        subject.scope.steps.begin("key")
         yield key_row(subject)
 
 

@@ -27,7 +27,7 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
 from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, named_after, pulled
-from ejkernel.testing.report import REFERENCE, Comparison
+from ejkernel.testing.report import REFERENCE, Comparison, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Scope:
             are small, and no call runs eagerly.
         programs: Compiled references, for calls with equal shapes and options.
         check_residuals: Raises an error if a forward leaves wrong residuals.
+        steps: Told about each step that begins.
     """
 
     without: frozenset[str] = frozenset()
@@ -54,6 +55,7 @@ class Scope:
     is_brief: bool = False
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
     check_residuals: Callable[[Any], None] | None = None
+    steps: Steps = dataclasses.field(default_factory=Steps)
 
     def reasons(self, kernel: object, config: object) -> dict[str, str]:
         """Return the groups that a kernel does not have under a configuration, with the reasons."""
@@ -98,6 +100,7 @@ class Subject:
             given_args, named = prepared(kernel, *own)
             rest = {name: value for name, value in named.items() if name != "cfg"}
             inv = Invocation(kernel=kernel, args=given_args, kwargs=rest, override_cfg=named.get("cfg"))
+            _ = inv.node  # raises if the arguments do not fit `run`
             seen.append(inv.abstract())
 
         # `prepare` runs under JAX's tracing, and the arrays may be abstract.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._vector_memory import Need
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch, memory
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
@@ -143,7 +144,7 @@ def test_the_heuristic_fits_in_the_memory_of_every_chip(length, chip, backward):
     for more in ({}, {"right": 0}, {"left": 1000, "right": 0}):
         call = call_of(length, chip, backward, **more)
         implementation = PallasTpu()
-        assert choices.fits(call, implementation.heuristic(call))
+        assert implementation.doubt(call, implementation.heuristic(call)) is None
         space = implementation.space(call)
         assert implementation.heuristic(call) in space
         assert 1 <= len(space) <= 60
@@ -284,7 +285,7 @@ CLOSE = {
 def test_the_compiler_decides_whether_parameters_fit_that_the_estimates_do_not_decide(name):
     *case, params, used = CLOSE[name]
     call = drawn_call(*case, params)
-    assert not choices.fits(call, params)
+    assert PallasTpu().doubt(call, params) is not None
     assert choices.needed(call, params).least <= used
     assert PallasTpu().params_fault(call, params) is None
 
@@ -308,8 +309,8 @@ def test_estimates_of_memory_depend_on_what_a_kernel_reads():
 
 
 def test_the_compilers_limit_has_a_margin_above_the_estimate():
-    assert memory.limit(memory.Need(0, 2**20)) == memory.limit(memory.Need(0, 2**24)) == 2**24
-    assert memory.limit(memory.Need(0, 2**25)) == 2**25 * 5 // 4
+    assert memory.limit(Need(0, 2**20)) == memory.limit(Need(0, 2**24)) == 2**24
+    assert memory.limit(Need(0, 2**25)) == 2**25 * 5 // 4
 
 
 def test_the_space_of_float32_has_no_large_tiles():

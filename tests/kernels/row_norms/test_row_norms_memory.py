@@ -20,4 +20,5 @@ from ejkernel.kernels.layer_norm.operation import LayerNormCall
 )
 def test_a_kernel_takes_no_more_than_the_estimate(dim, dtype, backward, block_rows, taken):
     call = LayerNormCall(rows=16_384, dim=dim, dtype=dtype, eps=1e-6, residual=True, platform="tpu", backward=backward)
-    assert taken <= memory(call, PallasParams(block_rows=block_rows)) <= 1.7 * taken
+    need = memory(call, PallasParams(block_rows=block_rows))
+    assert need.least <= taken <= need.most <= 1.7 * taken

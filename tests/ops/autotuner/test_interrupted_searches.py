@@ -60,6 +60,7 @@ class Faults:
     seconds: float = 1.0
     is_wrong: bool = False
     is_wrong_on_other_inputs: bool = False
+    is_wrong_at_times: bool = False
     fails_when_measured: bool = False
 
 
@@ -77,13 +78,14 @@ class Scenario:
     Attributes:
         sampled: Configurations with a time.
         checked: Configurations with correct results on new inputs.
+        repeated: Configurations with correct results in many runs after their confirmation.
         beaten: Configurations faster than the heuristic in the confirmation run.
     """
 
     def __init__(self, faults, events):
         self.faults, self.events = faults, events
         self.now, self.step, self.journal, self.cancellation = 0.0, 0, None, None
-        self.sampled, self.checked = set(), set()
+        self.sampled, self.checked, self.repeated = set(), set(), set()
 
     def tick(self):
         """Let one step pass, and what happens at it."""
@@ -190,6 +192,14 @@ def confirmed(oracle, candidate, **_):
     return ("outputs",)
 
 
+def repeated(oracle, candidate):
+    scenario = SCENARIO[0]
+    scenario.at(candidate.config)
+    if scenario.faults[candidate.config].is_wrong_at_times:
+        raise CandidateError("it is wrong at times")
+    scenario.repeated.add(candidate.config)
+
+
 def sample(function, count):
     scenario, config = SCENARIO[0], function.function.candidate.config
     function()
@@ -231,6 +241,7 @@ def made_up():
         patch.setattr(isolated, "Journal", functools.partial(Journal, clock=lambda: SCENARIO[0].now))
         patch.setattr(runs, "Preparation", Preparation)
         patch.setattr(decisions, "confirm", confirmed)
+        patch.setattr(decisions, "check_repeatedly", repeated)
         patch.setattr(decisions, "rule_fault", lambda oracle: "")
         patch.setattr(decisions, "pair_fault", lambda oracle, kept: "")
         patch.setattr(runs.Oracle, "compute_references", lambda oracle: SCENARIO[0].tick())
@@ -248,6 +259,7 @@ FAULTS = st.fixed_dictionaries(
             seconds=st.sampled_from([0.5, 0.9, 1.0, 1.01, 2.0]),
             is_wrong=st.sampled_from([False, False, False, True]),
             is_wrong_on_other_inputs=st.sampled_from([False, False, False, True]),
+            is_wrong_at_times=st.sampled_from([False, False, False, True]),
             fails_when_measured=st.sampled_from([False, False, False, True]),
         )
         for config in (HEURISTIC, *OTHERS)
@@ -300,7 +312,7 @@ class InterruptedSearches(RuleBasedStateMachine):
         if config == HEURISTIC:
             assert search["state"] in ("complete", "undecided")
             return
-        assert config in scenario.checked
+        assert config in scenario.checked & scenario.repeated
         assert entry.measured["winner"]["samples"] > 0
         standing, heuristic = entry.measured["standing"], scenario.faults[HEURISTIC]
         if standing is None:

@@ -24,7 +24,7 @@ from ejkernel.ops import (
     PersistentCache,
 )
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import FwdParams
 
 X = np.ones(4, np.float32)
@@ -225,6 +225,13 @@ def test_another_schema_is_an_error(schema, age):
 def test_space_around_the_text_does_not_matter():
     result = result_of(entry(1, Tile(8)))
     assert AutotuningResult.loads(result.dumps() + " \n\n") == result
+
+
+def test_a_configuration_that_would_be_read_as_another_is_reported_when_it_is_written():
+    with pytest.warns(
+        CacheWarning, match=r"loads\(\) will not return .* matmul@v0: \$.rows: expected"
+    ):
+        result_of(entry(1, Tile(8.0))).dumps()
 
 
 def test_a_text_with_any_change_is_an_error():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import jax
@@ -15,6 +16,7 @@ from tests.ops.sample_kernels import Searched, told_apart
 
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.sampling import Sample, Work
+from ejkernel.ops.autotuner.tasks.decisions import Decider
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.cache import ConfigCache
@@ -180,6 +182,40 @@ def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
     assert tuned.config == 3
     assert statuses(tuned)[2][0] == status
     assert reason in statuses(tuned)[2][1]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("function", [lambda x: (x + x).astype(jnp.bfloat16), lambda x: (x + x, x)])
+def test_a_fast_candidate_whose_results_have_other_types_is_wrong(race, function, validate):
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    tuned = tune(Searched(faults={2: function}), policy=AutotunePolicy(validate=validate))
+    assert (tuned.config, statuses(tuned)[2][0]) == (3, "wrong")
+
+
+def test_a_candidate_that_is_wrong_after_its_confirmation_is_wrong(race, monkeypatch):
+    def wrong_later(x):
+        return jax.pure_callback(lambda x: x if confirmed else x + x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def confirm_run(*args):
+        confirmed.append(1)
+        return confirmation_run(*args)
+
+    confirmed, confirmation_run = [], Decider._confirmation_run
+    monkeypatch.setattr(Decider, "_confirmation_run", confirm_run)
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    tuned = tune(Searched(faults={2: wrong_later}), policy=AutotunePolicy(validate="outputs"))
+    assert tuned.config == 3
+    assert statuses(tuned)[2][1].startswith("it is not always right: result 0 differs")
+
+
+def test_a_candidate_has_the_types_of_the_heuristic_not_those_of_the_reference(race):
+    class Wide(Searched):
+        def reference(self, x):
+            return (x + x).astype(jnp.float32)
+
+    race({1: 3.0, 2: 2.0, 3: 1.0})
+    tuned = tune(Wide(faults={3: lambda x: (x + x).astype(jnp.float32)}), X.astype(jnp.bfloat16))
+    assert (tuned.config, statuses(tuned)[3][1]) == (2, "returns float32[16], the heuristic bfloat16[16]")
 
 
 def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
@@ -427,6 +463,23 @@ def test_a_search_with_only_the_heuristic_left_warns_with_the_first_reason(race)
         tune(Searched(faults={2: broken, 3: broken}))
 
 
+def test_each_given_candidate_that_fails_is_named_with_its_reason(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 1.0, 2: 2.0})
+    with pytest.warns(TuningWarning) as caught:
+        tune(Searched(faults={3: broken}), candidates=[2, 3])
+    assert "1 of 2 candidates beside the heuristic was rejected: 3, failed: ValueError: does not fit" in str(
+        caught[0].message
+    )
+    race({1: 1.0})
+    with pytest.warns(TuningWarning, match=r"all 2 .* were rejected: 2, failed: .*; 3, failed: ValueError: does not"):
+        tune(Searched(faults={2: broken, 3: broken}), candidates=[2, 3])
+    with pytest.warns(TuningWarning, match="the list of candidates is empty, so only the heuristic was measured"):
+        tune(Searched(), candidates=[])
+
+
 # --- evidence ---
 
 NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a sample takes longer on a busy machine
@@ -478,6 +531,28 @@ def test_an_undecided_search_leaves_the_saved_winner(race, tmp_path):
     race({1: 1.0, 2: 2.0})
     ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel)
     assert cache.get(inv.key) == 1  # measured beside the heuristic, and beaten
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    rows: int = 1
+
+
+def test_a_winner_that_a_file_cannot_hold_is_not_saved_over_the_saved_configuration(race, tmp_path):
+    class Blocked(Kernel[Blocks, jax.Array]):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, int(cfg.rows))
+
+        def heuristic_cfg(self, inv):
+            return Blocks(1)
+
+    kernel, cache = Blocked("blocked"), PersistentCache(tmp_path, shipped=False)
+    inv = Invocation(kernel=kernel, args=(X,))
+    race({Blocks(1): 3.0, Blocks(2): 2.0, Blocks(4.0): 1.0})
+    ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2)])
+    again = ConfigSelectorChain(ConfigCache(), cache).search(inv, kernel, candidates=[Blocks(2), Blocks(4.0)])
+    assert (again.config, again.in_force, cache.get(inv.key)) == (Blocks(4.0), Blocks(2), Blocks(2))
+    assert again.not_saved == "rows=4.0 cannot be read from a file: $.rows: expected int, got float 4.0"
 
 
 def test_a_kept_heuristic_is_reported_with_its_best_challenger(race):

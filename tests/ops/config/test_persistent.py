@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -125,6 +125,17 @@ def test_an_enum_member_comes_back_with_its_type(cache):
 def test_a_configuration_that_plain_data_cannot_express_is_reported_when_it_is_put(cache, config):
     with pytest.warns(CacheWarning, match=rf"get\(\) will not find .*: a {type(config).__name__[:5]}.* is read as"):
         cache.put(KEY, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Untyped:
+    value: Any
+
+
+@pytest.mark.parametrize("value", [Backend.XLA, Tile(4), Untyped(1), (1, 2), {"a": frozenset({1})}], ids=str)
+def test_a_field_read_as_another_kind_of_value_is_reported_when_it_is_put(cache, value):
+    with pytest.warns(CacheWarning, match=r"get\(\) will not find .*: \$\.value.* is read as .*; annotate its field"):
+        cache.put(KEY, Untyped(value))
 
 
 def test_a_missing_key_is_a_silent_miss(cache):

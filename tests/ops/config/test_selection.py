@@ -128,7 +128,9 @@ def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     tiers = "override, overlay, memory, persistent, shipped, sister, forward"
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain().resolve(inv, kernel)
-    advice = "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
+    example = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"
+    missing = "The kernel has no heuristic_cfg, and no config_space with a configuration for this call"
+    advice = f"{missing}: {example}, or pass cfg=..."
     assert str(error.value) == f"{call}.\n  {advice}\n  Tried: {tiers}, heuristic."
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain(policy=AutotunePolicy(heuristic=False)).resolve(inv, kernel)

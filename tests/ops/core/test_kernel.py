@@ -187,10 +187,17 @@ def test_other_hooks_have_platform_forms_too(executor):
 # --- names ---
 
 
-@pytest.mark.parametrize("name", ["", "a b", "matmul@v1", "1st", "a#b", "a:b"])
+@pytest.mark.parametrize("name", ["", "a b", "matmul@v1", "1st", "a#b", "a:b", "größe"])
 def test_a_name_that_would_break_labels_is_an_error(name):
-    with pytest.raises(KernelError, match=r"name must be letters, digits, '_', '-' or '.', got"):
+    with pytest.raises(KernelError, match=r"name must be ASCII letters, digits, '_', '-' or '.', got"):
         Times(name=name)
+
+
+def test_a_class_name_or_version_that_would_break_labels_is_an_error():
+    with pytest.raises(KernelError, match=r"name must be ASCII letters, .* got 'Größe'"):
+        type("Größe", (Times,), {})()
+    with pytest.raises(KernelError, match=r"Newer.version must be ASCII letters, digits, '_' or '.', got '1-beta'"):
+        type("Newer", (Times,), {"version": "1-beta"})
 
 
 def test_an_executor_takes_a_kernel_without_a_name(executor):

@@ -54,6 +54,10 @@ class Level(enum.IntEnum):
     ONE = 1
 
 
+class Bits(enum.IntFlag):
+    ONE = 1
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -195,6 +199,10 @@ SIMILAR = [
     np.float32(1),
     Mode.FAST,
     Mode.SAFE,
+    Bits.ONE,
+    Bits(0),
+    Bits(2),
+    Bits(4),
     PartitionSpec("data"),
     PartitionSpec(("data",), None),
 ]

@@ -357,7 +357,7 @@ def test_the_decorator_keeps_results_gradients_and_the_function_itself():
 
 @pytest.mark.parametrize("name", ["", "two words", "a#b", "1st", "a:b"])
 def test_the_decorator_refuses_names_that_cannot_be_found_again(name):
-    with pytest.raises(ConfigError, match="label name must be letters, digits"):
+    with pytest.raises(ConfigError, match="label name must be ASCII letters, digits"):
         label(name)
 
 

@@ -248,8 +248,10 @@ def test_a_numpy_array_in_a_partial_function_may_change():
         _Held(np.ones(3)),
         Scale(2),
         lambda x: x,
+        "\ud800",
+        10**5000,
     ],
-    ids=["scalar", "keyword", "object", "dataclass", "plain object", "lambda"],
+    ids=["scalar", "keyword", "object", "dataclass", "plain object", "lambda", "surrogate", "huge integer"],
 )
 def test_a_value_without_a_description_makes_the_call_uncacheable_with_one_warning(function):
     kernel = SCALES

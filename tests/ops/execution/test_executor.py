@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -419,3 +421,29 @@ def test_a_saved_configuration_that_does_not_run_is_a_warning_and_the_heuristic_
 def test_a_given_configuration_that_does_not_run_is_an_error(executor):
     with pytest.raises(ConfigError, match=r"rows: cfg=3 is not in the space of this call; .*TypeError: cannot reshape"):
         executor(Rows("rows"), X, cfg=3)
+
+
+# --- copies ---
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_executor_has_the_answers_and_listens_to_its_own_chooser(copied):
+    kernel, cache = Rows("rows"), ConfigCache()
+    executor = Executor(ConfigSelectorChain(cache), stamp_prefix="other")
+    key = ops.Invocation(kernel=kernel, args=(X,)).key
+    cache.put(key, 2)
+    other = copied(executor)
+    assert (other.choose_config(kernel, X), other.stamp_prefix) == (2, "other")
+    assert float(other(kernel, X)) == float(executor(kernel, X)) == X.sum()
+    is_shared = copied is copy.copy
+    other.chooser.cache.put(key, 4)
+    assert executor.choose_config(kernel, X) == (4 if is_shared else 2)
+    assert other.choose_config(kernel, X) == 4
+
+
+def test_a_copied_cache_is_independent():
+    cache = ConfigCache()
+    cache.put("a", 1)
+    other = copy.copy(cache)
+    other.put("a", 2)
+    assert (cache.get("a"), other.get("a")) == (1, 2)

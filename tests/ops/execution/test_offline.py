@@ -343,6 +343,18 @@ def test_autotune_tunes_every_kernel_of_a_function(chain, executor, kernel):
     assert len(chain.persistent.keys()) == 4
 
 
+def test_a_functions_arguments_may_have_the_names_of_our_own(chain, executor, kernel):
+    """Labels of a loss are often called `target`."""
+    ops.set_default_executor(executor)
+
+    def loss(x, *, target, fn=0):
+        return jnp.sum(kernel(x) - target) + fn
+
+    assert len(ops.autotune(loss, X, target=X).entries) == 1
+    assert len(executor.explain(loss, X, target=X)) == len(discover(loss, X, target=X, fn=1)) == 1
+    assert ops.benchmark(loss, X, target=X, fn=1, num_iters=1) > 0
+
+
 def test_candidates_are_only_for_kernels():
     with pytest.raises(
         ArgumentError, match="configs= needs a Kernel as target; the kernels in a function have their own"

@@ -21,6 +21,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
+from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
 
@@ -168,6 +169,43 @@ def test_precision_and_64_bit_mode_hold_for_the_candidates():
     with jax.default_matmul_precision("highest"), jax.enable_x64(True):
         tune(Witness(), np.ones(3, np.float64))
     assert set(seen) == {("highest", True, np.dtype("float64"))}
+
+
+def test_a_call_is_measured_under_the_settings_of_its_place_in_a_function():
+    seen = []
+
+    class Witness(Searched):
+        def run(self, x, *, cfg):
+            seen.append(str(jax.config.jax_default_matmul_precision))
+            return told_apart(x + x, cfg)
+
+    witness = Witness()
+
+    def function(x):
+        with jax.default_matmul_precision("highest"):
+            return witness(x)
+
+    (inv,) = discover(function, X)
+    seen.clear()
+    Autotuner(rounds=1).tune(inv, witness)
+    assert set(seen) == {"highest"}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.vmap], ids=["call", "grad", "vmap"])
+def test_a_weakly_typed_argument_is_measured_as_such(transform):
+    seen = set()
+
+    class Scaled(Searched):
+        def run(self, x, scale, *, cfg):
+            seen.add((x * scale).dtype)
+            return told_apart(x * scale, cfg).sum()
+
+    kernel, x = Scaled(), jnp.ones((4, 4), jnp.bfloat16)
+    for inv in discover(transform(lambda x: kernel(x, jnp.asarray(2.0))), x):
+        seen.clear()
+        tuned = Autotuner(rounds=1).tune(inv, kernel)
+        assert {outcome.status for outcome in tuned.outcomes} <= {"measured", "same"}
+        assert seen == {jnp.dtype("bfloat16")}
 
 
 def test_candidates_are_not_recorded_or_stamped():

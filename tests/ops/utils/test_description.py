@@ -29,6 +29,11 @@ from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.signature import describe
 
 
+class Parts(enum.Flag):
+    ROWS = 1
+    COLUMNS = 2
+
+
 class Mode(enum.Enum):
     FAST = 1
     SAFE = 2
@@ -79,7 +84,7 @@ class Methods:
 
 
 HERE = Names()
-HERE.add_value([Mode, Level, Pair, Options, Batch, Box, activation, Methods.square, Methods])
+HERE.add_value([Mode, Level, Parts, Pair, Options, Batch, Box, activation, Methods.square, Methods])
 
 
 def again(value, names=HERE):
@@ -106,6 +111,8 @@ VALUES = [
     range(0, 10, 3),
     Mode.SAFE,
     Level.ONE,
+    Parts.ROWS | Parts.COLUMNS,
+    Parts(0),
     Pair(1, (2,)),
     Options(scale=0.5),
     PartitionSpec("data", None, ("a", "b")),
@@ -291,6 +298,9 @@ def test_a_class_that_refuses_its_values_is_a_reason():
         ({"float": "one"}, "is not a float"),
         ({"bytes": "xyz"}, "hexadecimal"),
         ({"enum": f"{__name__}.Mode", "name": "SLOW"}, "Mode has no member str 'SLOW'"),
+        ({"enum": f"{__name__}.Mode", "name": None}, "expected a string"),
+        ({"enum": f"{__name__}.Mode", "value": 1}, "Mode has no member of value int 1"),
+        ({"enum": f"{__name__}.Parts", "value": 8}, "Parts rejected the values"),
         ({"dataclass": f"{__name__}.Options", "fields": {"scale": 1}}, "fields of Options differ"),
         ({"dataclass": f"{__name__}.Pair", "fields": {}}, "is no dataclass"),
         ({"namedtuple": f"{__name__}.Options", "items": []}, "is no named tuple"),

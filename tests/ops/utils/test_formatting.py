@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy_gradients
+from ejkernel.modules import paged_attention, paged_plan
 from ejkernel.ops import Invocation, stable_json
+from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, rounded, text_table
 
 
@@ -25,6 +28,20 @@ def test_a_call_s_equal_arrays_are_counted_and_its_options_named():
     assert arguments(inv.description) == text
     usual = Invocation(op_id="any", args=args[:1], kwargs={"softmax_scale": 0.125, "temperature": 0.7})
     assert arguments(usual.description) == "bf16[2,8], temperature=0.7"
+
+
+def test_arrays_that_an_operation_adds_to_the_user_s_are_not_shown():
+    x, w, labels = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.zeros(4, jnp.int32)
+    args, kwargs = linear_cross_entropy_gradients.prepare(x, w, labels, jnp.ones(4))
+    inv = Invocation(kernel=linear_cross_entropy_gradients, args=args, kwargs=kwargs)
+    assert arguments(inv.description).startswith("f32[4,8], f32[8,16], i32[4], gradients=(x, weight)")
+    offsets, lengths, table = jnp.arange(3), jnp.ones(2, jnp.int32), jnp.zeros((2, 1), jnp.int32)
+    plan = paged_plan(offsets, lengths, heads=4, kv_heads=2, page_size=16, tokens=2, pages=4, page_table=table)
+    call = (array(2, 4, 32), array(4, 16, 2, 2, 32), table, offsets, lengths)
+    with recording() as seen:
+        jax.jit(lambda q, cache, *ints: paged_attention(q, cache, *ints, plan=plan)).lower(*call)
+    text = "bf16[2,4,32], bf16[4,16,2,2,32], i32[2,1], i32[3], i32[2], plan"
+    assert [arguments(inv.description).partition(", softmax")[0] for inv in seen] == [text]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(35.2872, "35"), (180.0, "180"), (2.54, "2.5"), (4, "4")])

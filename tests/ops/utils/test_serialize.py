@@ -40,6 +40,11 @@ class Order(enum.IntEnum):
     COLUMN = 1
 
 
+class Parts(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
 class Mode(str, enum.Enum):  # noqa: UP042 - the form that has two bases
     FAST = "fast"
 
@@ -69,6 +74,7 @@ class Outer:
     layout: Literal["row", "column", 1] = "row"
     backend: Backend = Backend.XLA
     order: Order = Order.ROW
+    parts: Parts = Parts.LEFT
     mode: Mode = Mode.FAST
     blocks: tuple[int, ...] = ()
     pair: tuple[int, str] = (1, "a")
@@ -121,6 +127,7 @@ outers = st.builds(
     layout=st.sampled_from(["row", "column", 1]),
     backend=st.sampled_from(Backend),
     order=st.sampled_from(Order),
+    parts=st.sampled_from([Parts(0), *Parts, Parts.LEFT | Parts.RIGHT]),
     mode=st.sampled_from(Mode),
     blocks=st.lists(ints, max_size=3).map(tuple),
     pair=st.tuples(ints, st.text()),
@@ -482,6 +489,8 @@ def test_a_value_of_a_wrong_type_is_refused_with_its_path(config, field):
         ("1.0", Literal[1]),
         ("true", Order),
         ('"XLA"', Backend),
+        ("4", Parts),
+        ("true", Parts),
         ('"f4"', np.dtype),
         ('"float"', np.dtype),
         ('">i4"', np.dtype),

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -28,7 +29,6 @@ CallT = TypeVar("CallT", bound=RowNormCall)
 
 # Rows of one tile of vector memory, by dtype.
 _TILE = {"float32": 8, "bfloat16": 16}
-_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _SUMS = 8  # rows of the sums over rows: one tile of float32
 
 
@@ -64,7 +64,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
             return "it needs a known number of rows, at least 1; use 'xla'."
         if call.dtype not in _TILE:
             return f"x has dtype {call.dtype}, and 'pallas' takes {' and '.join(_TILE)}; cast it, or use 'xla'."
-        if memory(call, PallasParams(block_rows=_TILE[call.dtype])) > _MEMORY:
+        if self.doubt(call, PallasParams(block_rows=_TILE[call.dtype])) is not None:
             return f"x has rows of {call.dim} elements, and 'pallas' keeps {_TILE[call.dtype]} in memory; use 'xla'."
         if call.partitioned:
             return (
@@ -78,19 +78,20 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
     def params_fault(self, call: CallT, params: PallasParams) -> str | None:
         """Return why the kernel cannot use this block size; `None` if it can."""
-        tile, needed = _TILE[call.dtype], memory(call, params)
-        if params.block_rows % tile:
-            return f"block_rows must be a multiple of {tile} for {call.dtype}."
-        if needed > _MEMORY:
-            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
-        return None
+        if params.block_rows % _TILE[call.dtype]:
+            return f"block_rows must be a multiple of {_TILE[call.dtype]} for {call.dtype}."
+        return memory(call, params).fault(limit_of(call))
+
+    def doubt(self, call: CallT, params: PallasParams) -> str | None:
+        """See `Implementation`."""
+        return self.params_fault(call, params) or memory(call, params).doubt(limit_of(call))
 
     def heuristic(self, call: CallT) -> PallasParams:
-        """Return the largest block of `space`."""
-        return self.space(call)[-1]
+        """Return the largest block of `space` that surely fits in memory."""
+        return [params for params in self.space(call) if self.doubt(call, params) is None][-1]
 
     def space(self, call: CallT) -> list[PallasParams]:
-        """Return the block sizes that fit in memory and are not larger than all rows need."""
+        """Return the block sizes that may fit in memory and are not larger than all rows need."""
         tile = _TILE[call.dtype]
         found = [PallasParams(block_rows=tile << power) for power in range(8)]
         found = [params for params in found if params.block_rows == tile or params.block_rows < 2 * call.rows]
@@ -138,17 +139,18 @@ class Pallas(Implementation[CallT], Generic[CallT]):
         return (dx, *gradients, dx) if call.residual else (dx, *gradients)
 
 
-def memory(call: RowNormCall, params: PallasParams) -> int:
-    """Return an upper bound on the bytes of vector memory: two of each window, and float32 intermediates.
+def memory(call: RowNormCall, params: PallasParams) -> Need:
+    """Return the bytes of vector memory: two of each window of rows; and columns, vectors and float32 intermediates.
 
     In 130 kernels compiled for v5e and v6e, these were up to 1.4 values per element forward, and 3.0 backward. A value
     per row takes a register's row.
     """
-    dim, size = -(-call.dim // 128) * 128, jnp.dtype(call.dtype).itemsize
+    dim, size = up(call.dim), jnp.dtype(call.dtype).itemsize
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual
-    columns = (2 * 2 + (2 if call.backward else 0)) * 4 * 128 * params.block_rows
+    columns = (2 * 2 + (2 if call.backward else 0)) * 4 * LANES * params.block_rows
     vectors = 2 * 4 * _SUMS * dim * (4 if call.backward else 2)
-    return params.block_rows * dim * (2 * size * arrays + (20 if call.backward else 8)) + columns + vectors
+    least = params.block_rows * dim * 2 * size * arrays
+    return Need(least, least + params.block_rows * dim * (20 if call.backward else 8) + columns + vectors)
 
 
 def _given(vectors: Sequence[Any]) -> list[Any]:

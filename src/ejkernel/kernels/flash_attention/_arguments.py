@@ -14,14 +14,43 @@ from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision, type_text
 from ejkernel.ops.core.types import Integer
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, ArgumentWarning
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
 SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_MANY_HEADS, _FEW_KEYS = 256, 128  # more heads than models have, with fewer keys than heads
 _FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
+
+
+def warn_of_mistakes(query: Any, key: Any, *, causal: bool) -> None:
+    """Warn of arrays that look as if heads came before the length, and of causal queries that see no key."""
+    try:
+        queries, heads, keys = query.shape[-3], query.shape[-2], key.shape[-3]
+    except (AttributeError, IndexError):  # `check_main` raises a clear error
+        return
+    # Symbolic lengths may not compare.
+    if not type(queries) is type(heads) is type(keys) is int:
+        return
+    if heads >= _MANY_HEADS and keys <= _FEW_KEYS:
+        warn(
+            f"flash_attention: query of shape {tuple(query.shape)} has {heads} heads, and key has {keys} tokens. The "
+            "axes are [batch, length, heads, head_dim]; arrays of [batch, heads, length, head_dim] need "
+            "jnp.swapaxes(x, -3, -2). If this is intended, ignore ArgumentWarning.",
+            ArgumentWarning,
+        )
+    elif causal and queries > keys:
+        first = f"the first {queries - keys} queries see no key, and their outputs are 0"
+        if queries - keys == 1:
+            first = "the first query sees no key, and its output is 0"
+        warn(
+            f"flash_attention: causal=True with {queries} queries and {keys} keys. The last query is aligned with the "
+            f"last key, so {first}; jax.nn aligns the first ones. If this is intended, ignore ArgumentWarning.",
+            ArgumentWarning,
+        )
 
 
 def check_main(query: Any, key: Any, value: Any) -> None:

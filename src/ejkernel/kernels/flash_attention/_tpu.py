@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ejkernel.kernels._vector_memory import LANES
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import AttentionCall
 
-LANES = 128  # elements of a vector register's row; all blocks are multiples of it
 _DTYPES = ("bfloat16", "float32")
 
 

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._vector_memory import LANES, Need, larger, limit_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
 
-from ._tpu import LANES, check_blocks, unsupported_reason
+from ._tpu import check_blocks, unsupported_reason
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
 
-_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _SIZES = (128, 256, 512, 1024, 2048)
 _STEPS = (128, 256, 512, 1024)
+_SLACK = 256 << 10  # bytes of the compiler's own arrays
 # Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
 _HIDDEN_KEY = -(2**31)
 _HIDDEN_QUERY = _HIDDEN_KEY + 1
@@ -112,31 +113,35 @@ class Splash(AttentionImplementation):
         return unsupported_reason(call, self.name) or scale_reason(call, self.name) or self._memory_reason(call)
 
     def _memory_reason(self, call: AttentionCall) -> str | None:
-        if self.params_fault(call, self.params_type(backward=call.backward)()) is None or self.space(call):
+        if self.doubt(call, self.params_type(backward=call.backward)()) is None or self._fitting(call):
             return None
         return f"blocks of {LANES} rows of query {call.query} and value {call.value} exceed vector memory; use 'xla'."
 
     def heuristic(self, call: AttentionCall) -> SplashParams | SplashBwdParams:
         """Return the default blocks, or the largest that fit in memory."""
         usual: SplashParams | SplashBwdParams = self.params_type(backward=call.backward)()
-        if self.params_fault(call, usual) is None:
+        if self.doubt(call, usual) is None:
             return usual
-        fitting: list[SplashParams | SplashBwdParams] = [*self.space(call)]
-        return max(fitting, key=lambda own: (own.block_q * own.block_kv, own.block_kv_compute))
+        return max(self._fitting(call), key=lambda own: (own.block_q * own.block_kv, own.block_kv_compute))
+
+    def _fitting(self, call: AttentionCall) -> list[SplashParams | SplashBwdParams]:
+        """Return the blocks of the space that surely fit in memory."""
+        return [params for params in self.space(call) if self.doubt(call, params) is None]
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
-        """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
-        needed = vector_memory(call, params)
-        if needed > _MEMORY:
-            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
-        return None
+        """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
+        return vector_memory(call, params).fault(limit_of(call))
+
+    def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
+        """See `Implementation`."""
+        return vector_memory(call, params).doubt(limit_of(call))
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""
         return -1
 
     def space(self, call: AttentionCall) -> list[SplashParams] | list[SplashBwdParams]:
-        """Return the blocks that fit in memory and are at most as long as the sequences."""
+        """Return the blocks that may fit in memory and are at most as long as the sequences."""
         blocks = _candidate_blocks(call)
         if not call.backward:
             found = [SplashParams(block_q=q, block_kv=k, block_kv_compute=c) for q, k, c in blocks]
@@ -240,34 +245,32 @@ def clipped_blocks(queries: int, keys: int, blocks: tuple[int, int, int]) -> com
     return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
 
 
-def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> int:
-    """Return an upper bound on the bytes of vector memory that a kernel of `params` takes.
+def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> Need:
+    """Return the bytes of vector memory that a kernel of `params` takes.
 
-    It adds two of each window, the sums, and the intermediate values. In 121 kernels compiled for v5e, v5p and v6e,
-    none took more. A kernel takes less if XLA keeps its arrays, because they are short, in vector memory anyway.
+    They are two of each window, the sums, and the intermediate values. A kernel takes less if XLA keeps its arrays,
+    because they are short, in vector memory anyway.
     """
-    needed = _memory(call, params)
+    least, most = _memory(call, params)
     # The compiler keeps more in vector memory on v5p, up to 1.11 times the estimate, and for head dimensions such as 80
-    # or 192, whose last registers are partly used, up to 1.15 times. On tpu7x blocks that ran would then be refused.
+    # or 192, whose last registers are partly used, up to 1.15 times.
     if call.device_fingerprint == "tpu:tpu_v5":
-        needed = needed * 9 // 8
-    partial = call.device_fingerprint != "tpu:tpu7x" and any(
-        dim % LANES and dim != LANES // 2 for dim in (call.query[3], call.value[3])
-    )
-    return needed * 5 // 4 if partial else needed
+        most = most * 9 // 8
+    partial = any(dim % LANES and dim != LANES // 2 for dim in (call.query[3], call.value[3]))
+    return Need(least, (most * 5 // 4 if partial else most) + _SLACK)
 
 
-def _memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> int:
+def _memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> Need:
     blocks = (params.block_q, params.block_kv, params.block_kv_compute)
     if isinstance(params, SplashParams):
         return _forward_memory(call, blocks)
-    needed = [_keys_memory(call, blocks, fused=params.fused)]
-    if params.block_q_dq is not None and params.block_kv_dq is not None:
-        needed.append(_query_memory(call, (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)))
-    return max(needed)
+    found = _keys_memory(call, blocks, fused=params.fused)
+    if params.block_q_dq is None or params.block_kv_dq is None:
+        return found
+    return larger(found, _query_memory(call, (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)))
 
 
-def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
+def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     arrays, value = _window(call, block)
     lse, sums = 8 * block.queries * LANES, 4 * block.queries * (2 * LANES + value)
@@ -275,36 +278,39 @@ def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
     if call.dtype != "bfloat16":
         intermediates = 4 * scores + 4 * block.compute * value
     else:
-        share = 0.7 if block.queries <= 256 else 1.25 if block.queries <= 512 else 1.85
+        share = 0.7 if block.queries <= 256 else 1.4 if block.queries <= 512 else 1.85
         steps = block.keys // block.compute
-        share += 0.3 * (steps - 1) + 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
-        intermediates = int(min(share, 6) * scores)
+        # the scores of several large steps are alive together
+        is_large = steps >= 4 and min(block.queries, 2 * block.compute) >= 1024
+        share += (0.8 if is_large else 0.3) * (steps - 1)
+        share += 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
+        intermediates = int(min(share, 8 if is_large else 6) * scores)
         if value > LANES:  # partial sums of the output, on chips whose products have 128 columns
             intermediates += int((2 + 0.2 * steps) * 4 * block.queries * value)
-    return arrays + _ids_memory(call, block.queries, masked=True) + lse + sums + intermediates
+    least = arrays + _ids_memory(call, block.queries, masked=True) + lse + sums
+    return Need(least, least + intermediates)
 
 
-def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bool) -> int:
+def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bool) -> Need:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     arrays, value = _window(call, block)
-    size, head = jnp.dtype(call.dtype).itemsize, _lanes(call.query[3])
+    size, head = jnp.dtype(call.dtype).itemsize, up(call.query[3])
     out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
-    share = 1.5 + 0.75 * (block.keys // block.compute - 1) if _is_plain(call) else 4.0
+    share = (1.75 if fused else 1.5) + 0.75 * (block.keys // block.compute - 1) if _is_plain(call) else 4.0
     intermediates = int(min(share, 4) * 4 * block.queries * block.compute)
-    return arrays + _ids_memory(call, block.keys, masked=False) + out + 192 * block.queries + intermediates
+    if max(head, value) > LANES:  # results of products, on chips whose products have 128 columns
+        intermediates += 5 * block.compute * (head + value)
+    least = arrays + _ids_memory(call, block.keys, masked=False) + out
+    return Need(least, least + 192 * block.queries + intermediates)
 
 
-def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> int:
+def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     arrays, _ = _window(call, block)
-    out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * _lanes(call.query[3])
+    out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * up(call.query[3])
     scores = 4 * block.queries * block.keys
-    return (
-        arrays
-        + _ids_memory(call, block.queries, masked=True)
-        + out
-        + (scores * 5 // 4 if _is_plain(call) else 2 * scores)
-    )
+    least = arrays + _ids_memory(call, block.queries, masked=True) + out
+    return Need(least, least + (scores * 5 // 4 if _is_plain(call) else 2 * scores))
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -324,12 +330,8 @@ def _ids_memory(call: AttentionCall, rows: int, *, masked: bool) -> int:
 
 def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int]:
     """Return the bytes of the windows of query, key, value and output, and the value's lanes."""
-    head, value = _lanes(call.query[3]), _lanes(call.value[3])
+    head, value = up(call.query[3]), up(call.value[3])
     return 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value), value
-
-
-def _lanes(size: int) -> int:
-    return -(-size // LANES) * LANES
 
 
 def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -24,9 +25,8 @@ from ejkernel.ops.utils.values.signature import is_known
 from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, without_rest
 
 _DTYPES = ("bfloat16", "float32")
-_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
-_ROWS, _LANES = 16, 128  # the granularity of tiles
+_ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
 _WHOLE = 512  # the tile of k from which on the compiler's intermediates no longer grow
 _SLACK = 64 << 10
@@ -47,7 +47,7 @@ class MegabloxParams(NamedFields):
     block_n: int = 128
 
     def __post_init__(self) -> None:
-        for name, unit in (("block_m", _ROWS), ("block_k", _LANES), ("block_n", _LANES)):
+        for name, unit in (("block_m", _ROWS), ("block_k", LANES), ("block_n", LANES)):
             value = getattr(self, name)
             if type(value) is not int or value < unit or value % unit:
                 raise ConfigError(f"{name} must be a multiple of {unit}, got {value!r}; try {max(unit, 128)}.")
@@ -79,42 +79,50 @@ class _Megablox(Implementation[GroupedMatmulCall]):
             return f"'megablox' takes and returns bfloat16 and float32, got {asked}; cast lhs and rhs, or use 'xla'."
         if call.partitioned:
             return "'megablox' in a program that XLA partitions would gather both operands; use 'xla'."
+        if not self._fitting(call):
+            return f"'megablox' makes at most {_MOST_TILES} tiles of rows, too few for {call.rows}; use 'xla'."
         return None
 
     def params_fault(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
-        """Return why these tiles exceed a limit; `None` if they do not."""
-        tiles, needed = -(-call.rows // params.block_m), self.memory(call, params)
+        """Return why these tiles exceed a limit; `None` if they may not."""
+        tiles = -(-call.rows // params.block_m)
         if tiles > _MOST_TILES:
             return f"it makes {tiles} tiles of rows, and megablox supports at most {_MOST_TILES}."
-        if needed > _MEMORY:
-            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
-        return None
+        return self.memory(call, params).fault(limit_of(call))
 
-    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
+    def doubt(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
+        """See `Implementation`."""
+        return self.params_fault(call, params) or self.memory(call, params).doubt(limit_of(call))
+
+    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of a product's tiles: two of each operand and result, an accumulator, and intermediates.
 
         The compiler's intermediates grow with the tile of k: in 80 compiled kernels up to 0.8 of the accumulator, or
         somewhat more than a left operand.
         """
-        m, (k, n) = params.block_m, (_up(size) for size in _blocks(call, params))
+        m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         intermediates = max(15 * m * n * min(k, _WHOLE) // (4 * _WHOLE), 5 * m * k // 2)
-        return 2 * (operands * k * (m + n) + out * m * n) + 4 * m * n + intermediates + _SLACK
+        least = 2 * (operands * k * (m + n) + out * m * n) + 4 * m * n
+        return Need(least, least + intermediates + _SLACK)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
-        """Return the largest tiles of the space with at most the usual number of rows per group."""
-        return max(
-            (params for params in self.space(call) if params.block_m <= max(call.usual_rows, _LANES)),
-            key=lambda params: (params.block_k * params.block_n, params.block_m),
-        )
+        """Return the largest tiles that surely fit, if possible with at most the usual number of rows per group."""
+        fitting = self._fitting(call)
+        usual = [params for params in fitting if params.block_m <= max(call.usual_rows, LANES)]
+        return max(usual or fitting, key=lambda params: (params.block_k * params.block_n, params.block_m))
+
+    def _fitting(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
+        """Return the tiles of the space that surely fit in memory."""
+        return [params for params in self.space(call) if self.doubt(call, params) is None]
 
     def space(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
-        """Return the tiles that fit in memory and are not much larger than the operands."""
-        few = -(-call.rows // _ROWS) * _ROWS
-        rows = [few] if few < _LANES else [m for m in (128, 256, 512, 1024) if m <= max(_LANES, 2 * call.usual_rows)]
-        columns = ([size for size in _COLUMNS if size < max(_LANES + 1, 2 * of)] for of in (call.inner, call.columns))
+        """Return the tiles that may fit in memory and are not much larger than the operands need."""
+        few, most = up(call.rows, _ROWS), max(LANES, 2 * call.usual_rows, 2 * call.rows // _MOST_TILES)
+        rows = [few] if few < LANES else [m for m in (128, 256, 512, 1024) if m <= most]
+        columns = ([size for size in _COLUMNS if size < max(LANES + 1, 2 * of)] for of in (call.inner, call.columns))
         found = [MegabloxParams(block_m=m, block_k=k, block_n=n) for m, k, n in itertools.product(rows, *columns)]
-        return [params for params in found if self.params_fault(call, params) is None] or found[-1:]
+        return [params for params in found if self.params_fault(call, params) is None]
 
 
 class Megablox(_Megablox):
@@ -141,7 +149,7 @@ class MegabloxActivation(_Megablox):
             call, lambda matrix: _product(call, lhs, matrix, groups, params, "float32"), rhs, groups, gate, row_scale
         )
 
-    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
+    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of a product's tiles, with a float32 result."""
         return super().memory(dataclasses.replace(call, out_dtype="float32"), params)
 
@@ -163,15 +171,15 @@ class MegabloxWgrad(_Megablox):
 
         return one_by_one(compute, *args), ()
 
-    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
+    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of its tiles: two of each operand and result, an accumulator, and masked operands.
 
         The compiler keeps only a part of the masked operands, at most 0.53 of them in 60 compiled kernels.
         """
-        m, (k, n) = params.block_m, (_up(size) for size in _blocks(call, params))
+        m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        masked = 13 * m * (k + n) // 5 + _SLACK
-        return 2 * operands * m * (k + n) + (2 * out + 4) * k * n + masked
+        least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
+        return Need(least, least + 13 * m * (k + n) // 5 + _SLACK)
 
 
 def _product(
@@ -195,11 +203,6 @@ def _product(
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
     """Return the sizes of tiles along k and n; a tile may have any size that covers its whole axis."""
     return min(params.block_k, call.inner), min(params.block_n, call.columns)
-
-
-def _up(size: int) -> int:
-    """Return a size with the padding of a vector register's row."""
-    return -(-size // _LANES) * _LANES
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:

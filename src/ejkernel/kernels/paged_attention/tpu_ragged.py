@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -25,8 +26,6 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .common import Operands, PagedCall, valid, within_cache
 
-_LANES = 128
-_MEMORY = 16 << 20  # the compiler's default limit on a kernel's vector memory, in bytes
 _PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dtype
 
 
@@ -80,7 +79,7 @@ class TpuRagged(Implementation[PagedCall]):
         sizes = {"heads": heads, "kv_heads": kv_heads, "page": page, "tokens": call.q[0]}
         sizes["length"] = page * call.table[1]
         rounded = {name: 1 << (size - 1).bit_length() for name, size in sizes.items()}
-        return {**rounded, "head_dim": -(-call.pages[4] // _LANES) * _LANES, "dtype": call.dtype}
+        return {**rounded, "head_dim": up(call.pages[4]), "dtype": call.dtype}
 
     def unsupported(self, call: PagedCall) -> str | None:
         """Return why the kernel does not support the call, with an alternative; `None` if it does."""
@@ -100,14 +99,17 @@ class TpuRagged(Implementation[PagedCall]):
         for name, is_given in given.items():
             if is_given:
                 return f"{name}: not available with implementation='tpu_ragged'; use 'xla'."
-        return _layout_reason(call)
+        if (reason := _layout_reason(call)) is None and self.doubt(call, self.heuristic(call)) is not None:
+            return f"'tpu_ragged' has no blocks that fit in vector memory for pages of {call.pages}; use 'xla'."
+        return reason
 
     def params_fault(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
-        """Return why these blocks exceed the memory of a TPU; `None` if they do not."""
-        needed = vector_memory(call, params)
-        if needed > _MEMORY:
-            return f"it takes {needed} bytes of vector memory, more than the {_MEMORY} available."
-        return None
+        """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
+        return vector_memory(call, params).fault(limit_of(call))
+
+    def doubt(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
+        """See `Implementation`."""
+        return vector_memory(call, params).doubt(limit_of(call))
 
     def preference(self, call: PagedCall) -> int:
         """Rank behind `xla`: no TPU has measured this kernel for us."""
@@ -115,14 +117,14 @@ class TpuRagged(Implementation[PagedCall]):
 
     def heuristic(self, call: PagedCall) -> TpuRaggedParams:
         """Return blocks of about 512 keys, or fewer if they do not fit in memory."""
-        pages = max(1, min(call.table[1], 512 // call.pages[1]))
-        params = TpuRaggedParams(block_pages=pages, block_queries=min(32, call.q[0]))
-        while params.block_pages > 1 and self.params_fault(call, params) is not None:
-            params = dataclasses.replace(params, block_pages=params.block_pages // 2)
-        return params
+        pages, queries = max(1, min(call.table[1], 512 // call.pages[1])), min(32, call.q[0])
+        smaller = [(max(1, pages >> power), queries) for power in range(pages.bit_length())]
+        smaller += [(1, max(1, queries >> power)) for power in range(1, 3)]
+        found = [TpuRaggedParams(block_pages=pages, block_queries=queries) for pages, queries in smaller]
+        return next((params for params in found if self.doubt(call, params) is None), found[-1])
 
     def space(self, call: PagedCall) -> list[TpuRaggedParams]:
-        """Return the blocks that fit in memory and are not larger than the call."""
+        """Return the blocks that may fit in memory and are not larger than the call."""
         pages = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= call.table[1]]
         queries = [size for size in (8, 16, 32, 64, 128) if size <= call.q[0]] or [call.q[0]]
         found = [TpuRaggedParams(block_pages=p, block_queries=q) for p, q in itertools.product(pages, queries)]
@@ -168,8 +170,8 @@ def _attention(call: PagedCall, operands: Operands, blocks: tuple[int, int]) -> 
 
 def _layout_reason(call: PagedCall) -> str | None:
     (_, heads, head_dim), packing = call.q, _PACKING[call.dtype]
-    if head_dim != _LANES:
-        return f"'tpu_ragged' needs a head_dim of {_LANES}, got {head_dim}; pad a smaller one, or use 'xla'."
+    if head_dim != LANES:
+        return f"'tpu_ragged' needs a head_dim of {LANES}, got {head_dim}; pad a smaller one, or use 'xla'."
     for name, count in (("kv_heads", 2 * call.pages[2]), ("heads", heads)):
         tiles = count // packing
         if count % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0):
@@ -190,19 +192,19 @@ def heads_of_block(call: PagedCall) -> tuple[int, int]:
     return (kv_heads * call.group, kv_heads) if whole else (call.q[1], call.pages[2])
 
 
-def vector_memory(call: PagedCall, params: TpuRaggedParams) -> int:
-    """Return an upper bound on the bytes of vector memory that the kernel takes.
+def vector_memory(call: PagedCall, params: TpuRaggedParams) -> Need:
+    """Return the bytes of vector memory: copies of pages and sums; and those with windows and the values of one step.
 
-    No kernel of 30 calls compiled for v5e and v6e took more.
+    XLA may keep the few queries of a decoding step in vector memory, without windows.
     """
     heads, kv_heads = heads_of_block(call)
     itemsize, head_dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
     queries, keys = params.block_queries, min(params.block_pages, call.table[1]) * call.pages[1]
     cache = 2 * keys * 2 * kv_heads * head_dim * itemsize
     windows = 2 * 2 * queries * heads * head_dim * itemsize
-    sums = queries * heads * (2 * _LANES + head_dim) * 4
+    sums = queries * heads * (2 * LANES + head_dim) * 4
     rows = queries * call.group
     # the compiler keeps keys and values of several heads unpacked
     unpacked = 4 if call.dtype == "float32" else 10
-    step = max(keys, _LANES) * 4 * (4 * rows + unpacked * head_dim)
-    return cache + windows + sums + step
+    step = max(keys, LANES) * 4 * (6 * rows + unpacked * head_dim)
+    return Need(cache + sums, cache + sums + windows + step)

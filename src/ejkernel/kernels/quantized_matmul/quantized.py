@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator, is_integer
 from ejkernel.kernels._options import type_text
+from ejkernel.ops.core.sharding.split import mesh_axes
 from ejkernel.ops.errors import ArgumentError, UnsupportedError
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
@@ -105,7 +108,9 @@ def quantize(
     if isinstance(stochastic, bool) and stochastic:
         raise ArgumentError("stochastic must be a PRNG key or False, got True; pass jax.random.key(seed).")
     key = () if isinstance(stochastic, bool) else (stochastic,)
-    return Quantized(*_quantized(name, scales, blocks, jnp.asarray(x), *key), blocks)
+    x = jnp.asarray(x)
+    _check_shards(x, blocks)
+    return Quantized(*_quantized(name, scales, blocks, x, *key), blocks)
 
 
 def quantize_by(x: jax.Array, largest: jax.Array, dtype: str) -> Quantized:
@@ -171,11 +176,30 @@ def _rounded_at_random(x: jax.Array, dtype: str, key: jax.Array) -> jax.Array:
 
 
 def _largest(x: jax.Array, block: Block) -> jax.Array:
-    """Return the largest magnitude of each block."""
-    sizes = [(1, max(size, 1)) if b is None else (-(-size // b), b) for size, b in zip(x.shape, block, strict=True)]
-    padded = jnp.pad(jnp.abs(x), [(0, count * b - size) for size, (count, b) in zip(x.shape, sizes, strict=True)])
-    found: jax.Array = jnp.max(padded.reshape([n for pair in sizes for n in pair]), axis=tuple(range(1, 2 * x.ndim, 2)))
+    """Return the largest magnitude of each block; infinity if it has NaN."""
+    found = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))  # some maxima of XLA for CPUs ignore NaN
+    # One axis at a time: JAX splits no two axes at once that are sharded over explicit mesh axes.
+    for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
+        count, b = (1, max(size, 1)) if b is None else (-(-size // b), b)
+        if b > 1 or not size:
+            padding = [(0, 0)] * x.ndim
+            padding[axis] = (0, count * b - size)
+            split = (*found.shape[:axis], count, b, *found.shape[axis + 1 :])
+            found = jnp.max(jnp.pad(found, padding).reshape(split), axis + 1)
     return found
+
+
+def _check_shards(x: jax.Array, block: Block) -> None:
+    """Raise if a block would be cut by the sharding of `x` over explicit mesh axes."""
+    aval = jax.typeof(x)
+    mesh = compat.explicit_mesh([aval])
+    for axis, entry in enumerate(compat.spec_of(aval) if mesh is not None else ()):
+        shard, b = x.shape[axis] // math.prod(mesh.shape[name] for name in mesh_axes(entry)), block[axis]
+        if b is not None and shard < x.shape[axis] and shard % b:
+            raise ArgumentError(
+                f"axis {axis} of x is sharded over {entry!r} into shards of {shard}, which cut blocks of {b}; use "
+                "jax.sharding.reshard to shard whole blocks first."
+            )
 
 
 def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
@@ -225,8 +249,13 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
         values: The numbers.
         scale: A number for the whole array, or an array of the same rank whose sizes are 1 or divide those of `values`.
     """
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        scale = jnp.float32(scale)
     if not is_array(values) or not is_array(scale):
-        raise ArgumentError(f"{name} and its scale must be arrays; got {type_text(values)} and {type_text(scale)}.")
+        raise ArgumentError(
+            f"{name} must be an array and its scale an array or a number; got {type_text(values)} and "
+            f"{type_text(scale)}."
+        )
     shape = tuple(values.shape)
     if len(scale.shape) == 0:
         scale = scale.reshape((1,) * len(shape))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.ops.utils.values.signature import is_known
 
-from .quantized import Block
+from .quantized import Block, scale_shape
 
 
 class ScaleAxes:
@@ -19,15 +19,26 @@ class ScaleAxes:
 
     Attributes:
         whole: Axes that a shorter last block keeps whole.
+        multiples: Axes whose shards must be whole blocks, because a result has their scales; with the size of a block.
     """
 
     def __init__(self) -> None:
         self.whole: set[str] = set()
+        self.multiples: dict[str, int] = {}
         self._leaders: dict[str, str] = {}
 
     def of(self, name: str, array: Any, scale: Any, block: Block, axes: Sequence[str]) -> str:
         """Return the axes of the scales of the operand `name`, which has these axes."""
         parts = zip(array.shape, scale.shape, block, axes, strict=True)
+        return " ".join(self._axis(name, *part) for part in parts)
+
+    def of_result(self, name: str, sizes: Sequence[int], block: Block, axes: Sequence[str]) -> str:
+        """Return the axes of the scales of a result, which has these sizes and axes."""
+        parts = list(zip(sizes, scale_shape(sizes, block), block, axes, strict=True))
+        for size, _, own, axis in parts:
+            if own not in (None, 1):
+                self.multiples[axis] = own
+                self.whole |= set() if is_known(size) else {axis}
         return " ".join(self._axis(name, *part) for part in parts)
 
     def _axis(self, name: str, size: int, entries: int, block: int | None, axis: str) -> str:

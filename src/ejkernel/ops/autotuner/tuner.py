@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ejkernel import compat
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.process.threads import on_device_of
@@ -146,7 +147,7 @@ class Autotuner:
             else on_event(Counter(lambda _, done, total: progress(done, total), [inv.key]))
         ):
             data = self._carried_out(task)
-            _report(data, inputs)
+            _report(data, inputs, candidates)
             emit(SearchFinished(inv.key, data))
         return data
 
@@ -164,7 +165,8 @@ class Autotuner:
     def _here(self, task: TuningTask) -> AutotuneData:
         cancellation = Cancellation()
         try:
-            with process_session(task.policy), on_device_of(task.inv):
+            # The call may have been recorded under other settings of JAX than those in force here.
+            with process_session(task.policy), on_device_of(task.inv), compat.numerics(task.inv.numerics):
                 data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
             if cancellation.is_requested:  # the reason why nothing was measured
@@ -187,19 +189,25 @@ def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager
     return worker_session()
 
 
-def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
+_LISTED = 5  # rejected candidates in a warning
+
+
+def _report(data: AutotuneData, inputs: GivenInputs | None, given: Collection[object] | None) -> None:
+    """Warn of rejected candidates and wrong gradients; `given` are the candidates that the user passed."""
     others = [outcome for outcome in data.outcomes[1:] if outcome.status != Status.SAME]
     rejected = [outcome for outcome in others if outcome.status in FAULTY]
-    if others and len(rejected) == len(others):
-        all_of_them = "the only candidate" if len(others) == 1 else f"all {len(others)} candidates"
-        verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
-        text = (
-            f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
-            f"{compact(rejected[0].config)}, {rejected[0].status}: {rejected[0].reason}"
-        )
+    are_all = bool(others) and len(rejected) == len(others)
+    if are_all or (rejected and isinstance(given, Sequence)):
+        shown = rejected[: 1 if given is None else _LISTED]
+        reasons = [f"{compact(each.config)}, {each.status}: {each.reason}" for each in shown]
+        text = f"{data.inv.op_id}: {_of_all(len(rejected), len(others), len(shown))}{'; '.join(reasons)}"
+        if given is not None and len(rejected) > len(shown):
+            text += f"; and {len(rejected) - len(shown)} more, which the result of autotune_kernel lists"
         if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
             text += f"; {why_not_finite(data.inv.kernel, inputs)}"
         warn(text, TuningWarning)
+    if isinstance(given, Sequence) and not given:
+        warn(f"{data.inv.op_id}: the list of candidates is empty, so only the heuristic was measured.", TuningWarning)
     if data.rule_fault:
         warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
     logger.info(
@@ -210,3 +218,12 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         compact(data.config),
         data.in_words,
     )
+
+
+def _of_all(rejected: int, others: int, shown: int) -> str:
+    """Return the begin of a message about rejected candidates, of which some are shown."""
+    if others == 1:
+        return "the only candidate beside the heuristic was rejected; it is "
+    how_many = f"all {others}" if rejected == others else f"{rejected} of {others}"
+    verb, end = "was" if rejected == 1 else "were", "; the first, " if shown == 1 < rejected else ": "
+    return f"{how_many} candidates beside the heuristic {verb} rejected{end}"

@@ -9,7 +9,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ejkernel.ops.config.tiers import Tier, tier_named
 from ejkernel.ops.core.context import current_scope, entered
@@ -19,7 +19,7 @@ from ejkernel.ops.utils.fingerprint import former_names
 from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
+from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded, Copied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ def key_of(parts: tuple[Any, ...]) -> Any:
     raise TypeError(f"get takes (key) or (device, op, call), got {len(parts)} arguments; a key is one value.")
 
 
-class ConfigCache(Shown):
+class ConfigCache(Copied, Shown):
     """Configurations in the memory of this process, under any hashable key. Thread-safe."""
+
+    _anew: ClassVar = {"_lock": threading.Lock, "_listeners": list}
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Remembered] = {}

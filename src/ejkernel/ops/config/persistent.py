@@ -7,6 +7,7 @@ File names derive from keys, so no input can choose a path.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import os
@@ -111,6 +112,7 @@ class PersistentCache(Shown):
         self.clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
+        self._why_unwritten = ""  # the last error of a put
 
     @property
     def shared(self) -> tuple[SharedLayer, ...]:
@@ -183,7 +185,7 @@ class PersistentCache(Shown):
         self._store(key, text)
         reason = why_not_decoded(cfg)
         if reason:
-            warn(f"get() will not find the entry stored for {value_text(key)}: {reason}", CacheWarning)
+            warn(f"get() will not find what was stored for {value_text(key)}: {reason}", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...
@@ -333,12 +335,22 @@ class PersistentCache(Shown):
             file = self.path.joinpath(*location(key))
             write_file(file, text, root=self.path)
         except OSError as error:
-            self._memory[canonical] = text
+            self._memory[canonical], self._why_unwritten = text, error.strerror or str(error)
             self.warn_not_writable(error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
             self._memory.pop(canonical, None)
             forget_warning(file)
+
+    def why_unwritten(self, key: Any) -> str:
+        """Return why the entry put for a key is only in the memory of this process; empty if a file has it."""
+        return self._why_unwritten if identity(key) in self._memory else ""
+
+    def on_disk(self) -> PersistentCache:
+        """Return a view of the cache without the entries that only the memory of this process holds."""
+        view = copy.copy(self)
+        view._memory = {}
+        return view
 
     def warn_not_writable(self, error: OSError) -> None:
         """Warn, once for this object, that new entries stay in memory."""

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
@@ -36,6 +36,7 @@ from ejkernel.ops.core.kernel import (
 )
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import (
+    NO_HEURISTIC,
     CacheWarning,
     ConfigError,
     KernelWarning,
@@ -50,6 +51,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.formatting import arguments, counted
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.weak_caches import Copied
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class _Request:
         return Resolution(config, tier.name, self.key)
 
 
-class ConfigSelectorChain(Generic[Cfg, Out]):
+class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     """Finds configurations by asking the tiers in the order listed in the README.
 
     Args:
@@ -80,6 +82,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         tuner: Measures candidates; an `Autotuner` by default.
         persist_autotune: Whether to write tuned configurations and all measurements to `persistent`.
     """
+
+    _anew: ClassVar = {"_making_tier": threading.Lock, "_autotune_tier": lambda: None, "_notes": lambda: None}
 
     def __init__(
         self,
@@ -96,15 +100,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         check_argument(policy is None or isinstance(policy, AutotunePolicy), "policy", "an AutotunePolicy", policy)
         check_argument(tuner is None or hasattr(tuner, "tune"), "tuner", "an Autotuner", tuner)
         self.cache = ConfigCache() if cache is None else cache
-        self.persistent = persistent
-        self.persist_autotune = persist_autotune
-        policy = policy or AutotunePolicy()
-        self.policy = policy if autotune is None else dataclasses.replace(policy, autotune=autotune)
+        self.persistent, self.persist_autotune = persistent, persist_autotune
+        given: dict[str, Any] = {} if autotune is None else {"autotune": autotune}
+        self.policy = dataclasses.replace(policy or AutotunePolicy(), **given)
         self._given_tuner = tuner
         self._autotune_tier: Any = None
         self._making_tier = threading.Lock()
-        self._warned: set[str] = set()
-        self._namesakes: set[str] = set()
+        self._warned, self._namesakes = set[str](), set[str]()
         self._notes: MissedNotes | None = None
         self._refused_to_tune = False
 
@@ -156,8 +158,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         self._note_miss(request, "error")
-        key = request.key
-        call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
+        call = "" if (key := request.key) is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
         # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.
         asked = [found.tier for found in tried if getattr(request.policy, found.tier, True)]
@@ -254,17 +255,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return
         self._warned.add(inv.op_id_v)
         why = str(error).removeprefix(f"{inv.op_id}: ")
-        text = f"{inv.op_id}: the call cannot be cached or tuned and runs with its heuristic: {why}"
-        warn(text, UnstableKeyWarning)
+        warn(f"{inv.op_id}: the call cannot be cached or tuned and runs with its heuristic: {why}", UnstableKeyWarning)
 
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
         if kernel.op_id_v in self._namesakes:
             return
-        others = [
-            other
-            for other in living_kernels().get(kernel.op_id_v, ())
-            if other is not kernel and not same_code(kernel, other)
-        ]
+        namesakes = living_kernels().get(kernel.op_id_v, ())
+        others = [other for other in namesakes if other is not kernel and not same_code(kernel, other)]
         if others:
             self._namesakes.add(kernel.op_id_v)
             text = (
@@ -470,7 +467,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         try:
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
         except NoConfigError:
-            return "the kernel has neither heuristic_cfg nor config_space"
+            return NO_HEURISTIC
         return request.answer(config, tiers.HEURISTIC)
 
 

@@ -22,6 +22,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text, value_text
 from ejkernel.ops.utils.storage.decode import with_tuples
+from ejkernel.ops.utils.storage.encode import child
 from ejkernel.ops.utils.storage.serialize import from_data, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
@@ -168,16 +169,44 @@ def decode_config(data: object, name: str) -> Any:
     return data if name == _WITH_LISTS else from_data(data, known_type(name))
 
 
-def why_not_decoded(config: object) -> str:
-    """Return why a stored configuration could not be decoded by its type name; `""` if it can."""
+def why_not_decoded(config: object, declared: Any = None) -> str:
+    """Return why a stored configuration would not be decoded to an equal one; `""` if it would.
+
+    Args:
+        config: The configuration.
+        declared: The kernel's configuration type; without one, the type of `config` is looked up by its name.
+    """
     try:
-        found = decode_config(to_data(config), type_name(config))
+        data = to_data(config)
+        found = decode_config(data, type_name(config)) if declared is None else from_data(data, declared)
     except (ConfigError, SerializationError) as error:
         return str(error)
-    if _is_like(found, config):
-        return ""
-    name = type(config).__name__
-    return f"a {name} is read as {value_text(found)} unless the kernel declares it, Kernel[{name}, ...]"
+    if not _is_like(found, config):
+        name = type(config).__name__
+        return f"a {name} is read as {value_text(found)} unless the kernel declares it, Kernel[{name}, ...]"
+    return next(_differences(config, found), "")
+
+
+def _differences(config: Any, found: Any, path: str = "$") -> Iterator[str]:
+    """Yield the values of a configuration that are decoded to another kind of value, each with its path.
+
+    An annotation as general as `Any` does not tell that a field holds an enum, a tuple or a dataclass.
+    """
+    if isinstance(config, enum.Enum | set | frozenset) or _is_record(type(config)):
+        is_read = type(found) is type(config) or (found == config and not _is_record(type(config)))
+    else:
+        is_read = not isinstance(found, list) or isinstance(config, list)  # a list is not hashable
+    if not is_read:
+        yield f"{path}: {value_text(config)} is read as {value_text(found)}; annotate its field with its type"
+    elif _is_record(type(config)):
+        for name in to_data(config):
+            yield from _differences(getattr(config, name), getattr(found, name), child(path, name))
+    elif isinstance(config, Mapping):
+        for name in config:
+            yield from _differences(config[name], found[name], child(path, name))
+    elif isinstance(config, list | tuple):
+        for index, (own, read) in enumerate(zip(config, found, strict=True)):
+            yield from _differences(own, read, child(path, index))
 
 
 def known_type(name: str) -> type:

@@ -21,7 +21,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_in
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.random_arrays import LARGE, random_array
+from ejkernel.ops.utils.random_arrays import LARGE, drawn_integers, random_array
 from ejkernel.ops.utils.validation import asked, is_call
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -69,7 +69,7 @@ def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> 
 
 def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of the arrays that `example_arrays` returns."""
-    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
+    return list(inv.argument_types)
 
 
 def example_arrays(
@@ -120,6 +120,14 @@ def example_sets(
     return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
 
 
+def guessed_integers(inv: Invocation[Cfg, Out]) -> str:
+    """Return the types of the call's integer arrays that are random zeros and ones; empty if the kernel makes them."""
+    kernel = kernel_of(inv)
+    if overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
+        return ""
+    return drawn_integers(jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)))
+
+
 def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:
     """Return whether the inputs are plain random numbers, which stay valid when multiplied by a factor."""
     kernel = inv.node.spec.kernel
@@ -130,12 +138,20 @@ def _completed(
     inv: Invocation[Any, Any], rng: np.random.Generator, save: Save, made: list[Any], shared: dict[int, Any]
 ) -> list[Any]:
     """Return the arrays of all arguments: the residuals of `made`, `made` itself, and random arrays for the rest."""
-    saved = list(save(*made)) if inv.node.lead else []
-    made = [*saved, *made]
+    lead = inv.node.lead
+    made = list(map(_typed_as, made, inv.argument_types[lead:]))
+    made = [*(save(*made) if lead else ()), *made]
     for index, like in enumerate(inv.argument_types):
         if not (index < len(made) and made[index].shape == like.shape) and index not in shared:
-            shared[index] = random_array(like, rng)
+            shared[index] = _typed_as(random_array(like, rng), like)
     return [shared[index] if index in shared else made[index] for index in range(len(inv.argument_types))]
+
+
+def _typed_as(array: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """Return an array, weakly typed if `like` is: a weak type affects the types that `run` computes with."""
+    if not like.weak_type or jax.typeof(array).weak_type or array.shape != like.shape:
+        return array
+    return jax.jit(lambda x: x).lower(like).compile()(array)
 
 
 def forward_with_residuals(forward: Node) -> Node:

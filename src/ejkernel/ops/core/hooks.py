@@ -24,7 +24,9 @@ from ejkernel.ops.utils.validation import asked, check_candidates
 from ejkernel.ops.utils.weak_caches import Noted
 
 _NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+# What labels can hold: a program's text escapes other letters.
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
+_VERSION = re.compile(r"\w[\w.]*", re.ASCII)
 # The forms of a hook for each platform, in order of precedence.
 _FORMS = {
     "gpu": ("mosaic_gpu", "triton", "gpu", "cuda", "xla"),
@@ -51,6 +53,12 @@ class Computation(Noted, Generic[Cfg, Out]):
         named = _named_config_type(cls)
         if named is not None and "config_type" not in vars(cls):
             cls.config_type = named
+        version: Any = cls.version
+        if not isinstance(version, property) and not _VERSION.fullmatch(str(version)):
+            raise KernelError(
+                f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {version!r}; keys and "
+                "labels contain it."
+            )
         _warn_of_misspelt_hooks(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -59,9 +67,11 @@ class Computation(Noted, Generic[Cfg, Out]):
         return super().__new__(cls)
 
     def __init__(self, name: str | None = None) -> None:
-        if name is not None and not _is_name(name):
+        used = type(self).__name__ if name is None else name
+        if not is_name(used):
             raise KernelError(
-                f"name must be letters, digits, '_', '-' or '.', got {name!r}; set a version with `version = ...`."
+                f"name must be ASCII letters, digits, '_', '-' or '.', got {used!r}; set a version with "
+                "`version = ...`."
             )
         self._name = name
 
@@ -218,7 +228,8 @@ def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
             warn(text, KernelWarning)
 
 
-def _is_name(name: object) -> bool:
+def is_name(name: object) -> bool:
+    """Return whether a kernel may have this name."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 

@@ -24,7 +24,7 @@ from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_spli
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
-from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError
+from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
@@ -229,6 +229,8 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
     if foreign:
         raise _closed_over(call, foreign)
     types.jaxpr, types.effects, types.avals = jaxpr, compat.outer_effects(jaxpr), jaxpr.out_avals
+    if not types.avals and not types.effects and isinstance(call.node, Forward):
+        raise KernelError(f"{call.node.spec.kernel.op_id}: run returned no array and has no effect; add its `return`.")
     return types
 
 

@@ -31,7 +31,7 @@ MAX_LABELS: Final = 10_000  # calls to rebuild from a text; programs have hundre
 _SHOWN: Final = 3
 
 
-def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
+def discover(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
     """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
 
     The function does not run, measure or write anything, and calls without a configuration raise no error, whatever the

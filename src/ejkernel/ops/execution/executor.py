@@ -54,6 +54,8 @@ from ejkernel.ops.utils.values.identity import Strong, identity, token_of
 from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
 from ejkernel.ops.utils.values.signature import HasType, as_array, wraps_array
 
+_OWN: Final = ("_plans", "_tables", "_generation")  # attributes of an executor that a copy creates anew
+
 
 class ConfigChooser(Protocol[Cfg, Out]):
     """An object that chooses a call's configuration, such as `ConfigSelectorChain`."""
@@ -78,14 +80,25 @@ class Executor(Generic[Cfg, Out]):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
+        self._begin()
+
+    def _begin(self) -> None:
         self._plans = Plans(self._bind)
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
         # A user's chooser may not report changes of its configurations.
-        subscribe = getattr(chooser, "subscribe", None)
+        subscribe = getattr(self.chooser, "subscribe", None)
         if subscribe is not None:
             subscribe(self._forget_plans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own plans, and listens to its own chooser.
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         """Run `kernel`.
@@ -124,11 +137,13 @@ class Executor(Generic[Cfg, Out]):
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
     @overload
-    def explain(self, target: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation: ...
+    def explain(
+        self, target: Kernel[Cfg, Out], /, *args: Any, cfg: Cfg | None = None, **kwargs: Any
+    ) -> Explanation: ...
     @overload
-    def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
+    def explain(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanations: ...
     @frames_hidden
-    def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
+    def explain(self, target: Any, /, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
         """Return a call's key, the answer of each tier, and the configuration that the call would run with.
 
         For a function, such as `flash_attention` or `jax.grad(loss)`, explain each kernel call in it, forward and

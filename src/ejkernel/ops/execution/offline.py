@@ -255,6 +255,7 @@ def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) 
 @overload
 def autotune(
     target: Kernel[Cfg, Any],
+    /,
     *args: Any,
     configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
@@ -267,6 +268,7 @@ def autotune(
 @overload
 def autotune(
     target: Callable[..., Any],
+    /,
     *args: Any,
     configs: None = None,
     inputs: None = None,
@@ -279,6 +281,7 @@ def autotune(
 @frames_hidden
 def autotune(
     target: Any,
+    /,
     *args: Any,
     configs: Collection[object] | None = None,
     inputs: Inputs = None,
@@ -297,7 +300,8 @@ def autotune(
         target: A `Kernel`, to tune its call with these arguments; or any other callable, to tune all kernel calls in
             it, forward and backward.
         *args: Arguments of the call; for a function they may be abstract.
-        configs: Candidates for a kernel, a list or a `ConfigSpace`; by default its `config_space`.
+        configs: Candidates for a kernel, a list or a `ConfigSpace`; by default its `config_space`. A warning names
+            those of a list that fail, and why.
         inputs: Inputs for measuring and checking a kernel. By default, arrays with the given shapes and dtypes: from
             the kernel's `example_inputs`, or else normal numbers, zeros and ones. `True`: the given arrays. A sequence:
             these positional arguments. A function: called with a `numpy.random.Generator` for every new set, it returns
@@ -338,6 +342,7 @@ def autotune(
 @frames_hidden
 def autotune_kernel(
     kernel: Kernel[Cfg, Any],
+    /,
     *args: Any,
     configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
@@ -380,12 +385,13 @@ def _check_counts(num_warmup: int, num_iters: int) -> None:
 def _result(
     chain: ConfigSelectorChain[Any, Any], searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str
 ) -> AutotuningResult:
-    """Return the result of all searches, with an entry for each call that has a saved configuration now."""
+    """Return the result of all searches, with an entry for each call that has a tuned configuration now."""
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-            is_saved = not getattr(data, "not_saved", "")  # a user's own tuner may return another type
-            in_force = data if is_saved else saved_before(chain, kernel_of(inv), inv)
+            # A user's own tuner may return another type.
+            is_winner = not getattr(data, "not_saved", "") or data.is_only_here
+            in_force = data if is_winner else saved_before(chain, kernel_of(inv), inv)
             if in_force is not None:
                 entries.append(Entry(inv.op_id_v, inv.call_key, in_force.config))
             searches.append(found)

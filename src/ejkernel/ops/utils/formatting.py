@@ -19,6 +19,9 @@ _LONGEST = 1000  # maximum characters of a call or configuration; a file may hol
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
 _QUIET = ("vocab_shares",)  # options that only operations set for each other; shown unless False
+# Positional arguments whose arrays the user did not pass, each with the text to show instead. Their types follow from
+# the other arguments: the weight of each token, and the arrays of a plan.
+_MADE = {"linear_cross_entropy_gradients": {3: ""}, "paged_attention": {8: "plan"}}
 _USUAL = ("softmax_scale",)  # options whose value nearly always follows from the shapes; not shown
 
 
@@ -190,16 +193,26 @@ def arguments(call: object) -> str:
     if not isinstance(call, dict):
         return ""
     positional, named = call.get("args"), call.get("kwargs")
+    positional, made = _without_made(call.get("op"), positional)
     arrays = [*_arrays(positional), *_arrays(named)]
     parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
-    parts += [f"{name}={_number(value)}" for name, value in statics if _is_shown(name, _number(value))]
+    parts += made + [f"{name}={_number(value)}" for name, value in statics if _is_shown(name, _number(value))]
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
     parts += [f"vmap{batches[::-1]}"] if batches else []
     parts += [text for step in steps if (text := _gradients(step, sum("f" in array[:2] for array in arrays)))]
     return _cut(", ".join(parts))
+
+
+def _without_made(op: object, positional: object) -> tuple[object, list[str]]:
+    """Return positional arguments without those in `_MADE`, and the texts to show instead."""
+    made = _MADE.get(str(op).partition("@")[0], {})
+    if not isinstance(positional, list) or not made:
+        return positional, []
+    texts = [text for place, text in made.items() if text and place < len(positional) and positional[place] is not None]
+    return [value for place, value in enumerate(positional) if place not in made], texts
 
 
 def _gradients(step: object, floats: int) -> str:

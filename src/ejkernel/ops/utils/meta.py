@@ -68,8 +68,8 @@ def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -
 
 def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     check_argument(isinstance(name, str), "label name", "a text", name)
-    if not re.fullmatch(r"[A-Za-z_][\w.\-]*", name):
-        raise ConfigError(f"label name must be letters, digits, '_', '-' or '.', got {name!r}.")
+    if not re.fullmatch(_PREFIX, name, re.ASCII):
+        raise ConfigError(f"label name must be ASCII letters, digits, '_', '-' or '.', got {name!r}.")
     op_id = f"{name}@v0"
     _scopes.add(op_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.utils.formatting import array_text
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
 LARGE = 1 << 20  # arrays with more elements are generated on the device
@@ -23,8 +25,6 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
         first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
         keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
-    if like.dtype == np.bool_:
-        return _placed(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not jnp.issubdtype(like.dtype, jnp.inexact):
         return _placed(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > LARGE:
@@ -34,6 +34,12 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
     return _placed(values.astype(like.dtype))
+
+
+def drawn_integers(leaves: Iterable[Any]) -> str:
+    """Return the types of the integer arrays for which `random_array` draws zeros and ones, e.g. `i32[2,8], i32[4]`."""
+    found = [leaf for leaf in leaves if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return ", ".join(dict.fromkeys(array_text(leaf.dtype, leaf.shape) for leaf in found))
 
 
 def _placed(values: Any) -> jax.Array:

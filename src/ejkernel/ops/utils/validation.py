@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.ops.utils.messages.names import field_advice
+from ejkernel.ops.utils.messages.names import array_advice, field_advice
 from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
@@ -56,22 +56,21 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
 
 @contextlib.contextmanager
 def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
-    """Add a note with the configuration and the types of the arrays to an exception in a `with` block."""
+    """Add notes to an exception in a `with` block, unless it is ejkernel's.
+
+    They have the configuration and the types of the arrays, and say if an argument must be an array.
+    """
     try:
         yield
+    except EjkernelError:
+        raise
     except Exception as error:
         arrays = ", ".join(str(jax.typeof(leaf)) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
-        error.add_note(f"{op_id} ran with {compact(config)} for {arrays}.")
-        raise
-
-
-@contextlib.contextmanager
-def noting_lists(arguments: object) -> Iterator[None]:
-    """Add a note to a `TypeError` in a `with` block if an argument is a list of numbers in place of an array."""
-    try:
-        yield
-    except TypeError as error:
-        if any(map(_is_list_of_numbers, jax.tree.leaves(arguments, is_leaf=_is_list))):
+        error.add_note(f"{op_id} ran with {compact(config)}{f' for {arrays}' if arrays else ''}.")
+        if advice := array_advice(error):
+            error.add_note(f"{advice[:1].upper()}{advice[1:]}")
+        lists = jax.tree.leaves(arguments, is_leaf=_is_list) if isinstance(error, TypeError) else ()
+        if any(map(_is_list_of_numbers, lists)):
             error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")
         raise
 

@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches per object that do not keep it alive, caches of bounded size, and weak references to a class's instances."""
+"""Caches per object that do not keep it alive, bounded caches, weak references to instances, copies without caches."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
 # Maximum entries of a table. A traced and compiled program takes 0.4 MB; JAX's own caches have the same size.
 _MOST = 1 << 11
 MOST_RECORDS = 1 << 14  # entries of a table of calls and answers, 1 kB each
+
+
+class Copied:
+    """An object whose copies and pickles create some attributes anew, such as locks, listeners and caches."""
+
+    _anew: ClassVar[Mapping[str, Callable[[], Any]]] = {}  # the attributes, each with the function that creates it
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copy changes its own tables. `dict.copy` is atomic, so other threads may change the original meanwhile.
+        kept = {name: value for name, value in vars(self).items() if name not in self._anew}
+        return {name: value.copy() if isinstance(value, dict | set) else value for name, value in kept.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, **{name: make() for name, make in self._anew.items()})
 
 
 class PerObject(Generic[T]):
@@ -59,6 +73,12 @@ class Bounded(dict[Any, T]):
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
         self._most = _MOST if most is None else most
+
+    def copy(self) -> Self:
+        """Return a copy with the same limit."""
+        made = type(self)(self._most)
+        made.update(self)
+        return made
 
     def keep(self, key: object, value: T) -> T:
         """Store an entry unless the key has one already, and return the stored value."""

@@ -47,6 +47,8 @@ def test_residuals_follow_the_results_and_a_rule_without_them_says_nothing_of_a_
         (lambda: ShardingRule("m k", split="m"), "axes must look like"),
         (lambda: ShardingRule("m -> m", split="n"), "must name axes of 'm -> m', got 'n'"),
         (lambda: ShardingRule("m -> m", split="m", follows={"m": "h"}), "got 'h'"),
+        (lambda: ShardingRule("m -> m", split="m", multiples={"h": 2}), "got 'h'"),
+        (lambda: ShardingRule("m -> m", split="m", multiples={"m": 0}), "positive integers, got 0 for 'm'"),
         (lambda: ShardingRule("... m ... -> m", split="m"), r"'\.\.\.' once at most"),
         (lambda: ShardingRule("_ -> _", split="_"), "got '_'"),
         (lambda: factors_of(MATMUL, "op", arrays((2, 2)), residuals=False), "op: .* has 2 arrays, and the call has 1"),
@@ -71,6 +73,15 @@ def test_the_first_array_decides_and_indivisible_axes_stay_whole():
     assert found.operand_specs == (P("x", None), P(None, None))
     found = divided(MATMUL, ((8, 8), (8, 8)), ((8, 8),), [("x", None), (None, "x")], {"x": 2}, move=False)
     assert found.operand_specs == (P("x", None), P(None, None))
+
+
+@pytest.mark.parametrize(
+    ("columns", "mesh", "key"), [(512, {"x": 4}, "x"), (256, {"x": 2, "y": 2}, "x"), (256, {"x": 4}, None)]
+)
+def test_shards_are_multiples_of_what_the_rule_says(columns, mesh, key):
+    rule = ShardingRule("m n -> m n", split="n", multiples={"n": 128})
+    found = divided(rule, ((8, columns),), ((8, columns),), [(None, tuple(mesh))], mesh)
+    assert found.operand_specs == (P(None, key),)
 
 
 CHEAP = ShardingRule("m k, g k n -> m n", split="m k g n", cheapest=True)

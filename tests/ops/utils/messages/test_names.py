@@ -212,7 +212,14 @@ def test_functions_keep_their_signature_and_documentation():
 
 @pytest.mark.parametrize(
     ("name", "names", "wanted"),
-    [("cudn", ["cudnn", "xla"], "cudnn"), ("CUDNN", ["cudnn"], "cudnn"), ("zzz", ["cudnn"], None), (3, ["3"], None)],
+    [
+        ("cudn", ["cudnn", "xla"], "cudnn"),
+        ("CUDNN", ["cudnn"], "cudnn"),
+        ("flash", ["flash_attention_bucketed", "flash_attention", "rms_norm"], "flash_attention"),
+        ("fl", ["flash_attention"], None),
+        ("zzz", ["cudnn"], None),
+        (3, ["3"], None),
+    ],
 )
 def test_the_nearest_name_is_close_or_none(name, names, wanted):
     assert nearest(name, names) == wanted

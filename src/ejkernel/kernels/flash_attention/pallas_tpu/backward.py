@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .forward import compiler_params, id_specs, specs, when_first, when_last

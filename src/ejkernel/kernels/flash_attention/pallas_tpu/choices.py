@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES, Need, larger
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
@@ -18,14 +18,14 @@ from .launch import Lengths, backward_plan, forward_plan
 from .params import BackwardParams, ForwardParams
 
 _MIB = 1 << 20
-# Vector memory for our kernels, by chip, in bytes: three quarters of it; of other chips, the compiler's default limit.
-_CAPACITY = {
-    "tpu:tpu_v5_lite": 96 * _MIB,
-    "tpu:tpu_v6_lite": 96 * _MIB,
-    "tpu:tpu_v5": 48 * _MIB,
-    "tpu:tpu7x": 48 * _MIB,
+# Vector memory by chip, in bytes.
+_MEMORY = {
+    "tpu:tpu_v5_lite": 128 * _MIB,
+    "tpu:tpu_v6_lite": 128 * _MIB,
+    "tpu:tpu_v5": 64 * _MIB,
+    "tpu:tpu7x": 64 * _MIB,
 }
-_OTHER = 16 * _MIB
+_LEAST_MEMORY = 16 * _MIB  # that of a v4
 # Chips with a matrix unit 256 wide.
 _WIDE = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _RESIDENT = (8192, 4096, 2048)
@@ -36,13 +36,13 @@ _SMALL = ((256, 256), (128, 128))
 
 
 def capacity(call: AttentionCall) -> int:
-    """Return the bytes of vector memory that one kernel may take."""
+    """Return the bytes of vector memory that one kernel may take: three quarters of it."""
     if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
-        return max(_CAPACITY.values())
-    return _CAPACITY.get(call.device_fingerprint, _OTHER)
+        return max(_MEMORY.values()) * 3 // 4
+    return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY) * 3 // 4
 
 
-def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> memory.Need:
+def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> Need:
     """Return the bytes of vector memory of the larger kernel of one direction."""
     lengths = Lengths(call.query[1], call.key[1])
     repeats = call.query[2] // call.key[2]
@@ -59,8 +59,7 @@ def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> memor
         return found
     walked = forward_plan(lengths, call.rules, params.query)
     segmented = _segmented(call, walked[1].columns)
-    other = memory.of_queries(dims, walked, call.rules, segmented=segmented)
-    return memory.Need(max(found.least, other.least), max(found.most, other.most))
+    return larger(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
 
 
 def _segmented(call: AttentionCall, padded_keys: int) -> bool:
@@ -70,19 +69,17 @@ def _segmented(call: AttentionCall, padded_keys: int) -> bool:
 
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
-    """Return why a kernel exceeds the chip's vector memory; `None` if it may fit, which the compiler decides."""
-    least, most = needed(call, params).least, capacity(call)
-    if least <= most:
-        return None
-    return f"it takes at least {least} bytes of vector memory, and a kernel may take {most} on this chip."
+    """See `Implementation`: `None` if the kernels may fit in the chip's vector memory."""
+    return needed(call, params).fault(capacity(call))
 
 
-def fits(call: AttentionCall, params: ForwardParams | BackwardParams) -> bool:
-    """Return whether the kernels surely fit in the chip's vector memory.
+def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+    """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory.
 
     Half of the upper estimates are too high by a sixth, and there is a third more than a kernel's share.
     """
-    return needed(call, params).most <= capacity(call) * 9 // 8
+    need, share = needed(call, params), capacity(call)
+    return need.fault(share) or need.doubt(share * 9 // 8)
 
 
 def heuristic(call: AttentionCall) -> Any:
@@ -90,7 +87,7 @@ def heuristic(call: AttentionCall) -> Any:
     # float32 products are several of the matrix unit's: large blocks of them are long programs
     preferred = _preferred(call) if call.dtype == "bfloat16" else ()
     candidates = [*preferred, *_fallbacks(call)]
-    return next((params for params in candidates if fits(call, params)), candidates[-1])
+    return next((params for params in candidates if doubt(call, params) is None), candidates[-1])
 
 
 def space(call: AttentionCall) -> list[Any]:
@@ -157,7 +154,7 @@ def _candidates(call: AttentionCall) -> Iterable[Any]:
     is_narrow = call.dtype == "bfloat16"
     if is_narrow:
         yield from _large(call)
-    residents = (None,) if fits(call, next(_simple(call, 512, 512, None))) else (None, *_RESIDENT)
+    residents = (None,) if doubt(call, next(_simple(call, 512, 512, None))) is None else (None, *_RESIDENT)
     blocks = _SMALL if call.query[1] <= 1024 else ((1024, 1024 if is_narrow else 512), (512, 512))
     for resident, (rows, columns) in itertools.product(residents, blocks):
         yield from _simple(call, rows, columns, resident)

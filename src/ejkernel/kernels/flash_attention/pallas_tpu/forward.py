@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules
 
 from .numbers import LOG2E, NT, START, dot, floor, least, most, wide

@@ -36,7 +36,7 @@ class PallasTpu(AttentionImplementation):
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if (reason := unsupported_reason(call, self.name)) is not None:
             return reason
-        if not choices.fits(call, choices.heuristic(call)):
+        if choices.doubt(call, choices.heuristic(call)) is not None:
             dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
             return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
         return scale_reason(call, self.name)
@@ -44,6 +44,10 @@ class PallasTpu(AttentionImplementation):
     def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
         """See `choices.params_fault`."""
         return choices.params_fault(call, params)
+
+    def doubt(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+        """See `choices.doubt`."""
+        return choices.doubt(call, params)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """See `choices.heuristic`."""

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._vector_memory import up
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules
 
 from . import backward as backward_kernels
 from . import forward as forward_kernel
 from . import memory
-from .numbers import LOG2E, balanced, divisor, up
+from .numbers import LOG2E, balanced, divisor
 from .params import BackwardParams, ForwardParams
 from .walk import Plan, Sight
 

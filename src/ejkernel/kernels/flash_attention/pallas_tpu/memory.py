@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES, USUAL_LIMIT, Need, up
 from ejkernel.kernels.flash_attention.common import Rules
 
-from .numbers import up
 from .walk import Plan, Sight, scores_at_once
 
-_DEFAULT = 16 << 20  # the compiler's default limit, in bytes
 _LINE = 2 * 4  # bytes of a 32-bit value of a line, in two buffers
 _INTERNAL = 72 << 10  # bytes of an internal scratch array on v6e; 36 KiB on v5e and v5p
 _SPILLED_MARGIN = 9  # eighths of the spilled bytes: those of the fit, and one for calls that it had not seen
@@ -40,19 +38,12 @@ class Dims(NamedTuple):
     size: int
 
 
-class Need(NamedTuple):
-    """Bytes of vector memory: a kernel takes at least the former, and by our estimate at most the latter."""
-
-    least: int
-    most: int
-
-
 def limit(need: Need) -> int:
     """Return the limit to pass to the compiler: a margin costs nothing, and saves a kernel whose estimate is too low.
 
     The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
     """
-    return _DEFAULT if need.most <= _DEFAULT else need.most * 5 // 4
+    return USUAL_LIMIT if need.most <= USUAL_LIMIT else need.most * 5 // 4
 
 
 def of_forward(

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES, up
 
 LOG2E = 1.4426950408889634
 # exp2(MASKED - START) is 0, so a row without visible keys keeps a sum of 0.
@@ -50,11 +50,6 @@ def least(x: Any, y: Any) -> Any:
 def most(x: Any, y: Any) -> Any:
     """Return the maximum, a Python number if both are."""
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else jnp.maximum(x, y)
-
-
-def up(x: int, size: int = LANES) -> int:
-    """Return `x` rounded up to a multiple of `size`."""
-    return -(-x // size) * size
 
 
 def down(x: int, size: int = LANES) -> int:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels.flash_attention._tpu import LANES
+from ejkernel.kernels._vector_memory import LANES, up
 
-from .numbers import MASKED, column, down, floor, least, most, up
+from .numbers import MASKED, column, down, floor, least, most
 
 _MOST_TILES = 32  # of one basic block
 

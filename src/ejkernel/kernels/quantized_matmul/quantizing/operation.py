@@ -21,6 +21,7 @@ from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.kernels.grouped_matmul._arguments import check_sizes
 from ejkernel.kernels.grouped_matmul.operation import example_sizes
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, canonical_dtype
+from ejkernel.kernels.quantized_matmul.sharding import ScaleAxes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -29,7 +30,7 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
-from .common import QuantizeCall
+from .common import BLOCK, QuantizeCall
 from .xla import quantized_blocks
 
 _Invocation = Invocation["QuantizeConfig", Any]
@@ -108,9 +109,25 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         """Return the results in plain JAX."""
         return quantized_blocks(*args, **{name: value for name, value in options.items() if name != "implementation"})
 
-    def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
-        """Return a rule that splits the rows; with a transposed copy, whose blocks lie along them, no rule."""
-        return None if inv.kwargs["transposed"] else ShardingRule("... k -> ... k, ... _", split="...")
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule:
+        """Return a rule that splits rows and columns by whole blocks; columns in groups need all rows."""
+        shape, scales, square = tuple(inv.args[0].shape), ScaleAxes(), bool(inv.kwargs.get("square"))
+        axes = [f"rows{i}" for i in range(len(shape) - 1)] + ["k"]
+        given, split = [" ".join(axes)], axes
+        results = [*given, scales.of_result("x", shape, (*[1] * (len(shape) - 1), BLOCK), axes)]
+        if len(inv.args) > 1:  # the blocks of columns are not those of rows
+            of_columns = scales.of_result("columns", shape[-1:], (BLOCK,), ["k"]) if square else "k"
+            given, split, results = [*given, "_"], ["k"], [*results, "k _", f"{of_columns} _"]
+        elif inv.kwargs["transposed"]:
+            turned = axes[::-1]
+            of_columns = scales.of_result("columns", shape[::-1], (BLOCK if square else 1, BLOCK), turned)
+            results += [" ".join(turned), of_columns]
+        return ShardingRule(
+            f"{', '.join(given)} -> {', '.join(results)}",
+            split=scales.split(split),
+            follows=scales.follows,
+            multiples=scales.multiples,
+        )
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the bytes of the call: each array is read or written once."""

@@ -29,6 +29,10 @@ _FRESH: Final = 8  # further sets
 _SCALES: Final = (-1.0, 1e-2, 30.0, 0.0)  # factors on the floating-point inputs of one more set
 _SECONDS: Final = 20.0  # after which no further set is begun
 _LEAST: Final = 4  # sets tried in any case
+# A kernel with a race condition is correct most of the time: 32 runs find one that is wrong in 10 % of its runs with a
+# probability of 97 %.
+_RUNS: Final = 32
+_RUNS_SECONDS: Final = 1.0  # after which no further run is begun
 # Scaled inputs are harder to compute with: rounding is forgiven as far as the heuristic rounds as well.
 _SLACK: Final = 10.0
 _TIMES_HEURISTIC: Final = 8.0
@@ -54,6 +58,7 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
 def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
     limit = oracle.limits.run
     at: Workload | None = None
+    types: dict[int, str] = {}
     try:
         peaks = [peak_bytes(program) for program in compiled]
         candidate.peak_bytes = None if None in peaks else max(peak for peak in peaks if peak is not None)
@@ -63,6 +68,7 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
             results = jax.block_until_ready(compiled[at.number](*at.arrays))
             # Later deadlines adapt to this time.
             limit.note(time.perf_counter() - start)
+            types[at.number] = ", ".join(f"{result.dtype}{list(result.shape)}" for result in results)
             at.judge(results)
     except CandidateError as error:
         candidate.fail(Status.WRONG, error)
@@ -74,7 +80,18 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
         # If this error broke the device, all later candidates would fail too.
         check_device(oracle, candidate)
     else:
-        candidate.compiled, candidate.status = compiled, Status.READY
+        candidate.compiled, candidate.status, candidate.result_types = compiled, Status.READY, "; ".join(types.values())
+
+
+def check_result_types(candidate: Candidate, heuristic: Candidate) -> None:
+    """Raise unless the types of a candidate's results are the heuristic's: programs are traced with the heuristic.
+
+    Raises:
+        CandidateError: They differ. The reference may differ from both, as only its values count.
+    """
+    got, want = candidate.result_types, heuristic.result_types
+    if want and got != want:
+        raise CandidateError(f"returns {got}, the heuristic {want}")
 
 
 def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtypeStruct]]:
@@ -108,6 +125,25 @@ def check_device(oracle: Oracle, culprit: Candidate) -> None:
             f"{oracle.inv.op_id}: the device no longer works in this process after {compact(culprit.config)}: "
             f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
         ) from error
+
+
+def check_repeatedly(oracle: Oracle, candidate: Candidate) -> None:
+    """Check a winner on the current inputs many times, after the runs that were timed.
+
+    Raises:
+        CandidateError: The results are wrong at least once.
+    """
+    if not oracle.validate:
+        return
+    oracle.begin("confirming", candidate.config)
+    end = time.perf_counter() + _RUNS_SECONDS
+    for number in range(_RUNS):
+        if number and time.perf_counter() > end:
+            return
+        try:
+            check_again(oracle, candidate)
+        except CandidateError as error:
+            raise CandidateError(f"it is not always right: {error}") from None
 
 
 def check_on_more(oracle: Oracle, candidate: Candidate) -> int:

@@ -340,7 +340,7 @@ def _measurement(function: Measured, noted: Sequence[Sample], samples: Sequence[
 
 
 def benchmark(
-    fn: Callable[..., Any], *args: object, num_iters: int = 100, num_warmup: int = 3, **kwargs: object
+    fn: Callable[..., Any], /, *args: object, num_iters: int = 100, num_warmup: int = 3, **kwargs: object
 ) -> float:
     """Return the median time in milliseconds of `num_iters` calls `fn(*args, **kwargs)`, each waited for.
 

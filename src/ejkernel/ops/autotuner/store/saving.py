@@ -15,10 +15,12 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import saved_in, space_digest, standing
 from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
@@ -63,8 +65,10 @@ class Saver:
         faults = [reason for reason, _ in saved if isinstance(reason, AdmissionError)]
         if faults and not tuned.interrupted:
             raise AdmissionError(f"{inv.op_id}: nothing is saved: {faults[0]}")
-        reason, stays = saved[0]
-        return dataclasses.replace(tuned, not_saved=str(reason), stays=stays)
+        first = saved[0][1]
+        return dataclasses.replace(
+            tuned, not_saved=first.not_saved, stays=first.stays, is_only_here=any(one.is_only_here for _, one in saved)
+        )
 
     def save_failure(self, inv: Invocation[Any, Any], error: TuningError) -> None:
         """Store a log of a search without measurements, so that commands can report the failure."""
@@ -83,37 +87,56 @@ class Saver:
             self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
 
     def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> tuple[str | AdmissionError, Any]:
-        """Save a search for one call.
-
-        Returns:
-            Why its configuration is not saved, or an empty string; and another configuration that stays in force, or
-            `None`.
-        """
+        """Save a search for one call; return why its configuration is not saved, if so, and the search with that."""
+        if not isinstance(found, AutotuneData):
+            self._remember(key, call, found)
+            return "", found
+        earlier = self._earlier(call)
         reason: str | AdmissionError = ""
-        stays: Any = None
-        if isinstance(found, AutotuneData):
-            earlier = saved_before(self.chain, self.kernel, call)
-            if earlier is not None and self.own_space:
-                has_left = not is_in(candidates_of(self.kernel, call.representative), earlier.config)
-                earlier = dataclasses.replace(earlier, has_left=has_left)
-            try:
-                reason = why_not_saved(found, validated=self.validated, earlier=earlier)
-            except AdmissionError as fault:
-                logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
-                reason = fault
-            if reason and earlier is not None and not same_config(earlier.config, found.config):
-                stays = earlier.config
-            found = dataclasses.replace(found, not_saved=str(reason), stays=stays)
+        unread = unwritten = ""
+        try:
+            reason = why_not_saved(found, validated=self.validated, earlier=earlier)
+        except AdmissionError as fault:
+            logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
+            reason = fault
         if not reason:
-            space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
-            self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
-        elif isinstance(reason, str):
+            unread = self._why_not_read(found)
+            unwritten = "" if unread else self._remember(key, call, found)
+            reason = unread or unwritten
+        has_other = earlier is not None and not same_config(earlier.config, found.config)
+        stays = earlier.config if earlier and has_other and reason and not unwritten else None
+        if isinstance(reason, str) and reason:
             logger.info("%s: %s is not saved: %s", call.op_id_v, found.config, reason)
             self._use_here(key, call, found.config)
+        found = dataclasses.replace(
+            found, not_saved=str(reason), stays=stays, is_only_here=bool(unread or unwritten) and stays is None
+        )
         # Store all measurements, not only the winner: later searches start from them.
         if self.store is not None and self.chain.persist_autotune:
             self.store.save(found)
-        return reason, stays
+        return reason, found
+
+    def _earlier(self, call: Invocation[Any, Any]) -> Earlier | None:
+        earlier = saved_before(self.chain, self.kernel, call)
+        if earlier is None or not self.own_space:
+            return earlier
+        return dataclasses.replace(
+            earlier, has_left=not is_in(candidates_of(self.kernel, call.representative), earlier.config)
+        )
+
+    def _remember(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str:
+        """Save a configuration; return why only the memory of this process holds it, or an empty string."""
+        space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
+        self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
+        store = self.chain.persistent
+        why = store.why_unwritten(key) if isinstance(store, PersistentCache) and self.chain.persist_autotune else ""
+        return f"{store.path} cannot be written: {why}" if isinstance(store, PersistentCache) and why else ""
+
+    def _why_not_read(self, found: AutotuneData) -> str:
+        """Return why a saved configuration would not be the measured one when it is read; empty if it would."""
+        is_stored = self.chain.persistent is not None and self.chain.persist_autotune
+        reason = why_not_decoded(found.config, self.kernel.config_type) if is_stored else ""
+        return f"{compact(found.config)} cannot be read from a file: {reason}" if reason else ""
 
     def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:
         """Return the saved configurations of the calls as records, so that a search of a large space measures them."""

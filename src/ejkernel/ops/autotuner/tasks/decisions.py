@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import TypeVar
 
+from ejkernel.ops.autotuner.bench.checking import check_repeatedly, check_result_types
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
@@ -21,6 +24,8 @@ from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.formatting import compact, counted
+
+T = TypeVar("T")
 
 _CONFIRMATION_ROUNDS = 8  # least rounds of a confirmation run; fewer prove nothing
 _CONFIRMATION_SECONDS = 20.0  # longest extension of a confirmation run that is not settled after its rounds
@@ -131,6 +136,8 @@ class Decider:
                 return self._stays(challenge)
             checked = self._confirmed(challenger)
             challenge = self._confirmation_run(challenger)
+            if _are_measured(challenger) and (challenge is None or challenge.comparison.wins):
+                self._checked(challenger, functools.partial(check_repeatedly, self._oracle, challenger))
             if _are_measured(challenger):
                 return self._after_confirmation_run(challenger, checked, challenge)
             # The failed challenger caused slower candidates to be dropped.
@@ -155,13 +162,22 @@ class Decider:
 
     def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
         """Return the checks that a challenger passed on new inputs; empty if it failed."""
-        try:
+
+        def check() -> tuple[str, ...]:
+            check_result_types(challenger, self._pool.heuristic)
             gradients = self._task.policy.validate is True
             return confirm(self._oracle, challenger, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
+
+        return self._checked(challenger, check) or ()
+
+    def _checked(self, challenger: Candidate, check: Callable[[], T]) -> T | None:
+        """Return the result of a check; `None` if it fails, which is the challenger's outcome."""
+        try:
+            return check()
         except CandidateError as error:
             challenger.fail(Status.WRONG, error)
             self._pool.report(challenger)
-            return ()
+            return None
 
     def _confirmation_run(self, challenger: Candidate) -> Challenge | None:
         """Run the confirmation until the comparison is settled; `None` if a candidate cannot be measured.

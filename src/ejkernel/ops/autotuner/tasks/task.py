@@ -139,7 +139,10 @@ class Configurations:
                 return config
         op_id, calls = self._task.inv.op_id, len(self._task.calls)
         if not looked_at:
-            raise TuningError(f"{op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
+            raise TuningError(
+                f"{op_id}: there is nothing to measure; config_space(inv) returned no configuration. Check its "
+                "conditions for this call, or give the kernel a heuristic_cfg."
+            )
         raise TuningError(
             f"{op_id}: none of {counted(len(looked_at), 'configuration')} runs for all of {calls} calls; the first, "
             f"{compact(looked_at[0])}, {self.why_refused(looked_at[0]).rstrip('.')}; tune fewer calls together, or "

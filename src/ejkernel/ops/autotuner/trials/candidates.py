@@ -58,6 +58,7 @@ class Candidate:
     beside: tuple[float, ...] = ()  # the heuristic's samples in the rounds of `measurement`; not of earlier attempts
     is_recalled: bool = False  # its times come from an earlier attempt or search
     input_sets: int = 0  # sets of inputs on which it was correct; only potential winners are checked on several
+    result_types: str = ""  # of all calls, once it has run
     damage: int = 0  # the watch's damage count when this candidate began
 
     @property

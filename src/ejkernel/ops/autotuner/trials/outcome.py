@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -59,6 +60,7 @@ class Findings(Shown):
         not_saved: Why the configuration is not saved; empty if it is.
         stays: The configuration saved by another search that is in force instead of this search's winner; `None`
             without one.
+        is_only_here: Whether the configuration is in force in this process, but no file holds it; `not_saved` says why.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
         times: How often a run of the tuned program makes the call; 0 if unknown.
@@ -76,6 +78,7 @@ class Findings(Shown):
     unconfirmed: bool = False
     not_saved: str = ""
     stays: Any = None
+    is_only_here: bool = False
     lacks_reference: bool = False
     times: int = 0
 
@@ -107,6 +110,14 @@ class Findings(Shown):
     def is_in_force(self, outcome: Outcome) -> bool:
         """Return whether an outcome is that of the configuration in force."""
         return outcome is self.winner if self.stays is None else are_same(outcome.config, self.stays)
+
+    @property
+    def counts(self) -> str:
+        """The number of measured candidates of all, and the numbers of those with another result, in words."""
+        counts = collections.Counter(outcome.status for outcome in self.outcomes)
+        measured = f"{counts.pop(Status.MEASURED, 0)} of {self.progress.candidates} measured"
+        others = [f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED]
+        return ", ".join([measured, *others])
 
     @property
     def before(self) -> float | None:

@@ -15,11 +15,12 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
-from ejkernel.ops.core.declared_names import decode_config, type_name
+from ejkernel.ops.core.declared_names import decode_config, type_name, why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 from ejkernel.ops.utils.validation import check_argument
@@ -60,6 +61,7 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+_TUNED = ("arguments", "heuristic", "tuned", "speed-up", "candidates")  # columns of calls tuned here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +92,15 @@ class AutotuningResult(Shown):
         searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
         times = before_and_after(searches)
         rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
-        header: tuple[str, ...] = ("operation", "call", "configuration", "arguments", "heuristic", "tuned", "speed-up")
+        header: tuple[str, ...] = ("operation", "call", "configuration", *_TUNED)
         if not self.searches:  # from `loads`
             header, rows = header[:3], [row[:3] for row in rows]
+        optional = ("call", "candidates", "arguments")
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
         return "\n".join(
             [
                 title,
-                *([text_table(header, rows, width=terminal_width(), optional=("call", "arguments"))] if rows else []),
+                *([text_table(header, rows, width=terminal_width(), optional=optional)] if rows else []),
                 *self.remarks(unfinished=True),  # they have no row
             ]
         )
@@ -156,7 +159,14 @@ class AutotuningResult(Shown):
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the configurations as JSON with its digest at the end, without the searches and their times."""
+        """Return the configurations as JSON with its digest at the end, without the searches and their times.
+
+        Warns of a configuration that `loads` could not return as it is.
+        """
+        for entry in self.entries:
+            reason = why_not_decoded(entry.cfg)
+            if reason:
+                warn(f"loads() will not return the configuration of {entry.op_id_v}: {reason}", CacheWarning)
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries
@@ -205,8 +215,10 @@ def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str,
 
 
 def _cells(entry: Entry, search: AutotuneData | None, times: tuple[str, str]) -> tuple[str, ...]:
-    call, word = ("-", "-") if search is None else (arguments(search.inv.description), search.in_a_word)
-    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word
+    call, word, counts = ("-",) * 3
+    if search is not None:
+        call, word, counts = arguments(search.inv.description), search.in_a_word, search.counts
+    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word, counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _check_all_axes_are_split(node: Node, specs: Sequence[PartitionSpec], chosen
             alone = ", ".join(mesh_axes(own)) or "nothing"
             why = (
                 f"but here it can be split only over {alone}: another array is sharded differently, or its shards "
-                "would not match those of a dependent axis"
+                "would cut a block or not match those of a dependent axis"
                 if name in chosen.factors.splittable
                 else "but every device needs all of it"
             )

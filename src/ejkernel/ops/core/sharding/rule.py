@@ -34,6 +34,8 @@ class ShardingRule:
         follows: `{"g": "h"}`: axis `g` is shorter than `h`, and each of its entries belongs to a run of `h`'s entries,
             as a key head belongs to a group of query heads. It is sharded like `h`, or replicated to devices that each
             use a part.
+        multiples: `{"n": 128}`: each shard of axis `n` has a multiple of 128 elements, e.g. because such blocks of a
+            result share an entry of another result.
         cheapest: If arrays are sharded along different axes over the same devices, keep the sharding that moves the
             fewest elements; by default the first array decides.
 
@@ -45,15 +47,19 @@ class ShardingRule:
     split: str | Collection[str]
     residuals: str | None = None
     follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    multiples: Mapping[str, int] = dataclasses.field(default_factory=dict)
     cheapest: bool = False
 
     def __post_init__(self) -> None:
         if self.axes.count("->") != 1:
             raise KernelError(f"axes must look like 'm k, k n -> m n', got {self.axes!r}.")
         known = {name for text in (self.axes.replace("->", ","), self.residuals or "") for name in _words(text)}
-        for name in (*self.splittable, *self.follows, *self.follows.values()):
+        for name in (*self.splittable, *self.follows, *self.follows.values(), *self.multiples):
             if name not in known or name == _UNNAMED:
-                raise KernelError(f"split and follows must name axes of {self.axes!r}, got {name!r}.")
+                raise KernelError(f"split, follows and multiples must name axes of {self.axes!r}, got {name!r}.")
+        for name, size in self.multiples.items():
+            if type(size) is not int or size < 1:
+                raise KernelError(f"multiples of {self.axes!r} must be positive integers, got {size!r} for {name!r}.")
         for text in (*self.operands, *self.results, *(self.kept or ())):
             if text.count(_ELLIPSIS) > 1:
                 raise KernelError(f"an array must have '...' once at most, got {' '.join(text)!r}.")
@@ -90,13 +96,14 @@ class Factors:
         operands: The name of each axis of each argument.
         results: The name of each axis of each result.
         splittable: The axes that may be sharded.
-        follows, cheapest: See `ShardingRule`.
+        follows, multiples, cheapest: See `ShardingRule`.
     """
 
     operands: tuple[tuple[Factor, ...], ...]
     results: tuple[tuple[Factor, ...], ...]
     splittable: frozenset[str]
     follows: tuple[tuple[str, str], ...]
+    multiples: tuple[tuple[str, int], ...] = ()
     cheapest: bool = False
 
 
@@ -123,6 +130,7 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
         results=tuple(map(unfolded.names, outs)),
         splittable=frozenset(name for name in unfolded.names(rule.splittable) if name is not None),
         follows=tuple(sorted(rule.follows.items())),
+        multiples=tuple(sorted(rule.multiples.items())),
         cheapest=rule.cheapest,
     )
     # results are checked later, because their shapes require a trace

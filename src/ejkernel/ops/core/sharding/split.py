@@ -214,6 +214,7 @@ class _Deciding:
         self.shapes = shapes
         self.most = most
         self.lengths = shapes.lengths(factors)
+        self.multiples = dict(factors.multiples)
         self.axes: dict[str, Axes] = {}
         self.used: set[str] = set()
         self.whole: set[str] = set()
@@ -237,7 +238,7 @@ class _Deciding:
                 more = (*self.axes.get(name, ()), axis)
                 # together with all followers or not at all: a shard needs the same part of each
                 followers = [one for one, leader in self.factors.follows if leader == name]
-                fits = all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers))
+                fits = all(self._divides(more, one) for one in (name, *followers))
                 if fits and self.shapes.size(more) <= self.most.get(name, self.shapes.size(more)):
                     self.axes[name] = more
                     self.used.add(axis)
@@ -264,9 +265,13 @@ class _Deciding:
         """Return the longest prefix of `axes` over which an axis can be sharded."""
         taken, length = tuple(axes), self.lengths[name]
         most = self.most.get(name, length)
-        while taken and (length % self.shapes.size(taken) or self.shapes.size(taken) > most):
+        while taken and (not self._divides(taken, name) or self.shapes.size(taken) > most):
             taken = taken[:-1]
         return taken
+
+    def _divides(self, axes: Sequence[str], name: str) -> bool:
+        """Return whether an axis can be sharded over these mesh axes."""
+        return self.lengths[name] % (self.shapes.size(axes) * self.multiples.get(name, 1)) == 0
 
 
 def mesh_axes(entry: Any) -> Axes:

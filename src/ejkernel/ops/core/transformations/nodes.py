@@ -20,7 +20,7 @@ from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
-from ejkernel.ops.utils.validation import noting_lists
+from ejkernel.ops.utils.validation import noting
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
 Flat = Callable[..., tuple[Any, ...]]
@@ -245,7 +245,7 @@ class Forward:
         if self.residuals and not writes_residual_form(kernel):
             return self._with_jax_residuals(choice, args, kwargs)
         if not self.residuals:
-            with noting_lists((args, kwargs)):
+            with noting(kernel.op_id, choice.config, (args, kwargs)):
                 return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
         form = (choice.platform, choice.config)
         out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})

@@ -22,16 +22,22 @@ _BUDGET = "limit the time of tuning with `with policy_override(budget_s=...)` fr
 BUDGETS: Final = dict.fromkeys(("budget", "budget_s", "seconds", "time", "time_limit", "timeout"), _BUDGET)
 
 _REJECTED: Final = re.compile(r"([\w.<>]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+#: Attributes of arrays that a kernel reads, and that other values lack.
+_OF_ARRAYS: Final = frozenset(("shape", "dtype", "ndim", "size", "T", "reshape", "astype", "sum", "mean", "at"))
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the known name closest to a misspelt name; `None` if none has a similarity of `least`."""
+    """Return the known name closest to a misspelt name, or the shortest that it abbreviates.
+
+    `None` if none has a similarity of `least`, or begins with three or more letters of the name.
+    """
     if not isinstance(name, str):
         return None
     by_lower = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=least)
+    close = close or sorted((known for known in by_lower if known.startswith(name.lower()) and len(name) > 2), key=len)
     return by_lower[close[0]] if close else None
 
 
@@ -156,10 +162,13 @@ def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
 def field_advice(error: BaseException) -> str:
     """Return the end of the message about an error in a hook of a kernel; `""` without advice.
 
-    It has the fields of a user's dataclass if the error is about an unknown one, or says where a call's arguments are.
+    It has the fields of a user's dataclass if the error is about an unknown one, says where a call's arguments are, or
+    that an argument must be an array.
     """
     if isinstance(error, AttributeError) and type(error.obj).__name__ == "Invocation":
         return "; the arguments of the call are inv.args and inv.kwargs, e.g. inv.args[0].shape."
+    if advice := array_advice(error):
+        return f"; {advice}"
     found = _REJECTED.match(str(error)) if type(error) is TypeError else None
     if found is None or error.__traceback__ is None:
         return ""
@@ -171,6 +180,17 @@ def field_advice(error: BaseException) -> str:
     fields = [field.name for field in dataclasses.fields(kind) if field.init]
     close = nearest(found[2], fields)
     return f"; its fields are {', '.join(fields) or 'none'}." if close is None else f"; did you mean {close!r}?"
+
+
+def array_advice(error: BaseException) -> str:
+    """Return a sentence about an attribute of arrays that a list, a number or `None` lacks; `""` for other errors."""
+    if not isinstance(error, AttributeError) or error.name not in _OF_ARRAYS:
+        return ""
+    if not isinstance(error.obj, list | tuple | int | float | complex | str | bytes | None):
+        return ""
+    what = "None" if error.obj is None else f"this {type(error.obj).__name__}"
+    how = "" if isinstance(error.obj, str | bytes | None) else ", e.g. jnp.asarray(...)"
+    return f"if {what} is an argument of the call, pass an array instead{how}."
 
 
 def _unknown_names(

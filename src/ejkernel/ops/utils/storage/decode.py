@@ -103,6 +103,8 @@ def _read(value: Any, cls: Any) -> Any:
     if reader is not None:
         return reader(value, cls)
     if isinstance(origin, type):
+        if issubclass(origin, enum.Flag):
+            return _flags(value, origin)
         if issubclass(origin, enum.Enum):
             return _one_of(value, origin, tuple(origin))
         if dataclasses.is_dataclass(origin) or _is_named_tuple(origin):
@@ -153,6 +155,19 @@ def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
             return candidate
     names = ", ".join(stable_json(candidate) for candidate in allowed)
     raise _invalid(f"expected one of {names} ({_name(cls)}), got {describe(value)}")
+
+
+def _flags(value: object, cls: type[enum.Flag]) -> enum.Flag:
+    """Return the combination of flags with this number."""
+    try:
+        found = cls(value) if type(value) is int else None
+    except ValueError:  # it has bits without a flag
+        found = None
+    if not isinstance(found, cls) or found.value != value:  # depends on the class's `boundary`
+        raise _invalid(
+            f"expected a combination of {', '.join(map(str, cls.__members__.values()))}, got {describe(value)}"
+        )
+    return found
 
 
 def _dtype(value: object, _: object) -> np.dtype[Any]:

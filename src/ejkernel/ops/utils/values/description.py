@@ -106,6 +106,8 @@ class _Reader:
     def enumeration(self, data: Any, depth: int) -> Any:
         del depth
         cls = self._class(data["enum"], lambda c: issubclass(c, enum.Enum), "enumeration")
+        if "value" in data:
+            return _flags(cls, data["value"])
         name = _text(data["name"])
         if name not in cls.__members__:
             raise DescriptionError(f"{cls.__qualname__} has no member {shown(name)}")
@@ -180,6 +182,7 @@ _FORMS: Final[dict[frozenset[str], _Form]] = {
         "complex": lambda reader, data, depth: complex(*map(_from_hex, reader.items(data["complex"], depth, 2))),
         "bytes": lambda reader, data, depth: _bytes(data["bytes"]),
         "enum name": _Reader.enumeration,
+        "enum value": _Reader.enumeration,
         "namedtuple items": _Reader.namedtuple,
         "list": lambda reader, data, depth: reader.items(data["list"], depth),
         "map": _Reader.mapping,
@@ -204,6 +207,12 @@ def _made(cls: Any, make: Callable[[], Any]) -> Any:
     except Exception as error:  # the class's own code may raise any exception
         text = f"{cls.__module__}.{cls.__qualname__} rejected the values: {type(error).__name__}: {error}"
         raise DescriptionError(text) from error
+
+
+def _flags(cls: Any, value: object) -> Any:
+    if not issubclass(cls, enum.Flag) or type(value) is not int:
+        raise DescriptionError(f"{cls.__qualname__} has no member of value {shown(value)}")
+    return _made(cls, lambda: cls(value))
 
 
 def _hashed(make: Callable[[], Any], of: object) -> Any:

@@ -165,11 +165,7 @@ def plain(value: Any, what: str) -> Any:
         return tuple(plain(item, what) for item in value)
     if value is None or (type(value) in _PLAIN and (type(value) is not float or math.isfinite(value))):
         return value
+    wanted = f"{what} must be a number, a text, a boolean, None or a tuple of those"
     if isinstance(value, jax.core.Tracer):
-        raise ConfigError(
-            f"{what} must be a number, a text, a boolean, None or a tuple of those, got {given_text(value)}."
-        )
-    raise ConfigError(
-        f"{what} must be a number, a text, a boolean, None or a tuple of those, got {value!r}; for a dtype or an enum "
-        "pass its name. It is static under jit."
-    )
+        raise ConfigError(f"{wanted}, got {given_text(value)}.")
+    raise ConfigError(f"{wanted}, got {value!r}; for a dtype or an enum pass its name. It is static under jit.")

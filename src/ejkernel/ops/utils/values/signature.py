@@ -33,9 +33,10 @@ _NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # NumPy s
 _JAX_DTYPES = type(jnp.float32)
 # Wrappers that do not change the result of a function.
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
-# Public modules with JAX's array functions.
 # Parts of a description outside the key: `op` is stored beside it; the others tell how a call came about.
 _NOT_IN_KEY: Final = ("op", "wiring", "defaults")
+_MAX_BITS: Final = 4096  # Python writes no integers of more than 4,300 digits
+# Public modules with JAX's array functions.
 JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 
 
@@ -93,8 +94,10 @@ def describe(value: object) -> Any:
     """
     if is_array(value):
         return _describe_array(value)
-    if value is None or type(value) is bool or type(value) is str:
+    if value is None or type(value) is bool:
         return value
+    if type(value) is str:
+        return _text(value)
     items = _describe_container(value, describe)
     if items is not None:
         return items
@@ -142,7 +145,8 @@ def describe_static(value: object) -> Any:
 
 def _describe_plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
-        return {"enum": _type_name(type(value)), "name": value.name}
+        is_member = value.name in type(value).__members__  # a union of flags, or none of them, has no name of its own
+        return {"enum": _type_name(type(value))} | ({"name": value.name} if is_member else {"value": value.value})
     kind = type(value)
     if kind in _EXACT:
         return _EXACT[kind](value)
@@ -282,13 +286,27 @@ def _unstable(value: object) -> UnstableKeyError:
     )
 
 
+def _text(value: str) -> str:
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        raise UnstableKeyError(f"{value_text(value)} is not valid Unicode; pass another name.") from None
+    return str(value)
+
+
+def _int(value: int) -> int:
+    if value.bit_length() > _MAX_BITS:
+        raise UnstableKeyError(f"an integer of {value.bit_length()} bits is too long for a key; pass it as an array.")
+    return value
+
+
 # By exact type: an instance of a subclass may behave differently.
 _EXACT: dict[type, Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
-    str: lambda value: value,
-    np.str_: str,
-    int: int,
+    str: _text,
+    np.str_: _text,
+    int: _int,
     float: lambda value: {"float": value.hex()},
     complex: lambda value: {"complex": [value.real.hex(), value.imag.hex()]},
     bytes: lambda value: {"bytes": value.hex()},

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vector memory of kernels for TPUs.
+
+The bytes of windows and scratch arrays follow from the shapes. The compiler also keeps intermediate values there, which
+depend on its schedule, so an estimate of them is an upper bound. Parameters are invalid only if the former exceed the
+memory; what untuned calls run has to fit by the upper bound. The compiler decides about the rest, while tuning.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ejkernel.ops.implementation import OperationCall
+
+LANES = 128  # elements of a vector register's row
+USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
+# The compiler's default limits for other chips.
+_LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
+
+
+class Need(NamedTuple):
+    """Bytes of vector memory: a kernel takes at least the former, and by our estimate at most the latter."""
+
+    least: int
+    most: int
+
+    def fault(self, limit: int) -> str | None:
+        """Return why a kernel exceeds a limit; `None` if it may fit."""
+        if self.least <= limit:
+            return None
+        return f"it takes at least {self.least} bytes of vector memory, and a kernel may take {limit} on this chip."
+
+    def doubt(self, limit: int) -> str | None:
+        """Return why a kernel may exceed a limit; `None` if it surely fits."""
+        if self.most <= limit:
+            return None
+        return f"it may take {self.most} bytes of vector memory, and a kernel may take {limit} on this chip."
+
+
+def limit_of(call: OperationCall) -> int:
+    """Return the bytes of vector memory that a kernel may take by the compiler's default."""
+    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
+        return max(_LIMITS.values())
+    return _LIMITS.get(call.device_fingerprint, USUAL_LIMIT)
+
+
+def larger(*needs: Need) -> Need:
+    """Return what the larger of several kernels takes."""
+    return Need(max(need.least for need in needs), max(need.most for need in needs))
+
+
+def up(size: int, unit: int = LANES) -> int:
+    """Return `size` rounded up to a multiple of `unit`."""
+    return -(-size // unit) * unit
