@@ -389,9 +389,7 @@ def _table(results: list[dict[str, Any]]) -> str:
 def _reasons(result: dict[str, Any]) -> list[str]:
     if "outcomes" not in result:
         status = "refused" if "refused" in result else "failed"
-        # the caller's own machine is the first reason: the call is described again for the chip
-        reason = (result.get("refused") or result["error"]).split("use 'xla'. ", 1)[-1]
-        return [f"{result['implementation']} {status}: {reason}"]
+        return [f"{result['implementation']} {status}: {result.get('refused') or result['error']}"]
     return [f"{one['config']} failed: {one['error']}" for one in result["outcomes"] if "error" in one]
 
 

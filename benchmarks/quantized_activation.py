@@ -2,11 +2,11 @@
 """`python -m benchmarks.quantized_activation`: gated activations of 8-bit products, quantised in the same kernel.
 
 `silu(x @ w) * (x @ gate)` in float8, with a scale for 128 columns of a row, from operands with scales of rows and
-columns ("rows") or of blocks ("blocks"). "apart" is what a layer does otherwise: a product with both matrices joined,
-whose bfloat16 result XLA activates and our kernel quantises. "bfloat16" is our gated kernel on bfloat16 operands, and
-the same kernel that quantises. `benchmarks.quantized` times the contenders. `errors` are norms
-relative to the float32 activation of the dequantised operands in some rows; rounding to 8 bits is most of them. "name /
-rows" is the time of a contender relative to that of the kernel.
+columns ("rows") or of blocks ("blocks"). "wide" is the same kernel with a result in bfloat16. "apart" is what a layer
+does otherwise: a product with both matrices joined, whose bfloat16 result XLA activates and our kernel quantises.
+"bfloat16" is our gated kernel on bfloat16 operands, and the same kernel that quantises. `benchmarks.quantized` times
+the contenders. `errors` are norms relative to the float32 activation of the dequantised operands in some rows; rounding
+to 8 bits is most of them. "name / rows" is the time of a contender relative to that of the kernel.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ SHAPES = {
 }
 
 
-def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
+def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantize: str | None = E4M3) -> Any:
     """Return the gated activation by one kernel."""
     del joined
-    how: dict[str, Any] = {"activation": "silu", "quantize": E4M3, "implementation": "mosaic_gpu"}
+    how: dict[str, Any] = {"activation": "silu", "quantize": quantize, "implementation": "mosaic_gpu"}
     if len(sizes) == 1:
         parts = [Quantized(array.values[0], array.scale[0], array.block[1:]) for array in (w, gate)]
         return quantized_matmul(x, parts[0], gate=parts[1], transpose_w=True, **how)
-    found: Quantized = grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
-    return found
+    return grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
 
 
 def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
@@ -67,6 +66,8 @@ def from_bfloat16(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Q
 CONTENDERS: dict[str, Function] = {
     "rows": fused,
     "blocks": fused,
+    "rows, wide": functools.partial(fused, quantize=None),
+    "blocks, wide": functools.partial(fused, quantize=None),
     "rows, apart": apart,
     "blocks, apart": apart,
     "bfloat16": from_bfloat16,
@@ -110,13 +111,15 @@ def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
     matrices = [each if isinstance(each, Quantized) else each.swapaxes(1, 2) for each in (w, gate)]
     products = [expected(x, each, rows, groups) for each in matrices]
     out = program(*arrays)
-    some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize()
+    quantized = isinstance(out, Quantized)
+    some = Quantized(out.values[rows], out.scale[rows], out.block).dequantize() if quantized else out[rows]
     return float(f"{relative_error(some[:, :COLUMNS], jax.nn.silu(products[0]) * products[1]):.2e}")
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """Return the times of the other ways relative to those of the kernels."""
-    pairs = (("rows, apart", "rows"), ("blocks, apart", "blocks"), ("bfloat16", "rows"), ("bfloat16", "blocks"))
+    pairs = [(f"{own}, {other}", own) for other in ("wide", "apart") for own in ("rows", "blocks")]
+    pairs += [("bfloat16", "rows"), ("bfloat16", "blocks")]
     found = {}
     for kind in ("us", "kernel_us"):
         for other, own in pairs:

@@ -308,6 +308,7 @@ CALLS: dict[str, Page] = {
                 "64 rows in bfloat16": {"x": "", "rows": 64},
                 "`w` as `[k, n]`": {"transpose_w": False},
                 '`accumulation="fast"`': {"accumulation": "fast"},
+                "an activation": {"activation": "silu"},
                 "an activation in 8 bits": {"activation": "silu", "quantize": "float8_e4m3fn"},
                 "the same, 1x128 by 128x128 blocks": {
                     "activation": "silu",

@@ -126,8 +126,9 @@ def main() -> int:
     limit = parser.parse_args().seconds
     started = time.monotonic()
     before = f"It continues with the configurations in {CACHE}.\n" if CACHE.exists() else ""
+    about = f"{limit:.0f} seconds" if limit < 120 else f"{limit / 60:.2g} minutes"
     print(
-        f"The demo takes about {limit / 60:.2g} minutes, or more on a busy machine.\n{before}"
+        f"The demo takes about {about}, or more on a busy machine.\n{before}"
         f"== 1. ejkernel tune {TARGET} --time {limit / 2:.0f}",
         flush=True,
     )

@@ -282,7 +282,7 @@ def test_a_baseline_that_does_not_run_is_a_line_with_the_reason(bench, baseline,
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["plain"], 1, "the program of benched_program:plain made no call of an operation."),
+        (["plain"], 1, "the program of benched_program:plain made no call of an operation that can be tuned."),
         (["absent"], 1, "module 'benched_program' has no 'absent'; it has step, donating, static, eager, plain"),
         (["step", "--baseline", "benched_program:refused"], 1, "calling benched_program:refused raised RuntimeError"),
         (["step", "--baseline", "plain"], 1, "--baseline: the target must be MODULE:FUNCTION"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of quantised products, in 8 bits, under test."""
+"""Activations of quantised products, in 8 bits and wide, under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ejkernel.kernels.quantized_matmul.grouped.xla import XlaGroupedParams
 from ejkernel.modules import QuantizedGroupedActivation
 
 
-def call_of(lhs, rhs, *sizes, gated=True, **options):
+def call_of(lhs, rhs, *sizes, gated=True, factored=False, quantize=E4M3, **options):
     """Return an activation of 24 rows and 40 columns; see `quantized_grouped_matmul_cases`."""
     own = {name: options.pop(name) for name in ("inner", "accumulation", "first_group") if name in options}
 
@@ -21,8 +21,10 @@ def call_of(lhs, rhs, *sizes, gated=True, **options):
         args, given = products.call_of(lhs, rhs, *sizes, **own)(dtype)
         del given["preferred_element_type"]
         # The same matrices in another order of groups.
-        gate = [tuple(jnp.flip(args[index], 0) for index in (1, 4))] if gated else []
-        return (*args, *gate), given | {"activation": "silu", **options}
+        gate = tuple(jnp.flip(args[index], 0) for index in (1, 4)) if gated else None
+        more = (gate, jnp.linspace(-1, 2, len(args[0]))) if factored else (gate,) if gated else ()
+        result = {"preferred_element_type": dtype} if quantize is None else {"quantize": quantize}
+        return (*args, *more), given | {"activation": "silu", **result, **options}
 
     return call
 
@@ -30,7 +32,8 @@ def call_of(lhs, rhs, *sizes, gated=True, **options):
 def in_use(*shape, groups):
     def call(dtype):
         (lhs, rhs, sizes, lhs_scale, rhs_scale), options = products.in_use(*shape, groups=groups)(dtype)
-        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), {**options, "activation": "silu"}
+        own = {"activation": "silu", "quantize": E4M3}
+        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), {**options, **own}
 
     return call
 
@@ -44,6 +47,9 @@ SUBJECT = Subject(
         ),
         "int8, no activation": call_of(("int8", ROWS), ("int8", ROWS), SHORT, activation=None, quantize="int8"),
         "blocks": call_of((E4M3, BLOCKS), (E4M3, SQUARES), SHORT, inner=300),
+        "wide": call_of((E4M3, ROWS), (E4M3, ROWS), SHORT, quantize=None),
+        "wide, factors, no gate": call_of((E4M3, BLOCKS), (E4M3, SQUARES), gated=False, factored=True, quantize=None),
+        "wide int8, factors": call_of(("int8", ROWS), ("int8", ROWS), factored=True, quantize=None),
         "some of the groups": call_of((E4M3, ROWS), (E4M3, ROWS), first_group=1, activation="gelu"),
     },
     briefly=("rows and columns",),

@@ -21,7 +21,7 @@ from ejkernel.ops import (
     overlay_cache,
     policy_override,
 )
-from ejkernel.ops.errors import ArgumentError, KernelError, SerializationError
+from ejkernel.ops.errors import ArgumentError, CallError, ConfigError, KernelError, SerializationError
 from ejkernel.testing import check_kernel
 
 
@@ -129,6 +129,16 @@ def test_a_misspelt_name_of_the_package_has_a_suggestion():
 def test_groups_of_checks_are_a_list_of_known_names(without, says):
     with pytest.raises(ArgumentError, match=says):
         check_kernel(Product("product"), X, X, without=without)
+
+
+def test_a_check_without_arguments_or_with_wrong_configurations_is_an_error():
+    kernel = Product("product")
+    with pytest.raises(CallError, match="product: missing a required argument: 'x'"):
+        check_kernel(kernel)
+    with pytest.raises(ConfigError, match=r"product: configs\[1\] must be a Rows, got 32; pass e.g. Rows\(rows=8\)"):
+        check_kernel(kernel, X, X, configs=[Rows(4), 32])
+    with pytest.raises(ConfigError, match="configs must be a list of configurations or a ConfigSpace, got"):
+        check_kernel(kernel, X, X, configs={"rows": 32})
 
 
 def test_an_unknown_limit_of_autotune_names_the_policy():

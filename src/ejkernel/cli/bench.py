@@ -216,7 +216,7 @@ def _compared(
             missing[BASELINE] = error.message.splitlines()[0]
     untuned = build(UNTUNED, program, heuristics)
     if not untuned.calls:
-        raise TuningError(f"the program of {options.target} made no call of an operation.")
+        raise TuningError(f"the program of {options.target} made no call of an operation that can be tuned.")
     with looking_only():
         whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
     builds.append(untuned)

@@ -21,14 +21,13 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
 from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted
+from ejkernel.ops.utils.formatting import compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -85,10 +84,9 @@ def run_explain(
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
     if as_json:
-        report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
+        report.echo_json([_as_data(why) for why in explained])
     elif explained:
-        pairs = zip(found.calls, explained, strict=True)
-        click.echo("\n\n".join(_as_text(inv, why, verbose=verbose) for inv, why in pairs))
+        click.echo("\n\n".join(_as_text(why, verbose=verbose) for why in explained))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -113,11 +111,11 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(inv: Invocation[Any, Any], why: Explanation, *, verbose: bool) -> str:
+def _as_text(why: Explanation, *, verbose: bool) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
-    title = f"{why.op_id_v}  {arguments(inv.description)}"
+    title = f"{why.op_id_v}  {why.arguments}"
     lines = [title, key, *_tiers(why, verbose=verbose), *search, *refusals, why.elsewhere, f"=> {why.answer}"]
     found = [report.wrapped(printable(line), indent=12) for line in lines if line]
     return "\n".join(found)
@@ -146,10 +144,10 @@ def _answer(tier: Consulted) -> str:
     return f"{compact(tier.resolution.config)}{f'; {tier.note}' if tier.note else ''}"
 
 
-def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
+def _as_data(why: Explanation) -> dict[str, Any]:
     return {
         "op": why.op_id_v,
-        "arguments": arguments(inv.description),
+        "arguments": why.arguments,
         "key": None if why.key is None else why.key.call,
         "device": None if why.key is None else why.key.device,
         "source": why.source,

@@ -69,9 +69,7 @@ def located(target: str) -> Program:
     if not _is_path(place):
         return Program(target=target, module=place, function=function)
     file = _module_file(expanded(place), function)
-    names, folder = [], file
-    if file.name != "__init__.py":
-        names.append(file.stem)
+    names, folder = [] if file.name == "__init__.py" else [file.stem], file
     # Use the name under which the rest of the package imports it: under two names, its kernels would exist twice.
     while (folder := folder.parent).joinpath("__init__.py").is_file():
         names.insert(0, folder.name)

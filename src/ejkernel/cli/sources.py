@@ -96,7 +96,7 @@ def find(source: Source) -> Found:
         with user_code(f"lowering the program of {source.program.target}"):
             calls, times = discover_counted(program, args, kwargs, platform=source.platform)
         target = source.program.target
-        empty = f"the program of {target} made no call of an operation."
+        empty = f"the program of {target} made no call of an operation that can be tuned."
         found = Found(name=target, calls=tuple(calls), empty=empty, times=times)
     else:
         found = _in_files(source)

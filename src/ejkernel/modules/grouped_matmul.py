@@ -77,7 +77,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " all_groups"],
     *,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
-    gate: Float[Array, "groups k n"] | Float[Array, "groups n k"] | None = None,
+    gate: Quantized | Float[Array, "groups k n"] | Float[Array, "groups n k"] | None = None,
     row_scale: Float[Array, " m"] | None = None,
     quantize: None = None,
     transpose_rhs: bool = False,
@@ -86,7 +86,13 @@ def grouped_matmul(
     first_group: int | Int[Array, ""] | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: GroupedMatmulConfig | GroupedMatmulActivationConfig | QuantizedGroupedMatmulConfig | None = None,
+    cfg: (
+        GroupedMatmulConfig
+        | GroupedMatmulActivationConfig
+        | QuantizedGroupedMatmulConfig
+        | QuantizedGroupedActivationConfig
+        | None
+    ) = None,
 ) -> Float[Array, "m n"]: ...
 
 
@@ -157,15 +163,14 @@ def grouped_matmul(
 
     An operand without scales and `row_scale` have gradients; differentiating a quantised operand raises.
 
-    With `quantize`, the result of two `Quantized` operands is `Quantized`, too: the activation, or the gated one, with
-    a scale for 128 columns of a row, as the next matmul takes it:
+    With an activation or a gate, both operands and the gate must be `Quantized`. This is a separate operation,
+    `quantized_grouped_activation`, without a gradient. With `quantize`, its result is `Quantized`, too, with a scale
+    for 128 columns of a row, as the next matmul takes it; it is quantised from float32:
 
         h8 = grouped_matmul(
             x8, w8, sizes, activation="silu", gate=gate8, transpose_rhs=True, quantize="float8_e4m3fn"
         )
         out = grouped_matmul(h8, down8, sizes, transpose_rhs=True)  # down8 in 128x128 blocks
-
-    This is a separate operation, `quantized_grouped_activation`, without a gradient. It quantises the float32 result.
 
     Under `jax.vmap`, implementations without a batched kernel compute the examples one after the other. It is faster to
     join batches of rows into one call.
@@ -183,8 +188,7 @@ def grouped_matmul(
             group, and sizes beyond the last row are ignored.
         activation: Activation of the result: `silu`, `gelu` (the tanh approximation, `jax.nn.gelu`'s default),
             `relu`, or `relu2`, its square; or `None`.
-        gate: A second matrix for each group, shaped like `rhs`; the result is multiplied by `lhs @ gate`. Quantised
-            operands take an activation and a quantised gate with `quantize`.
+        gate: A second matrix for each group, like `rhs`; the result is multiplied by `lhs @ gate`.
         row_scale: A factor for each row of the result, such as a router's weight. Values past the last group are
             ignored. Not with `quantize`.
         quantize: Dtype of a result in 8 bits: `float8_e4m3fn`, `float8_e5m2` or `int8`.
@@ -201,8 +205,8 @@ def grouped_matmul(
             preference; the call raises if none of them supports it. `None` leaves the choice to the configuration. It
             also applies to the matmuls of the gradient.
         cfg: The configuration of this call, not of its gradient; `None` looks one up. With an activation or a gate it
-            is a `GroupedMatmulActivationConfig`, with quantised operands a `QuantizedGroupedMatmulConfig`, and with
-            `quantize` a `QuantizedGroupedActivationConfig`.
+            is a `GroupedMatmulActivationConfig`; with quantised operands a `QuantizedGroupedMatmulConfig`, or a
+            `QuantizedGroupedActivationConfig` with an activation, a gate or `quantize`.
 
     Returns:
         The result, with zeros in rows past the last group; with `quantize` as `Quantized`. Sums are computed in float32
@@ -223,14 +227,15 @@ def grouped_matmul(
     if quantize is not None:
         unused = {"row_scale": row_scale, "preferred_element_type": preferred_element_type, "precision": precision}
         _check_unused(unused, "with quantize")
-        del options["preferred_element_type"]
-        options |= {"activation": activation, "quantize": quantize, "accumulation": accumulation}
-        return activated_in_8_bits(lhs, rhs, group_sizes, gate, **options)
-    if is_quantized(lhs) or is_quantized(rhs):
-        _check_quantized(activation, gate, precision)
+    if quantize is not None or is_quantized(lhs) or is_quantized(rhs):
+        _check_quantized(precision)
+        options["accumulation"] = accumulation
+        if quantize is not None or activation is not None or gate is not None:
+            more = {"activation": activation, "quantize": quantize, "row_scale": row_scale, **options}
+            return activated_product(lhs, rhs, group_sizes, gate, **more)
         lhs, lhs_scale, lhs_block = quantized_operand("lhs", lhs)
         rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
-        options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "accumulation": accumulation}
+        options |= {"lhs_block": lhs_block, "rhs_block": rhs_block}
         return _quantized_grouped_matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, row_scale, **options)
     if accumulation != "exact":
         raise ArgumentError(f"accumulation is for quantised operands, got {accumulation!r}; pass quantize(lhs).")
@@ -240,23 +245,32 @@ def grouped_matmul(
     return _grouped_matmul_activation(lhs, rhs, group_sizes, gate, row_scale, activation=activation, **options)
 
 
-def activated_in_8_bits(lhs: Any, rhs: Any, group_sizes: Any, gate: Any, **options: Any) -> Quantized:
-    """Return the quantised activation of the matmul of groups of rows; see `grouped_matmul` for the arguments."""
+def activated_product(
+    lhs: Any, rhs: Any, group_sizes: Any, gate: Any, *, row_scale: Any = None, quantize: Any = None, **options: Any
+) -> Any:
+    """Return the activation of the matmul of groups of 8-bit rows; see `grouped_matmul` for the arguments."""
     lhs, lhs_scale, lhs_block = quantized_operand("lhs", lhs)
     rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
-    more: tuple[Any, ...] = ()
+    pair = None
     if gate is not None:
         values, scale, block = quantized_operand("gate", gate)
         if block != rhs_block:
             raise ArgumentError(f"gate must be Quantized in rhs's blocks, {rhs_block}; got {type_text(gate)}, {block}.")
-        more = ((values, scale),)
-    options |= {"lhs_block": lhs_block, "rhs_block": rhs_block}
-    values, scale = _quantized_grouped_activation(lhs, rhs, group_sizes, lhs_scale, rhs_scale, *more, **options)
-    return Quantized(values, scale, (1, _BLOCK))
+        pair = (values, scale)
+    options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "quantize": quantize}
+    found = _quantized_grouped_activation(
+        lhs,
+        rhs,
+        group_sizes,
+        lhs_scale,
+        rhs_scale,
+        *((pair, row_scale) if row_scale is not None else (pair,)),
+        **options,
+    )
+    return found if quantize is None else Quantized(found[0], found[1], (1, _BLOCK))
 
 
-def _check_quantized(activation: Any, gate: Any, precision: Any) -> None:
-    _check_unused({"activation": activation, "gate": gate}, "where lhs or rhs is quantised", "pass quantize=")
+def _check_quantized(precision: Any) -> None:
     _check_unused({"precision": precision}, "where lhs or rhs is quantised", "pass dequantize()d operands")
 
 
@@ -322,7 +336,7 @@ def grouped_matmul_wgrad(
         "cfg": cfg,
     }
     if is_quantized(lhs) or is_quantized(rhs):
-        _check_quantized(None, None, precision)
+        _check_quantized(precision)
         lhs, lhs_scale, _ = _columns("lhs", lhs, _COLUMN_BLOCKS)
         rhs, rhs_scale, block = _columns("rhs", rhs, _COLUMN_BLOCKS, _SQUARES)
         options["square"] = block == _SQUARES

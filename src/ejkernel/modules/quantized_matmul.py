@@ -36,7 +36,7 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
-from .grouped_matmul import QuantizedGroupedActivationConfig, activated_in_8_bits
+from .grouped_matmul import QuantizedGroupedActivationConfig, activated_product
 
 _NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
     "lhs": "x",
@@ -155,14 +155,14 @@ def quantized_matmul(
     *,
     x_scale: Float[Array, ...] | None = None,
     w_scale: Float[Array, ...] | None = None,
-    activation: None = None,
-    gate: None = None,
+    activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
+    gate: Quantized | None = None,
     quantize: None = None,
     transpose_w: bool = False,
     preferred_element_type: DTypeLike | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: QuantizedMatmulConfig | None = None,
+    cfg: QuantizedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
 ) -> Float[Array, "*rows n"]: ...
 
 
@@ -216,8 +216,9 @@ def quantized_matmul(
     A bfloat16, float16 or float32 operand has a gradient: the matmul of the result's gradient and the other,
     dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
 
-    With `quantize`, the result of two 8-bit operands is `Quantized`, too: `activation(x @ w) * (x @ gate)`, with a
-    scale for 128 columns of a row, as the next matmul takes it:
+    Two 8-bit operands take an activation and a gate: the result is `activation(x @ w) * (x @ gate)`, computed from
+    float32 sums. With `quantize` it is `Quantized`, too, with a scale for 128 columns of a row, as the next matmul
+    takes it:
 
         h8 = quantized_matmul(x8, w8, activation="silu", gate=gate8, transpose_w=True, quantize="float8_e4m3fn")
         y = quantized_matmul(h8, down8, transpose_w=True)  # down8 = quantize(down.T, block=128, axis=(0, 1))
@@ -233,9 +234,9 @@ def quantized_matmul(
         x_scale: Factors of an 8-bit array `x`: a number, `[m]` for each row of a matrix, or an array of the same rank
             whose sizes divide those of `x`.
         w_scale: Factors of an 8-bit array `w`: a number, `[n]`, or an array of the same rank.
-        activation: With `quantize`, the activation of the result: `silu`, `gelu` (the tanh approximation), `relu`, or
+        activation: Activation of the result of two 8-bit operands: `silu`, `gelu` (the tanh approximation), `relu`, or
             `relu2`, its square; or `None`.
-        gate: With `quantize`, a second matrix, quantised like `w`; the result is multiplied by `x @ gate`.
+        gate: A second matrix, quantised like `w`; the result is multiplied by `x @ gate`.
         quantize: Dtype of a result in 8 bits: `float8_e4m3fn`, `float8_e5m2` or `int8`.
         transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
         preferred_element_type: Dtype of the result: bfloat16, float16 or float32. By default that of the operand
@@ -243,8 +244,8 @@ def quantized_matmul(
         accumulation: `exact` adds partial sums in float32; `fast` permits sums in the tensor core.
         implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
             none of them supports it. `None` leaves the choice to the configuration.
-        cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own. With `quantize` it
-            is a `QuantizedGroupedActivationConfig`.
+        cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own. With an
+            activation, a gate or `quantize` it is a `QuantizedGroupedActivationConfig`.
 
     Returns:
         The result; with `quantize` as `Quantized`.
@@ -256,19 +257,16 @@ def quantized_matmul(
     """
     x, x_scale, x_block = _operand("x", x, x_scale, 0)
     w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w is True else 1)
-    if quantize is not None:
-        if preferred_element_type is not None:
+    options: dict[str, Any] = {
+        "preferred_element_type": preferred_element_type,
+        "accumulation": accumulation,
+        "implementation": implementation,
+    }
+    if quantize is not None or activation is not None or gate is not None:
+        if quantize is not None and preferred_element_type is not None:
             raise ArgumentError(f"preferred_element_type must be None with quantize, got {preferred_element_type!r}.")
-        options: dict[str, Any] = {
-            "transpose_rhs": transpose_w,
-            "accumulation": accumulation,
-            "implementation": implementation,
-        }
-        options |= {"activation": activation, "quantize": quantize, "cfg": cfg}
+        options |= {"transpose_rhs": transpose_w, "activation": activation, "quantize": quantize, "cfg": cfg}
         return _activated((x, x_scale, x_block), (w, w_scale, w_block), gate, options)
-    for name, value in (("activation", activation), ("gate", gate)):
-        if value is not None:
-            raise ArgumentError(f"{name} needs quantize=, a result in 8 bits; without it, apply it to the result.")
     chosen: Any = cfg
     return _quantized_matmul(
         x,
@@ -278,18 +276,18 @@ def quantized_matmul(
         x_block=x_block,
         w_block=w_block,
         transpose_w=transpose_w,
-        preferred_element_type=preferred_element_type,
-        accumulation=accumulation,
-        implementation=implementation,
         cfg=chosen,
+        **options,
     )
 
 
-def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Quantized:
-    """Return the quantised activation of a matmul: that of one group of rows."""
+def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
+    """Return the activation of a matmul: that of one group of rows."""
     (values, scale, block), matrix = x, Quantized(*w)
     if None in (block, matrix.block):
-        raise ArgumentError("x and w must be in 8 bits, with scales, to pass quantize=; see quantize.")
+        raise ArgumentError(
+            "x and w must be in 8 bits, with scales, to pass activation=, gate= or quantize=; see quantize."
+        )
     shape = values.shape
     rows = Quantized(flat(values), flat(scale), flat_block(block))
     if gate is not None:
@@ -297,7 +295,9 @@ def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Quantized:
             raise ArgumentError(f"gate must be Quantized like w; got {type_text(gate)}.")
         gate = _one_group(gate if isinstance(gate, Quantized) else Quantized.from_qwix(gate))
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    found = activated_in_8_bits(rows, _one_group(matrix), sizes, gate, **options)
+    found = activated_product(rows, _one_group(matrix), sizes, gate, **options)
+    if not isinstance(found, Quantized):
+        return found.reshape(*shape[:-1], found.shape[-1])
     parts = [array.reshape(*shape[:-1], array.shape[-1]) for array in (found.values, found.scale)]
     return Quantized(parts[0], parts[1], (1,) * (len(shape) - 1) + found.block[1:])
 

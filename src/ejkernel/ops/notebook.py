@@ -78,14 +78,12 @@ def _(search: Findings) -> list[_Section]:
     before, after = (f"{time}{clock_note(search.heuristic)}" for time in durations((search.before, search.tuned)))
     call = search.inv.description if isinstance(search, AutotuneData) else None
     call = search.call if isinstance(search, StoredSearch) else call
+    candidates = counted(len(search.outcomes), "candidate")
     facts = [
         ("Result", search.in_words),
         ("Configuration", _in_force(search)),
         ("Time", f"{before} with the heuristic{_and_tuned(search, after)}"),
-        (
-            "Search",
-            f"{search.progress.in_words}, {counted(len(search.outcomes), 'candidate')} in {search.seconds:.1f} s",
-        ),
+        ("Search", f"{search.progress.in_words}, {candidates} in {search.seconds:.1f} s"),
         ("Key", f"{search.key.call} on {search.key.device}"),
         *(("Note", remark) for remark in remarks(dataclasses.replace(search, challenge=None))),
     ]
@@ -154,7 +152,7 @@ def _(why: Explanation) -> list[_Section]:
     rows += [(name, "does not run", reason) for name, reason in why.refusals.items()]
     return [
         _Section(
-            title=printable(why.op_id_v),
+            title=printable(f"{why.op_id_v} {why.arguments}".rstrip()),
             facts=tuple((name, printable(text)) for name, text in facts),
             header=("Tier", "Answer", "Note"),
             rows=_rows(rows),

@@ -20,7 +20,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
-from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
+from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -260,7 +260,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise UnsupportedError(f"{self.op_id} has no gradient: {self.why_no_gradient}")
         call = self.call_of(inv)
         found, reasons = self._select(call, self._considered(inv.kwargs, call))
-        if not found and not inv.array_types:
+        if not found and not inv.array_types and (device := traced_for()):
+            call = dataclasses.replace(call, platform=device.partition(":")[0], device_fingerprint=device)
+            found, reasons = self._select(call, self._considered(inv.kwargs, call))
+        elif not found and not inv.array_types:
             # Without a platform, so that only reasons that apply on every platform count.
             call = dataclasses.replace(call, platform=None, device_fingerprint="")
             names = self._considered(inv.kwargs, call) or self.implementations

@@ -89,6 +89,8 @@ def check_kernel(
     Raises:
         KernelCheckError: A check failed; an `AssertionError` whose message is the table.
         ArgumentError: `kernel` is not a kernel, or `without` or `unavailable` names an unknown group.
+        CallError: The arguments do not fit the kernel.
+        ConfigError: `configs` contains something else than configurations of the kernel.
     """
     hint = "; for an operation of ejkernel.modules, pass its kernel, e.g. FlashAttention()"
     if isinstance(kernel, type) and issubclass(kernel, Kernel):

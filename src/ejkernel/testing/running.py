@@ -25,6 +25,7 @@ from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.encode import stable_json
+from ejkernel.ops.utils.validation import check_candidates
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
@@ -63,6 +64,9 @@ def checked(
     scope: Scope,
 ) -> CheckReport:
     """Return the report on a call; see `check_kernel`."""
+    given = () if configs is None else check_candidates(configs, "configs")
+    for index, config in enumerate(() if isinstance(given, ConfigSpace) else given):
+        check_config(kernel, config, f"configs[{index}]")
     subject = Subject.of(kernel, args, kwargs, scope)
     call = f"{subject.kernel.op_id_v} {_arguments_of(subject.inv)}".rstrip()
     try:

@@ -100,6 +100,7 @@ class Subject:
             given_args, named = prepared(kernel, *own)
             rest = {name: value for name, value in named.items() if name != "cfg"}
             inv = Invocation(kernel=kernel, args=given_args, kwargs=rest, override_cfg=named.get("cfg"))
+            _ = inv.node  # raises if the arguments do not fit `run`
             seen.append(inv.abstract())
 
         # `prepare` runs under JAX's tracing, and the arrays may be abstract.

@@ -126,6 +126,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=48), SHARED),
         (Small(heads=2, rules=Rules(scale=0.2, left=15, right=2)), dataclasses.replace(PACKED, kv_block=96)),
         (Small(keys=130), dataclasses.replace(ONE, fma_columns=16)),
+        (Small(heads=2, head_dim=136, value_dim=136, rules=Rules(scale=0.2, left=15, right=0)), TWO_TILES),
     ],
     ids=[
         "full",
@@ -147,6 +148,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         "whole tiles in a shared buffer of another width",
         "window in one block",
         "polynomial exponentials",
+        "wide heads in a window",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
@@ -502,9 +504,9 @@ def test_a_few_tiles_with_a_narrow_window_are_small(batch, warpgroups):
     assert heuristic(described(case)).warpgroups == warpgroups
 
 
-@pytest.mark.parametrize(("batch", "persistent"), [(1, False), (24, True)])
-def test_packed_segments_of_many_tiles_are_persistent(batch, persistent):
-    sizes = {"queries": 2048, "keys": 2048, "head_dim": 64, "value_dim": 64}
+@pytest.mark.parametrize(("batch", "queries", "persistent"), [(1, 2048, False), (24, 2048, True), (12, 640, True)])
+def test_packed_segments_of_many_or_similar_tiles_are_persistent(batch, queries, persistent):
+    sizes = {"queries": queries, "keys": queries, "head_dim": 64, "value_dim": 64}
     case = Case(batch=batch, heads=8, groups=2, segments=True, rules=CAUSAL, **sizes)
     found = heuristic(described(case))
     assert (found.persistent, found.pack_heads) == (persistent, True)
@@ -533,13 +535,14 @@ def test_full_calls_are_persistent_and_pack_heads_for_half_a_tile(case, expected
     assert (found.kv_block, found.pack_heads, found.persistent) == expected
 
 
-def test_a_few_tiles_with_a_bias_are_small():
+def test_tiles_with_a_bias_have_the_size_that_takes_the_fewest_rounds():
     def warpgroups(batch, queries, heads):
         sizes = {"queries": queries, "keys": queries, "head_dim": 24, "value_dim": 24}
         case = Case(batch=batch, heads=heads, groups=heads, bias=(1, heads, queries, queries), **sizes)
         return heuristic(described(case)).warpgroups
 
     assert [warpgroups(1, 409, 4), warpgroups(1, 768, 16), warpgroups(6, 673, 4)] == [1, 2, 3]
+    assert [warpgroups(26, 616, 4), warpgroups(98, 664, 4)] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -551,6 +554,32 @@ def test_full_calls_with_wide_heads_are_persistent(dim, queries, expected):
     found = heuristic(described(Case(batch=8, heads=8, groups=8, rules=Rules(scale=0.2), **sizes)))
     assert (found.persistent, found.ping_pong, found.heads_first) == (True, True, True)
     assert (found.kv_block, found.query_buffers) == expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "groups", "left", "expected"),
+    [
+        (152, 1, 255, {"kv_block": 64, "pack_heads": True}),
+        (144, 8, 63, {"kv_block": 64, "warpgroups": 1, "ping_pong": False}),
+        (144, 8, 255, {"kv_block": 64, "stages": 3}),
+        (144, 1, 1023, {}),
+        (200, 8, 1023, {"kv_block": 64}),
+    ],
+)
+def test_wide_heads_in_a_window_are_persistent(dim, groups, left, expected):
+    sizes = {"queries": 4096, "keys": 4096, "head_dim": dim, "value_dim": dim}
+    rules = Rules(scale=0.2, left=left, right=0)
+    found = heuristic(described(Case(batch=2, heads=8, groups=groups, rules=rules, **sizes)))
+    usual = ForwardParams(persistent=True, share_buffer=True, heads_first=True, query_buffers=2)
+    assert found == dataclasses.replace(usual, **expected)
+
+
+def test_wide_heads_with_lengths_are_persistent_unless_there_is_one_example():
+    def persistent(batch, dim):
+        call = described(Case(batch=batch, queries=2048, keys=2048, heads=8, groups=8, head_dim=dim, value_dim=dim))
+        return heuristic(dataclasses.replace(call, key_lengths=True)).persistent
+
+    assert [persistent(8, 152), persistent(1, 152), persistent(1, 184)] == [True, False, True]
 
 
 def test_only_masks_of_many_keys_need_a_table():

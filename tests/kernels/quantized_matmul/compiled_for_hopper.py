@@ -59,7 +59,7 @@ def activation(dtypes, *, gated=True, **options):
     """Return the arguments of an activation of groups in 8 bits."""
     (lhs, rhs, sizes, lhs_scale, rhs_scale), options = grouped(dtypes, **options)
     gate = [(rhs, rhs_scale)] if gated else []
-    return (lhs, rhs, sizes, lhs_scale, rhs_scale, *gate), options | {"activation": "silu"}
+    return (lhs, rhs, sizes, lhs_scale, rhs_scale, *gate), {"activation": "silu"} | options
 
 
 def calls():
@@ -86,10 +86,11 @@ def calls():
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)
     blocks = {"lhs_block": (1, 128), "rhs_block": (1, 128, 128)}
     yield "groups with blocks", quantized_grouped_matmul, *grouped(both, **blocks)
-    yield "activation", quantized_grouped_activation, *activation(both, gated=False)
-    yield "activation, fast", quantized_grouped_activation, *activation(both, accumulation="fast")
-    yield "activation with a gate", quantized_grouped_activation, *activation(both)
-    yield "activation of blocks", quantized_grouped_activation, *activation(both, **blocks)
+    for name, own in (("activation", {"quantize": "float8_e4m3fn"}), ("activation, wide", {})):
+        yield name, quantized_grouped_activation, *activation(both, gated=False, **own)
+        yield f"{name}, fast", quantized_grouped_activation, *activation(both, accumulation="fast", **own)
+        yield f"{name}, with a gate", quantized_grouped_activation, *activation(both, **own)
+        yield f"{name}, of blocks", quantized_grouped_activation, *activation(both, **blocks, **own)
 
 
 def sampled(space, number):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of 8-bit products in 8 bits: the kernel for Hopper, simulated on a CPU, and the functions' arguments."""
+"""Activations of 8-bit products, in 8 bits or wide: the kernel for Hopper, simulated on a CPU, and arguments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def operands(m, n, k, groups, *, blocks=False, dtype=E4M3, gated=True):
     return rows, *(own(w) for w in matrices)
 
 
-def described(x, w, *gate, sizes, **options):
+def described(x, w, *gate, sizes, factors=None, quantize=E4M3, **options):
     """Return the canonical arguments, the options and the call."""
     args, options = quantized_grouped_activation.prepare(
         *(x.values, w.values, jnp.asarray(sizes, jnp.int32), x.scale, w.scale),
-        *((each.values, each.scale) for each in gate),
+        (gate[0].values, gate[0].scale) if gate else None,
+        factors,
+        quantize=quantize,
         lhs_block=x.block,
         rhs_block=w.block,
         transpose_rhs=True,
@@ -76,6 +78,36 @@ def test_simulated_activations_match_the_reference(monkeypatch, shape, sizes, ma
     ours, theirs = (np.asarray(values[0]).astype(np.float32) for values in (found, expected))
     assert np.mean(ours != theirs) < 1e-3
     assert not np.any(ours[sum(sizes) :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "sizes", "made", "options", "factored", "races"),
+    [
+        ((140, 200, 256), (0, 3, 130, 1), {}, {"activation": "silu"}, False, False),
+        ((140, 136, 384), (0, 3, 130, 1), {"blocks": True}, {"preferred_element_type": "float32"}, True, False),
+        ((140, 200, 128), (70, 60), {"gated": False}, {"activation": "gelu"}, True, False),
+        ((192, 72, 256), (128, 50), {"blocks": True, "gated": False}, {"activation": "relu2"}, True, True),
+        ((192, 72, 256), (128, 50), {}, {"activation": "silu"}, True, True),
+    ],
+    ids=["gated", "blocks, gated, factors", "factors", "races of blocks", "races"],
+)
+def test_simulated_wide_activations_match_the_reference(monkeypatch, shape, sizes, made, options, factored, races):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+    factors = jnp.linspace(-1, 2, shape[0]) if factored else None
+    given = operands(*shape, len(sizes), **made)
+    args, options, call = described(*given, sizes=sizes, factors=factors, quantize=None, **options)
+    params, interpret = MosaicGpuActivation().heuristic(call), mosaic_gpu.InterpretGPUParams(detect_races=races)
+    [found] = jax.jit(lambda *args: launch.grouped_activation(call, args, params, interpret=interpret))(*args)
+    assert not (races and compat.simulated_races())
+    expected = jax.jit(lambda *args: quantized_grouped_activation.reference(*args, **options))(*args)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (found, expected)), rtol=0.01, atol=0.01)
+    assert not np.any(np.asarray(found, np.float32)[sum(sizes) :])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +161,23 @@ def test_the_dense_activation_is_that_of_one_group():
     assert jnp.linalg.norm(expected.dequantize() - wanted) < 0.03 * jnp.linalg.norm(wanted)
 
 
+def test_wide_activations_follow_the_plain_ones():
+    x, w, gate = operands(6, 40, 256, 2)
+    sizes, factors = jnp.asarray([2, 3], jnp.int32), jnp.linspace(1, 2, 6)
+    how = {"activation": "gelu", "gate": gate, "row_scale": factors, "transpose_rhs": True}
+    found = grouped_matmul(x, w, sizes, **how)
+    how["gate"] = gate.dequantize()
+    expected = grouped_matmul(x.dequantize(), w.dequantize(), sizes, **how)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=0.01, atol=0.02)
+    matrices = [Quantized(each.values[1], each.scale[1], each.block[1:]) for each in (w, gate)]
+    rows = jax.tree.map(lambda a: a[2:5].reshape(1, 3, -1), x)
+    dense = quantized_matmul(
+        Quantized(rows.values, rows.scale, x.block), matrices[0], gate=matrices[1], activation="gelu", transpose_w=True
+    )
+    np.testing.assert_allclose(dense[0] * factors[2:5, None], found[2:5], rtol=0.01)
+
+
 X, W, GATE = operands(4, 8, 128, 1)
 MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
 
@@ -136,18 +185,18 @@ MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, activation="silu"), "activation needs quantize="),
-        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=MATRIX), "gate needs quantize="),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, gate=MATRIX), "to pass activation=, gate="),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
         (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, gate=jnp.ones((8, 128))), "gate must be Quantized"),
         (lambda: grouped(X, W, activation="sillu"), "did you mean 'silu'"),
         (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
-        (lambda: grouped(X.dequantize(), W), "must be Quantized"),
+        (lambda: grouped(X.dequantize(), W), "must both be Quantized"),
+        (lambda: grouped(X.dequantize(), W, quantize=None, activation="silu"), "must both be Quantized"),
         (lambda: grouped(X, W, gate=jax.tree.map(lambda a: a[:, :4], GATE)), "gate must be Quantized like rhs"),
         (lambda: grouped(X, W, gate=Quantized(GATE.values, GATE.scale, (1, 8, None))), "gate must be Quantized in"),
-        (lambda: grouped(X, W, quantize=None, gate=GATE), "pass quantize="),
+        (lambda: grouped(X, W, quantize=None, gate=GATE, precision="highest"), "precision must be None"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

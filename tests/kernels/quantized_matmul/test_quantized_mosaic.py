@@ -171,6 +171,21 @@ def test_simulated_kernel_has_no_races(mosaic, accumulation):
     assert error(mosaic, x, w, MosaicGpuParams(stages=2), races=True, accumulation=accumulation) < 3e-3
 
 
+@pytest.mark.parametrize(
+    ("rows", "axis", "cluster"),
+    [(256, (0, 1), 2), (384, (0, 1), 1), (256, -1, 2)],
+    ids=["pairs", "alone", "thin pairs"],
+)
+def test_simulated_blocks_have_no_races(mosaic, rows, axis, cluster):
+    # Two accumulators, several tiles for each block of threads, and a number of steps that is no multiple of a copy's.
+    shape, params = (rows, 384, 640), MosaicGpuParams(block_n=192, out_slots=3, stages=2)
+    x, w = operands(shape, (E4M3, E4M3), block=128)
+    w = quantize(w.dequantize(), block=128, axis=axis)
+    call = dataclasses.replace(CALL, rows=rows, x_block=x.block, w_block=w.block)
+    assert plans.quantized_plan(call, params).cluster == cluster
+    assert error(mosaic, x, w, params, races=True, preferred_element_type="float32") < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [E4M3, "bfloat16"])
 def test_simulated_few_rows_have_no_races(mosaic, dtype):
     x, w = operands((24, 200, 640), (dtype, E4M3))

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile import targets
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for, target_names
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice
-from ejkernel.ops.errors import ConfigError, TuningError
+from ejkernel.ops.errors import ConfigError, TuningError, UnsupportedError
+from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint
 
 HAS_PLUGIN = any(
@@ -123,6 +125,16 @@ def test_a_program_traced_for_a_target_has_its_fingerprint_in_its_calls():
         assert platform_fingerprint("tpu") == "tpu:tpu_v6_lite"
         assert platform_fingerprint("cpu") == device_fingerprint()
     assert platform_fingerprint("tpu") == "tpu:unknown"
+
+
+def test_a_call_that_the_target_does_not_run_has_the_reason_there_not_here():
+    like = jax.ShapeDtypeStruct((1, 128, 1, 64), "float16")
+    attend = jax.jit(lambda q: flash_attention(q, q, q, implementation="pallas_tpu"))
+    with (
+        Target.named("tpu_v6e").entered(),
+        pytest.raises(UnsupportedError, match=r"^flash_attention: query has dtype float16"),
+    ):
+        discover_for(attend, (like,), {}, platform="tpu")
 
 
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")

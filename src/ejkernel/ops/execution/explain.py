@@ -22,7 +22,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases, compact, counted, terminal_width, wrapped
+from ejkernel.ops.utils.formatting import arguments, cases, compact, counted, terminal_width, wrapped
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -38,6 +38,8 @@ class Explanation(Shown):
 
     Attributes:
         op_id_v: The operation with its version.
+        arguments: The arguments of the call as short text, e.g. `bf16[4,1024,8,64] x3, causal=True`; empty without a
+            key.
         key: The key of the call; `None` if a static argument has no stable name.
         key_note: Why the call has no key.
         label: The label in the program's text, or `None`.
@@ -68,6 +70,7 @@ class Explanation(Shown):
     search_note: str = ""
     candidates: str = ""
     runs: Any = None
+    arguments: str = ""
 
     @property
     def config(self) -> Any:
@@ -81,7 +84,7 @@ class Explanation(Shown):
 
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
-        lines = [f"{self.op_id_v}  key {key}"]
+        lines = [f"{self.op_id_v}{f'  {self.arguments}' if self.arguments else ''}", f"  key        {key}"]
         lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
         lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
@@ -176,6 +179,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         split_note=split_note,
         **_search_of(chooser, key),
         runs=None if resolution is None else kernel.completed(inv, resolution.config),
+        arguments="" if key is None else arguments(inv.description),
     )
 
 

@@ -100,6 +100,11 @@ def tracing_for(fingerprint: str) -> Iterator[None]:
         _traced_for.reset(token)
 
 
+def traced_for() -> str:
+    """Return the device of the enclosing `tracing_for`; empty if there is none."""
+    return _traced_for.get()
+
+
 def platform_fingerprint(name: str) -> str:
     """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
 

@@ -74,10 +74,11 @@ def heuristic(call: AttentionCall) -> BackwardParams:
             choices.insert(len(choices) if window < _NARROW_WINDOW else 0, BackwardParams(q_block=128))
     elif wide <= 128:
         choices = [BackwardParams(), BackwardParams(dout_stages=1)]
-        if window < _SPLIT_WINDOW:
-            # With 4 or 8 heads for each key head, by products: 120 us instead of 132, 146 instead of 162, at D120
-            # 107 instead of 114, but at D112 234 instead of 224. With one: 115 instead of 115, 217 instead of 207.
-            shared = call.query[3] > 112 and call.query[2] >= 4 * call.key[2]
+        if window < _SPLIT_WINDOW and not _is_fused_in_window(call):
+            # With 4 or 8 heads for each key head, by products: 120 us instead of 132 and 146 instead of 162 at D128,
+            # 107 instead of 114 at D120, 76 instead of 87 at D72 in a window of 64; but at D112 in one of 256, 234
+            # instead of 224. With one head: 115 instead of 115, 217 instead of 207.
+            shared = call.query[2] >= 4 * call.key[2] and (call.query[3] > 112 or window < 2 * _SHORT_WINDOW - 1)
             choices.insert(0, dataclasses.replace(_split(2, 2), division="products" if shared else "keys", kv_stages=2))
     elif head_dim + value_dim <= 320:
         choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
@@ -92,6 +93,16 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
     return dataclasses.replace(params, head_parts=_enough_parts(backward_problem(call), params))
+
+
+def _is_fused_in_window(call: AttentionCall) -> bool:
+    """Return whether the fused form is faster in a window of 128 or more, where heads of padded columns share no keys.
+
+    At D88, 57 us instead of 61; at D104, 64 instead of 66; at D112, 118 instead of 126. At D120, 119 instead of 112.
+    """
+    dim, left = call.query[3], call.rules.left
+    wide = left is not None and left >= 2 * _SHORT_WINDOW - 1
+    return wide and dim <= 112 and padded_dim(dim) != dim and call.query[2] == call.key[2]
 
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:

@@ -121,19 +121,19 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
-    window = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
+    left = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
     if wide > 128:
-        return _preferred_wide(call, wide, packs=grouped, windowed=window is not None)
+        return _preferred_wide(call, wide, packs=grouped, left=left)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return _preferred_for_segments(call, packs=grouped)
-    if window is not None:
+    if left is not None:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
-        packs = grouped and (narrow or window < _SHORT_WINDOW)
+        packs = grouped and (narrow or left < _SHORT_WINDOW)
         # 256 tiles: 12.1 us instead of 13.2 with tiles of 64 rows, which divide more evenly. 512 tiles: 26.9 instead of
         # 27.6, and 28.2 instead of 29.3. But 1,024 tiles: 37.5 instead of 36.6.
-        few = window < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
-        return _preferred_in_window(window, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
+        few = left < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
+        return _preferred_in_window(left, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
     if call.bias is not None:
         return _preferred_with_bias(call)
     if rules.right is not None:
@@ -144,9 +144,11 @@ def _preferred(call: AttentionCall) -> ForwardParams:
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
     params = ForwardParams(pack_heads=packs)
-    if not _evens_out(forward_plan(call, params)):
+    plan = forward_plan(call, params)
+    if not _evens_out(plan):
         return params
-    return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True)
+    few = plan.row_tiles <= _ALIKE_TILES
+    return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True, heads_first=few)
 
 
 def _evens_out(plan: ForwardPlan) -> bool:
@@ -160,8 +162,9 @@ def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
     """Return good parameters with a bias: the size of tiles that takes the fewest rounds of these times."""
     # The times of tiles of 15 biased calls at head_dim 16 to 64, of which the rule mispredicts none by more than 3 %.
     params = ForwardParams(persistent=True, query_buffers=2)
-    times = {3: 1.0, 2: 0.75, 1: 0.5} if call.query[3] <= 64 else {2: 0.75, 1: 0.5}
-    return _fastest_size(call, [(dataclasses.replace(params, warpgroups=count), time) for count, time in times.items()])
+    times = {3: 1.0, 2: 0.77, 1: 0.5} if call.query[3] <= 64 else {2: 0.77, 1: 0.5}
+    sizes = [dataclasses.replace(params, warpgroups=count, ping_pong=count > 1) for count in times]
+    return _fastest_size(call, list(zip(sizes, times.values(), strict=True)))
 
 
 def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> ForwardParams:
@@ -193,34 +196,31 @@ def _fastest_size(call: AttentionCall, sizes: list[tuple[ForwardParams, float]])
 # Wide heads.
 
 
-def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bool) -> ForwardParams:
+def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | None) -> ForwardParams:
     """Return good parameters for heads of more than 128 columns; one buffer of queries is left where two do not fit."""
     # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
     # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
     # at 136, where each head has its own keys. Lengths: 39 instead of 34 and 275 instead of 254 at 200 and 184.
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     params = params if wide <= 160 else dataclasses.replace(params, kv_block=64)
-    plain = ForwardParams(kv_block=128 if wide <= 160 else 96, share_buffer=True)
-    if call.segments:
-        return params if _evens_out(forward_plan(call, ForwardParams())) else plain
-    if windowed:
-        return _preferred_wide_window(call, params, packs=packs)
-    if call.bias is not None or call.attention_mask is not None:
-        return _preferred_wide_with_arrays(call, wide, packs=packs)
+    if call.segments and not _evens_out(forward_plan(call, ForwardParams())):
+        return _preferred_wide_once(call, wide, packs=packs)
+    if left is not None:
+        return _preferred_wide_window(left, params, packs=packs)
+    # One example with a length at head_dim 152: 194 us instead of 209.
+    one = call.key_lengths and call.query[0] == 1 and wide <= 160
+    if one or call.bias is not None or call.attention_mask is not None:
+        return _preferred_wide_once(call, wide, packs=packs)
     if call.query[3] != call.value[3]:
         return _preferred_unequal(call, params, packs=packs)
-    if wide <= 160:  # one example with a length at head_dim 152: 194 us instead of 209
-        return plain if call.key_lengths and call.query[0] == 1 else params
     # Steps of 96 keys, 176: 325 us instead of 338, with a length 99 instead of 109; 208: 353 instead of 373. But 184:
     # 793 instead of 674, 200: 414 instead of 375, 192: 313 instead of 305; and under a causal mask they spill.
     many = wide in (176, 208) and call.rules.right is None
     return dataclasses.replace(params, kv_block=96) if many else params
 
 
-def _preferred_wide_window(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
+def _preferred_wide_window(left: int, params: ForwardParams, *, packs: bool) -> ForwardParams:
     """Return good parameters for wide heads in a window."""
-    left = call.rules.left
-    assert left is not None
     few = dataclasses.replace(params, kv_block=64)
     # Instead of 64 rows of each of two heads, 128 rows of one: 49 us instead of 40 at head_dim 152 and a window of 256,
     # 132 instead of 116 at 208. With a window of 1,024: 160 us instead of 148 at 184, but 69 instead of 74 at 144.
@@ -245,10 +245,12 @@ def _preferred_unequal(call: AttentionCall, params: ForwardParams, *, packs: boo
     return dataclasses.replace(params, kv_block=96) if many else params
 
 
-def _preferred_wide_with_arrays(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
-    """Return good parameters for wide heads with a bias or a mask."""
-    if is_pieced(call, WHOLE_DIMS):  # ping-pong gains 8 to 15 %
-        return ForwardParams(kv_block=128 if wide <= 160 else 96, share_buffer=True)
+def _preferred_wide_once(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
+    """Return good parameters for wide heads without persistence."""
+    if forward_plan(call, ForwardParams(share_buffer=True)).pieced:  # ping-pong gains 8 to 15 %
+        # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
+        many = 64 if _has_much_wider_values(call) else 96
+        return ForwardParams(kv_block=128 if wide <= 160 else many, share_buffer=True)
     if wide > 192:
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         packs = packs and call.query[1] < 2048

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind activations of quantised products, in 8 bits: `grouped_matmul(quantize=)` and its dense form.
+"""The operation behind `grouped_matmul` of two quantised operands with an epilogue, and its dense form.
 
 The contract of an implementation. It sees `lhs [m, k]`, `rhs [groups, n, k]` or `[groups, k, n]`, the groups, both
-operands' scales, and if there is a gate, a pair of its matrices and their scales. It returns the float32 activation in
-`call.values`, and the float32 scales of its 1x128 blocks. Rows outside all groups are zero.
+operands' scales, if there is a gate, a pair of its matrices and their scales, and if the call has them, factors of
+rows. It returns the float32 activation in `call.values`, and the float32 scales of its 1x128 blocks; or without
+`call.values`, the activation in `call.out_dtype`. Rows outside all groups are zero.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.utils.messages.names import did_you_mean
 
-from .common import QuantizedGroupedActivationCall, in_8_bits
+from .common import QuantizedGroupedActivationCall, activation_of
 from .operation import quantized_grouped_matmul
 
 _Invocation = Invocation["QuantizedGroupedActivationConfig", Any]
@@ -41,13 +42,16 @@ _PACKAGE = "ejkernel.kernels.quantized_matmul"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedGroupedActivationConfig(OperationConfig):
-    """Configuration of one matmul of `Quantized` operands with `quantize=`; only `fwd` counts: there is no gradient."""
+    """Configuration of one matmul of `Quantized` operands with `quantize=`, `activation=` or `gate=`.
+
+    Only `fwd` counts, because there is no gradient.
+    """
 
     implementation: str = "xla"
 
 
 class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConfig]):
-    """The operation behind `grouped_matmul(quantize=)`; see there for the arguments."""
+    """The operation behind `grouped_matmul` with quantised operands and an epilogue; see there for the arguments."""
 
     implementations = Implementations(
         {
@@ -57,12 +61,12 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
             "xla": f"{_PACKAGE}.grouped.xla:XlaGroupedActivation",
         }
     )
-    why_no_gradient = "its result is quantised. Use quantized_dense or quantized_grouped_dense to train."
+    why_no_gradient = "its operands are quantised. Use quantized_dense or quantized_grouped_dense to train."
 
     def __init__(self) -> None:
         super().__init__(name="quantized_grouped_activation")
 
-    def prepare(
+    def prepare(  # noqa: PLR0917 - the arrays are positional
         self,
         lhs: Any,
         rhs: Any,
@@ -70,9 +74,11 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         lhs_scale: Any = None,
         rhs_scale: Any = None,
         gate: Any = None,
+        row_scale: Any = None,
         *,
-        quantize: Any = "float8_e4m3fn",
+        quantize: Any = None,
         activation: Any = None,
+        preferred_element_type: Any = None,
         lhs_block: Any = None,
         rhs_block: Any = None,
         transpose_rhs: Any = False,
@@ -86,64 +92,76 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         """
         for name, scale in (("lhs", lhs_scale), ("rhs", rhs_scale)):
             if scale is None:
-                raise ArgumentError(f"lhs and rhs must be Quantized with quantize=; {name} is not.")
+                raise ArgumentError(
+                    f"lhs and rhs must both be Quantized with quantize=, activation= or gate=; {name} is not."
+                )
         if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
             raise ArgumentError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}, or None; got {activation!r}"
                 f"{did_you_mean(activation, ACTIVATIONS)}"
             )
-        product = {"lhs_block": lhs_block, "rhs_block": rhs_block, "transpose_rhs": transpose_rhs}
         args, options = quantized_grouped_matmul.prepare(
-            *(lhs, rhs, group_sizes, lhs_scale, rhs_scale),
-            **product,
+            *(lhs, rhs, group_sizes, lhs_scale, rhs_scale, row_scale),
+            lhs_block=lhs_block,
+            rhs_block=rhs_block,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
             accumulation=accumulation,
             first_group=first_group,
         )
+        more: tuple[Any, ...] = args[5:] and (None, *args[5:])
         if gate is not None:
             values, scale = gate
             check_gate(Quantized(values, scale, options["rhs_block"]), rhs, rhs_scale)
-            args = (*args, (values, scale))
-        options |= {
-            "quantize": canonical_dtype("quantize", quantize, tuple(LARGEST)),
-            "implementation": self.requested(implementation),
+            more = ((values, scale), *more[1:])
+        own = {
+            "quantize": None if quantize is None else canonical_dtype("quantize", quantize, tuple(LARGEST)),
+            "activation": activation,
         }
-        return args, options | ({} if activation is None else {"activation": activation})
+        options |= {name: value for name, value in own.items() if value is not None}
+        return (*args[:5], *more), options | {"implementation": self.requested(implementation)}
 
     def describe(
-        self, *args: Any, quantize: str, activation: str | None = None, **options: Any
+        self, *args: Any, quantize: str | None = None, activation: str | None = None, **options: Any
     ) -> QuantizedGroupedActivationCall:
         """Return the sizes, dtypes and blocks of a call."""
-        product = quantized_grouped_matmul.describe(*args[:5], preferred_element_type="float32", **options)
+        gate, *factors = args[5:] or (None,)
+        product = quantized_grouped_matmul.describe(*args[:5], *factors, **options)
         fields = {field.name: getattr(product, field.name) for field in dataclasses.fields(product)}
-        more = {"activation": activation, "gated": len(args) > 5, "values": quantize}
+        more: dict[str, Any] = {"activation": activation, "gated": gate is not None, "values": quantize}
+        if quantize is not None:
+            more["out_dtype"] = "float32"  # of the arithmetic
         return QuantizedGroupedActivationCall(**fields | more)
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the quantised activation of float32 products of the dequantised operands."""
-        lhs, rhs, groups, lhs_scale, rhs_scale, *gate = args
+        """Return the activation of float32 products of the dequantised operands."""
+        options.pop("implementation", None)
+        lhs, rhs, groups, lhs_scale, rhs_scale, *more = args
+        gate, *factors = more or (None,)
         shared = {name: options[name] for name in ("lhs_block", "rhs_block", "transpose_rhs") if name in options}
-        matrices = [(rhs, rhs_scale), *gate]
         products = [
             quantized_grouped_matmul.reference(
                 lhs, values, groups, lhs_scale, scale, preferred_element_type="float32", **shared
             )
-            for values, scale in matrices
+            for values, scale in ((rhs, rhs_scale), *([] if gate is None else [gate]))
         ]
-        return in_8_bits(products, groups, rhs.shape[0], options.get("activation"), options["quantize"])
+        return activation_of(self.describe(*args, **options), products, groups, *factors)
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits rows, and columns by whole blocks; an activation needs the complete sum."""
-        lhs, rhs, _, lhs_scale, rhs_scale, *gate = inv.args
+        lhs, rhs, _, lhs_scale, rhs_scale, *more = inv.args
         axes = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         scales = ScaleAxes()
         of_lhs = scales.of("lhs", lhs, lhs_scale, inv.kwargs["lhs_block"], ["rows", "inner"])
         of_rhs = scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split())
-        call = self.call_of(inv)
-        of_out = scales.of_result("out", (call.rows, call.columns), (1, BLOCK), ["rows", "columns"])
-        texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if gate else [])]
+        call, results = self.call_of(inv), ["rows columns"]
+        if "quantize" in inv.kwargs:
+            results.append(scales.of_result("out", (call.rows, call.columns), (1, BLOCK), ["rows", "columns"]))
+        texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if call.gated else [])]
+        texts += ["rows"] * len(more[1:])
         split = scales.split(["rows", "columns"])
         return ShardingRule(
-            f"{', '.join(texts)} -> rows columns, {of_out}",
+            f"{', '.join(texts)} -> {', '.join(results)}",
             split=split,
             follows=scales.follows,
             multiples=scales.multiples,
@@ -151,10 +169,10 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         )
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """See `GroupedOperation`; a result's number is a byte, and 128 share a scale."""
+        """See `GroupedOperation`; a number in 8 bits is a byte, and 128 share a scale."""
         base = super().cost(inv)
-        if base is None:
-            return None
+        if base is None or "quantize" not in inv.kwargs:
+            return base
         call = self.call_of(inv)
         size = call.examples * self.result_size(call)
         return Cost(flops=base.flops, bytes=inv.input_bytes + size + size // 32)
@@ -167,13 +185,19 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         first, options = next(iter(draws.values()))
         lhs, lhs_scale = example_operand(rng, first[0], first[3], options["lhs_block"])
         rhs, rhs_scale = example_operand(rng, first[1], first[4], options["rhs_block"])
-        gate = [example_operand(rng, values, scale, options["rhs_block"]) for values, scale in first[5:]]
-        return {kind: ((lhs, rhs, args[2], lhs_scale, rhs_scale, *gate), options) for kind, (args, _) in draws.items()}
+        gate, *factors = first[5:] or (None,)
+        if gate is not None:
+            gate = example_operand(rng, gate[0], gate[1], options["rhs_block"])
+        more = (gate, *factors)[: len(first) - 5]
+        return {kind: ((lhs, rhs, args[2], lhs_scale, rhs_scale, *more), options) for kind, (args, _) in draws.items()}
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups and a gate."""
         (lhs, rhs, sizes, lhs_scale, rhs_scale), options = quantized_grouped_matmul.typical_call()
-        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), options | {"activation": "silu"}
+        return (lhs, rhs, sizes, lhs_scale, rhs_scale, (rhs, rhs_scale)), options | {
+            "activation": "silu",
+            "quantize": "float8_e4m3fn",
+        }
 
 
 quantized_grouped_activation = QuantizedGroupedActivation()

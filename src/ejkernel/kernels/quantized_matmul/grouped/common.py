@@ -52,13 +52,13 @@ class QuantizedGroupedMatmulCall(GroupedMatmulCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedGroupedActivationCall(QuantizedGroupedMatmulCall):
-    """A call without its arrays; `out_dtype` is float32, the dtype of the activation's arithmetic.
+    """A call without its arrays.
 
     Attributes:
-        values: Name of the dtype of the result's numbers.
+        values: Name of the dtype of a result in 8 bits; `None` if the result has no scales.
     """
 
-    values: str
+    values: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +74,13 @@ class QuantizedGroupedWgradCall(GroupedMatmulCall):
     square: bool = False
 
 
-def in_8_bits(
-    products: Sequence[jax.Array], groups: Any, count: int, activation: str | None, dtype: str
-) -> tuple[jax.Array, jax.Array]:
-    """Return numbers and scales of the activation of float32 products of `count` groups."""
-    own = own_rows(groups, products[0].shape[0], count)
-    found = quantize(finished(products, own, None, activation), dtype=dtype, block=BLOCK)
+def activation_of(
+    call: QuantizedGroupedActivationCall, products: Sequence[jax.Array], groups: Any, row_scale: Any = None
+) -> Any:
+    """Return the activation of float32 products: numbers and scales, or one array."""
+    own = own_rows(groups, call.rows, call.groups)
+    wide = finished(products, own, row_scale, call.activation)
+    if call.values is None:
+        return wide.astype(call.out_dtype)
+    found = quantize(wide, dtype=call.values, block=BLOCK)
     return found.values, found.scale

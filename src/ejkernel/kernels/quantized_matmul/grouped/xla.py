@@ -21,7 +21,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.groups import whole_blocks
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 
-from .common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall, in_8_bits
+from .common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall, QuantizedGroupedWgradCall, activation_of
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -79,7 +79,7 @@ class XlaGroupedActivation(Implementation[QuantizedGroupedActivationCall]):
 
     name = "xla"
     params = XlaGroupedParams
-    features = frozenset({"activation", "gate", "first_group"})
+    features = frozenset({"activation", "gate", "row_scale", "first_group"})
 
     def heuristic(self, call: QuantizedGroupedActivationCall) -> XlaGroupedParams:
         """Return the parameters of the products; see `XlaGrouped`."""
@@ -89,17 +89,16 @@ class XlaGroupedActivation(Implementation[QuantizedGroupedActivationCall]):
         """Return the parameters of the products; see `XlaGrouped`."""
         return XlaGrouped().space(call)
 
-    def forward(
-        self, call: QuantizedGroupedActivationCall, /, *args: Any, params: XlaGroupedParams
-    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        """Return numbers and scales, without residuals."""
-        lhs, rhs, groups, lhs_scale, rhs_scale, *gate = args
-        matrices = [(rhs, rhs_scale), *gate]
+    def forward(self, call: QuantizedGroupedActivationCall, /, *args: Any, params: XlaGroupedParams) -> tuple[Any, Any]:
+        """Return numbers and scales, or one array, without residuals."""
+        lhs, rhs, groups, lhs_scale, rhs_scale, *more = args
+        gate, *factors = more or (None,)
+        wide = dataclasses.replace(call, out_dtype="float32", scaled=False)
         products = [
-            XlaGrouped().forward(call, lhs, values, groups, lhs_scale, scale, params=params)[0]
-            for values, scale in matrices
+            XlaGrouped().forward(wide, lhs, values, groups, lhs_scale, scale, params=params)[0]
+            for values, scale in ((rhs, rhs_scale), *([] if gate is None else [gate]))
         ]
-        return in_8_bits(products, groups, call.groups, call.activation, call.values), ()
+        return activation_of(call, products, groups, *factors), ()
 
 
 class XlaGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):

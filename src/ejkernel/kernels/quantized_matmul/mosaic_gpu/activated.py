@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels whose result is an activation, or a gated activation, in 8 bits with a scale for 128 columns of a row.
+"""The kernels whose result is an activation, or a gated activation: wide, or in 8 bits by blocks of 128 columns.
 
 A tile's columns are whole blocks of the result. With a gate, the product and the gate's product take turns with one
-accumulator. The epilogue finds a row's largest magnitude in four neighbouring threads.
+accumulator. For a result in 8 bits, the epilogue finds a row's largest magnitude in four neighbouring threads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from .plan import CHUNK, ActivatedPlan
 
 
 def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = None) -> list[jax.Array]:
-    """Run the kernel; return the numbers `[rows, columns]`, and their scales with an entry for each block of columns.
+    """Run the kernel; return the result `[rows, columns]`, and for 8 bits scales with an entry per block of columns.
 
     Args:
         plan: The launch.
-        arrays: Padded operands: rows, matrices and the gate's, sizes, scales of rows, and of either product's columns.
+        arrays: Padded operands: rows, matrices and the gate's, sizes, scales of rows, and of either product's columns;
+            then factors of the result's rows, if the plan has them.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel = (ActivatedBlocksKernel if plan.blocks else ActivatedKernel)(plan, backend_for(interpret))
-    shapes = ((plan.rows, plan.columns), plan.out_dtype), ((plan.rows, -(-plan.columns // BLOCK)), "float32")
+    shapes = [((plan.rows, plan.columns), plan.out_dtype)]
+    if plan.in_8_bits:
+        shapes.append(((plan.rows, -(-plan.columns // BLOCK)), "float32"))
     return launch(
         kernel.run,
         tuple(arrays),
@@ -60,13 +63,14 @@ class ActivatedKernel(QuantizedKernel):
 
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
-        out_scale = plgpu.SMEM((WARPGROUPS, self.plan.part_rows), jnp.float32)
-        return super().memory_types()._replace(out_scale=out_scale)
+        scale = (WARPGROUPS, self.plan.part_rows) if self.plan.in_8_bits else (0,)
+        return super().memory_types()._replace(out_scale=plgpu.SMEM(scale, jnp.float32))
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: Any) -> None:
         """See `ProductKernel`."""
-        out, self.out_scales = results
-        super().run(arrays, [out], memory)
+        out, *self.out_scales = results
+        self.of_result = arrays[-1] if self.plan.factored else None
+        super().run(arrays[: len(arrays) - self.plan.factored], [out], memory)
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         plan, full = self.plan, self.pipeline.full.at[stage]
@@ -94,38 +98,49 @@ class ActivatedKernel(QuantizedKernel):
         return [each.astype(jnp.float32) for each in found]
 
     def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, step: Any, warpgroup: Any) -> None:
-        plan = self.plan
-        for block in range(plan.pieces):
-            products = [self._product(sums, row_scale, step, number, block) for number in range(plan.products)]
-            wide = epilogue(products, None, plan.activation)
-            scale = scale_of(wide, plan.out_dtype)
-            values = (wide * lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])).astype(plan.out_dtype)
-            self._store_block(values, scale, tile, warpgroup, block)
+        plan, width = self.plan, self.plan.piece_columns
+        row = tile.row + plan.part_rows * warpgroup
+        factors = None
+        if self.of_result is not None:
+            of_rows = self.of_result.at[pl.ds(row, plan.part_rows)]
+            factors = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        for i in range(plan.pieces):
+            products = [self._product(sums, row_scale, step, number, i * width) for number in range(plan.products)]
+            wide = epilogue(products, factors, plan.activation)
+            if plan.in_8_bits:
+                scale = scale_of(wide, plan.out_dtype)
+                values = (wide * lax.broadcast_in_dim(1.0 / scale, wide.shape, [0])).astype(plan.out_dtype)
+                self._store_block(values, scale, tile, warpgroup, i)
+            else:
+                self._store_piece(wide.astype(plan.out_dtype), tile, warpgroup, i)
 
-    def _product(self, sums: Sequence[Any], row_scale: Any, step: Any, number: int, block: int) -> Any:
-        """Return a block's columns of one of the products of a tile that begins with `step`."""
-        if self.plan.gated:
-            values = sums[number]
-        else:
-            part, at = divmod(block * BLOCK, sums[0].shape[1])
-            values = sums[part][:, at : at + BLOCK]
+    def _product(self, sums: Sequence[Any], row_scale: Any, step: Any, number: int, start: int) -> Any:
+        """Return a piece of one of the products of a tile that begins with `step`: its columns from `start` on."""
+        width = self.plan.piece_columns
+        part, at = (number, start) if self.plan.gated else divmod(start, sums[0].shape[1])
+        values = sums[part][:, at : at + width]
         if row_scale is None:
             return values
-        return self._scaled(values, row_scale, self._column_factors(step, number), block * BLOCK)
+        return self._scaled(values, row_scale, self._column_factors(step, number), start)
+
+    def _store_piece(self, values: Any, tile: ProductTile, warpgroup: Any, number: int) -> None:
+        """Store a consumer's rows of one piece of a tile's columns."""
+        plan, width = self.plan, self.plan.piece_columns
+        count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
+        piece = (number % plan.out_slots, values, self.out, pl.ds(tile.column + number * width, width))
+        self._store(functools.partial(list, [piece]), tile.row + plan.part_rows * warpgroup, warpgroup, count)
 
     def _store_block(self, values: Any, scale: Any, tile: ProductTile, warpgroup: Any, block: int) -> None:
         plan = self.plan
         row = tile.row + plan.part_rows * warpgroup
         count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
-        columns = pl.ds(tile.column + block * BLOCK, BLOCK)
-        piece = (block % plan.out_slots, values, self.out, columns)
-        self._store(functools.partial(list, [piece]), row, warpgroup, count)
-        number = lax.div(columns.start, BLOCK)
-        inside = columns.start < plan.columns
+        self._store_piece(values, tile, warpgroup, block)
+        [scales], column = self.out_scales, tile.column + block * BLOCK
+        number, inside = lax.div(column, BLOCK), column < plan.columns
 
         @pl.when(inside & (count == plan.part_rows))
         def _whole() -> None:
-            compat.store_as_it_is(self.out_scales.at[pl.ds(row, plan.part_rows), number], scale)
+            compat.store_as_it_is(scales.at[pl.ds(row, plan.part_rows), number], scale)
 
         @pl.when(inside & (count < plan.part_rows))
         def _partly() -> None:
@@ -135,13 +150,16 @@ class ActivatedKernel(QuantizedKernel):
 
             @pl.loop(0, count)
             def _row(i: Any) -> None:
-                self.out_scales[row + i, number] = own[i]
+                scales[row + i, number] = own[i]
 
             plgpu.commit_smem()  # orders these reads before the next scales
 
     def _clear(self, tile: ProductTile, row: Any, warpgroup: Any, count: Any) -> None:
-        """Store zeros, with the smallest scale, in rows outside all groups."""
+        """Store zeros, in 8 bits with the smallest scale, in rows outside all groups."""
         plan = self.plan
+        if not plan.in_8_bits:
+            super()._clear(tile, row, warpgroup, count)
+            return
         for block in range(plan.pieces):
             zeros = jnp.zeros((plan.part_rows, BLOCK), jnp.float32)
             values = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA).astype(plan.out_dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation `mosaic_gpu` of activations in 8 bits: supported calls, heuristics and search space."""
+"""The implementation `mosaic_gpu` of activations: supported calls, heuristics and search space."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MOST_STAGES = 8
 
 
 class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
-    """The activation of the product of groups on Hopper GPUs, in 8 bits."""
+    """The activation of the product of groups on Hopper GPUs, in 8 bits or wide."""
 
-    features = frozenset({"activation", "gate", "first_group"})
+    features = frozenset({"activation", "gate", "row_scale", "first_group"})
     names = GROUPED_NAMES
 
     def dense(self, call: QuantizedGroupedActivationCall) -> QuantizedMatmulCall:
@@ -38,7 +38,7 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         """See `QuantizedProduct`."""
         if reason := super().unsupported(call) or groups_reason(call):
             return reason
-        if call.values not in _VALUES:
+        if call.values not in (*_VALUES, None):
             return f"quantize is {call.values}; 'mosaic_gpu' returns {' or '.join(_VALUES)}; use 'xla'."
         dense = call.as_dense
         if not dense.scales_outside and dense.w_block != (BLOCK, BLOCK):
@@ -81,8 +81,9 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         return ConfigSpace(axes, constraints=fits, build=build)
 
     def forward(self, call: QuantizedGroupedActivationCall, /, *args: Any, params: MosaicGpuParams) -> tuple[Any, Any]:
-        """Return numbers and scales, without residuals."""
-        return tuple(launch.grouped_activation(call, args, params)), ()
+        """Return numbers and scales, or one array, without residuals."""
+        found = launch.grouped_activation(call, args, params)
+        return tuple(found) if call.values is not None else found[0], ()
 
     def _widths(self, call: QuantizedGroupedActivationCall) -> tuple[int, ...]:
         """Return the widths of tiles: whole blocks of the result, whose sums fit in registers."""

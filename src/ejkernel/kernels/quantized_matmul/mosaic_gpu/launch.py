@@ -135,17 +135,18 @@ def grouped_product(
 def grouped_activation(
     call: QuantizedGroupedActivationCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
 ) -> list[jax.Array]:
-    """Return the activation in 8 bits: its numbers, and their scales.
+    """Return the activation: in 8 bits its numbers, and their scales.
 
     Args:
         call: The call.
-        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, and the gate with its scales if there is one.
+        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, the gate with its scales or `None`, and factors
+            of rows if the call has them.
         params, interpret: As for `product`.
     """
     lhs_block: Any = call.lhs_block
     rhs_block: Any = call.rhs_block
 
-    def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *gate: Any) -> list[jax.Array]:
+    def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *more: Any) -> list[jax.Array]:
         from .activated import activated  # Mosaic GPU is not available in every environment
 
         plan, sizes = activated_plan(call, params), sizes_for(call, groups)
@@ -153,7 +154,7 @@ def grouped_activation(
         with jax.enable_x64(False):  # the kernel counts in int32
             x = _padded(lhs, (plan.rows, plan.inner))
             shape = (call.groups, padded(columns, ROW_TILE), plan.inner)
-            pairs = [(rhs, rhs_scale), *gate]
+            pairs = [(rhs, rhs_scale), *more[: call.gated]]
             matrices, scales = [_padded(w, shape) for w, _ in pairs], [scale for _, scale in pairs]
             if plan.blocks:
                 factors = [_along(scale) for scale in (lhs_scale, *scales)]
@@ -161,10 +162,12 @@ def grouped_activation(
                 of_rows = _factors(lhs_scale, (call.rows,), lhs_block, plan.rows + plan.tile_rows)
                 of_columns = [_factors(each, (call.groups, columns), rhs_block, plan.factors) for each in scales]
                 factors = [of_rows, *of_columns]
-            values, scale = activated(plan, [x, *matrices, sizes, *factors], interpret=interpret)
-        return [values[: call.rows, :columns], scale[: call.rows]]
+            room = plan.rows + plan.tile_rows - call.rows
+            last = [jnp.pad(each.astype(jnp.float32), (0, room)) for each in more[call.gated :]]
+            values, *scale = activated(plan, [x, *matrices, sizes, *factors, *last], interpret=interpret)
+        return [values[: call.rows, :columns], *(each[: call.rows] for each in scale)]
 
-    found: list[jax.Array] = one_by_one(compute, *arrays)
+    found: list[jax.Array] = one_by_one(compute, *(array for array in arrays if array is not None))
     return found
 
 

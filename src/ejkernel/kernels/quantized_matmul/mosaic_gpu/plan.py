@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -167,7 +168,15 @@ class QuantizedPlan(ProductPlan):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivatedPlan(QuantizedPlan):
-    """The launch of an activation in 8 bits; `out_dtype` is that of its numbers, and a tile is whole blocks wide."""
+    """The launch of an activation; a tile is whole blocks wide.
+
+    Attributes:
+        in_8_bits: Whether the result is in 8 bits, in blocks of 128 columns; `out_dtype` is that of its numbers.
+        factored: Whether rows of the result have factors.
+    """
+
+    in_8_bits: bool
+    factored: bool = False
 
     @property
     def parts(self) -> int:
@@ -181,7 +190,7 @@ class ActivatedPlan(QuantizedPlan):
 
     def shared_bytes(self) -> int:
         """See `GroupedPlan`."""
-        return super().shared_bytes() + _OUT_SCALES
+        return super().shared_bytes() + (_OUT_SCALES if self.in_8_bits else 0)
 
     def sums_per_thread(self) -> int:
         """See `QuantizedPlan`."""
@@ -360,8 +369,10 @@ def activated_plan(call: QuantizedGroupedActivationCall, params: MosaicGpuParams
     """Return the plan of a launch for an activation."""
     base = grouped_plan(call, params)
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    more = {"out_dtype": call.values, "activation": call.activation, "gated": call.gated, "has_short_tiles": False}
-    return ActivatedPlan(**fields | more | {"columns": padded(call.columns, BLOCK)})
+    more: dict[str, Any] = {"activation": call.activation, "gated": call.gated, "has_short_tiles": False}
+    if call.values is not None:
+        more |= {"out_dtype": call.values, "columns": padded(call.columns, BLOCK)}
+    return ActivatedPlan(**fields | more, in_8_bits=call.values is not None, factored=call.scaled)
 
 
 def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -> QuantizedWgradPlan:
