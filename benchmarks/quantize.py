@@ -42,7 +42,6 @@ CONTENDERS: dict[str, tuple[Function, int]] = {  # with the bytes per number
     "both, xla": (functools.partial(quantize_both, implementation="xla"), 4),
     "both, squares": (functools.partial(quantize_both, square=True), 4),
     "both, 1 tile, 3 blocks": (ours(tiles=1, blocks=3), 4),
-    **{f"both, panels of {size}": (ours(panel=size), 4) for size in (2, 4, 8, 16)},
     "blocks": (lambda x: quantize(x, block=128), 3),
     "rows": (quantize, 3),
     "norm": (lambda x: norm(x, quantize="float8_e4m3fn"), 3),

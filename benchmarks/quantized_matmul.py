@@ -101,10 +101,6 @@ CONTENDERS: dict[str, Callable[[Shape], Function]] = {
     "ejkernel int8": ours,
     "ejkernel blocks": ours,
     "blocks, 5 stages": functools.partial(ours, block_n=192, stages=5, out_slots=1),
-    **{
-        f"blocks, panel {size}": functools.partial(ours, block_n=192, out_slots=3, panel=size)
-        for size in (4, 8, 12, 24, 32)
-    },
     "blocks, block_n 128": functools.partial(ours, block_n=128, stages=5),
     "ejkernel xla": functools.partial(ours, implementation="xla"),
     "ejkernel xla fast": functools.partial(ours, implementation="xla", fast=True),

@@ -297,9 +297,14 @@ def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     found = activated_product(rows, _one_group(matrix), sizes, gate, **options)
     if not isinstance(found, Quantized):
-        return found.reshape(*shape[:-1], found.shape[-1])
-    parts = [array.reshape(*shape[:-1], array.shape[-1]) for array in (found.values, found.scale)]
-    return Quantized(parts[0], parts[1], (1,) * (len(shape) - 1) + found.block[1:])
+        return _with_rows(found, shape)
+    block = (1,) * (len(shape) - 1) + found.block[1:]
+    return Quantized(_with_rows(found.values, shape), _with_rows(found.scale, shape), block)
+
+
+def _with_rows(array: Any, shape: Sequence[int]) -> Any:
+    """Return a matrix with the leading axes of a shape."""
+    return array.reshape(*shape[:-1], array.shape[-1])
 
 
 def _one_group(w: Quantized) -> Quantized:

@@ -117,6 +117,16 @@ def test_times_by_two_clocks_are_not_compared():
     assert (view.axis.low, view.best) == (4.0, ((1, 4.0),))
 
 
+def test_the_best_so_far_is_by_the_ratio_to_the_heuristic_as_in_the_table():
+    def beside(config, time, relative):
+        one = measured(config, *[time] * 4)
+        return dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, relative=relative))
+
+    found = search(beside(1, 4, 1.0), beside(2, 3, 1.1), beside(3, 5, 0.5), winner=2)
+    view = SearchView(**view_of(found))
+    assert (view.best, view.rows[0].name) == (((1, 4.0), (3, 2.0)), "rows=3")
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [

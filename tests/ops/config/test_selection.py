@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import types
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,6 +48,11 @@ class Double(Kernel[int, jax.Array]):
 class Bare(Kernel[int, jax.Array]):
     def run(self, x, *, cfg):
         return x + x
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int = 1
 
 
 class FakeTuner:
@@ -456,3 +463,23 @@ def test_a_bare_chooser_is_not_asked_under_an_override(kernel):
 def test_a_chooser_must_choose():
     with pytest.raises(ConfigError, match=r"chooser must have choose\(inv, kernel\), got <.*; use ConfigSelectorChain"):
         Executor(ConfigCache())
+
+
+@pytest.mark.parametrize(
+    ("declared", "config"),
+    [(Any, Tile(2)), (Any, (1, (2,))), (object, Tile(2)), (dict, {"tile": (8, 4)}), (dict, {"tile": [8, 4]})],
+    ids=str,
+)
+def test_a_general_configuration_type_does_not_change_what_is_read(tmp_path, declared, config):
+    class General(Kernel[declared, jax.Array]):
+        def run(self, x, *, cfg):
+            return x + x
+
+        def heuristic_cfg(self, inv):
+            return config
+
+    kernel, cache = General(), PersistentCache(tmp_path, shipped=False)
+    inv = Invocation(kernel=kernel, args=(X,))
+    cache.put(inv.key, config)
+    found = ConfigSelectorChain(ConfigCache(), PersistentCache(tmp_path, shipped=False)).resolve(inv, kernel)
+    assert (found.config, found.source) == (config, "persistent")

@@ -176,8 +176,9 @@ def _rounded_at_random(x: jax.Array, dtype: str, key: jax.Array) -> jax.Array:
 
 
 def _largest(x: jax.Array, block: Block) -> jax.Array:
-    """Return the largest magnitude of each block; infinity if it has NaN."""
-    found = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))  # some maxima of XLA for CPUs ignore NaN
+    """Return the largest magnitude of each block, or NaN if it has NaN."""
+    # Magnitudes are ordered like their bits, NaN last; some maxima of floats by XLA for CPUs ignore NaN.
+    found = jax.lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
     # One axis at a time: JAX splits no two axes at once that are sharded over explicit mesh axes.
     for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
         count, b = (1, max(size, 1)) if b is None else (-(-size // b), b)
@@ -186,7 +187,7 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
             padding[axis] = (0, count * b - size)
             split = (*found.shape[:axis], count, b, *found.shape[axis + 1 :])
             found = jnp.max(jnp.pad(found, padding).reshape(split), axis + 1)
-    return found
+    return jax.lax.bitcast_convert_type(found, x.dtype)
 
 
 def _check_shards(x: jax.Array, block: Block) -> None:

@@ -33,7 +33,7 @@ from ejkernel.ops.config._files import (
     slug,
     warn_of,
 )
-from ejkernel.ops.core.declared_names import decode_config, type_name
+from ejkernel.ops.core.declared_names import read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
@@ -257,9 +257,7 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
         UnusableError: The configuration does not decode as that type.
     """
     try:
-        if cfg_type is None:
-            return decode_config(entry.config, entry.config_type)
-        return from_plain(entry.config, cfg_type)  # parsed JSON, so plain data
+        return read_config(entry.config, entry.config_type, cfg_type)
     except ConfigError as error:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error
 

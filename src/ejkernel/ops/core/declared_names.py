@@ -23,7 +23,7 @@ from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text, value_text
 from ejkernel.ops.utils.storage.decode import with_tuples
 from ejkernel.ops.utils.storage.encode import child
-from ejkernel.ops.utils.storage.serialize import from_data, to_data
+from ejkernel.ops.utils.storage.serialize import from_data, from_plain, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,19 @@ def decode_config(data: object, name: str) -> Any:
     return data if name == _WITH_LISTS else from_data(data, known_type(name))
 
 
+def read_config(data: object, name: str, declared: Any) -> Any:
+    """Return the configuration stored as plain `data`: of the kernel's type, or else of the type with that name.
+
+    Raises:
+        ConfigError: Files may not name this type here.
+        SerializationError: The data do not fit the type.
+    """
+    if declared is None:
+        return decode_config(data, name)
+    found = from_plain(data, declared)
+    return with_tuples(found) if declared is dict and name == PLAIN else found  # the items of a `dict` have no types
+
+
 def why_not_decoded(config: object, declared: Any = None) -> str:
     """Return why a stored configuration would not be decoded to an equal one; `""` if it would.
 
@@ -177,8 +190,7 @@ def why_not_decoded(config: object, declared: Any = None) -> str:
         declared: The kernel's configuration type; without one, the type of `config` is looked up by its name.
     """
     try:
-        data = to_data(config)
-        found = decode_config(data, type_name(config)) if declared is None else from_data(data, declared)
+        found = read_config(to_data(config), type_name(config), declared)
     except (ConfigError, SerializationError) as error:
         return str(error)
     if not _is_like(found, config):

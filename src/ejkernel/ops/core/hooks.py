@@ -204,11 +204,14 @@ class _Directed(Protocol):
 
 
 def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
-    """Return the configuration type that a class names in its bases, as in `Kernel[MyConfig, jax.Array]`."""
+    """Return the configuration type that a class names in its bases, as in `Kernel[MyConfig, jax.Array]`.
+
+    `Any` and `object` name none: each configuration then tells its own type.
+    """
     for base in vars(cls).get("__orig_bases__", ()):
         origin, args = typing.get_origin(base), typing.get_args(base)
         if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
-            return args[0]
+            return None if args[0] in (Any, object) else args[0]
     return None
 
 

@@ -121,19 +121,19 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
-    window = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
+    left = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
     if wide > 128:
-        return _preferred_wide(call, wide, packs=grouped, windowed=window is not None)
+        return _preferred_wide(call, wide, packs=grouped, left=left)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return _preferred_for_segments(call, packs=grouped)
-    if window is not None:
+    if left is not None:
         shortest = _SHORT_WINDOW if wide == 128 and not is_pieced(call, WHOLE_DIMS) else _SHORTEST_WINDOW
-        packs = grouped and (narrow or window < _SHORT_WINDOW)
+        packs = grouped and (narrow or left < _SHORT_WINDOW)
         # 256 tiles: 12.1 us instead of 13.2 with tiles of 64 rows, which divide more evenly. 512 tiles: 26.9 instead of
         # 27.6, and 28.2 instead of 29.3. But 1,024 tiles: 37.5 instead of 36.6.
-        few = window < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
-        return _preferred_in_window(window, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
+        few = left < _SHORT_WINDOW and forward_plan(call, ForwardParams()).tiles <= 4 * MULTIPROCESSORS
+        return _preferred_in_window(left, packs=packs, shortest=shortest, warpgroups=1 if few else 2)
     if call.bias is not None:
         return _preferred_with_bias(call)
     if rules.right is not None:
@@ -196,7 +196,7 @@ def _fastest_size(call: AttentionCall, sizes: list[tuple[ForwardParams, float]])
 # Wide heads.
 
 
-def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bool) -> ForwardParams:
+def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | None) -> ForwardParams:
     """Return good parameters for heads of more than 128 columns; one buffer of queries is left where two do not fit."""
     # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
     # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
@@ -205,8 +205,8 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bo
     params = params if wide <= 160 else dataclasses.replace(params, kv_block=64)
     if call.segments and not _evens_out(forward_plan(call, ForwardParams())):
         return _preferred_wide_once(call, wide, packs=packs)
-    if windowed:
-        return _preferred_wide_window(call, params, packs=packs)
+    if left is not None:
+        return _preferred_wide_window(left, params, packs=packs)
     # One example with a length at head_dim 152: 194 us instead of 209.
     one = call.key_lengths and call.query[0] == 1 and wide <= 160
     if one or call.bias is not None or call.attention_mask is not None:
@@ -219,10 +219,8 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, windowed: bo
     return dataclasses.replace(params, kv_block=96) if many else params
 
 
-def _preferred_wide_window(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
+def _preferred_wide_window(left: int, params: ForwardParams, *, packs: bool) -> ForwardParams:
     """Return good parameters for wide heads in a window."""
-    left = call.rules.left
-    assert left is not None
     few = dataclasses.replace(params, kv_block=64)
     # Instead of 64 rows of each of two heads, 128 rows of one: 49 us instead of 40 at head_dim 152 and a window of 256,
     # 132 instead of 116 at 208. With a window of 1,024: 160 us instead of 148 at 184, but 69 instead of 74 at 144.

@@ -154,15 +154,14 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         scales = ScaleAxes()
         of_lhs = scales.of("lhs", lhs, lhs_scale, inv.kwargs["lhs_block"], ["rows", "inner"])
         of_rhs = scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split())
-        call, results = self.call_of(inv), ["rows columns"]
-        if "quantize" in inv.kwargs:
-            results.append(scales.of_result("out", (call.rows, call.columns), (1, BLOCK), ["rows", "columns"]))
+        call, names = self.call_of(inv), ["rows", "columns"]
+        quantized = "quantize" in inv.kwargs
+        of_out = [scales.of_result("out", (call.rows, call.columns), (1, BLOCK), names)] if quantized else []
         texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if call.gated else [])]
         texts += ["rows"] * len(more[1:])
-        split = scales.split(["rows", "columns"])
         return ShardingRule(
-            f"{', '.join(texts)} -> {', '.join(results)}",
-            split=split,
+            f"{', '.join(texts)} -> {', '.join(['rows columns', *of_out])}",
+            split=scales.split(names),
             follows=scales.follows,
             multiples=scales.multiples,
             cheapest=True,

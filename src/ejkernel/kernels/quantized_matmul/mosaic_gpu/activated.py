@@ -40,9 +40,8 @@ def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = No
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel = (ActivatedBlocksKernel if plan.blocks else ActivatedKernel)(plan, backend_for(interpret))
-    shapes = [((plan.rows, plan.columns), plan.out_dtype)]
-    if plan.in_8_bits:
-        shapes.append(((plan.rows, -(-plan.columns // BLOCK)), "float32"))
+    scales = [((plan.rows, -(-plan.columns // BLOCK)), "float32")] if plan.in_8_bits else []
+    shapes = [((plan.rows, plan.columns), plan.out_dtype), *scales]
     return launch(
         kernel.run,
         tuple(arrays),
@@ -99,11 +98,7 @@ class ActivatedKernel(QuantizedKernel):
 
     def _finish(self, sums: Sequence[Any], row_scale: Any, tile: ProductTile, step: Any, warpgroup: Any) -> None:
         plan, width = self.plan, self.plan.piece_columns
-        row = tile.row + plan.part_rows * warpgroup
-        factors = None
-        if self.of_result is not None:
-            of_rows = self.of_result.at[pl.ds(row, plan.part_rows)]
-            factors = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        factors = self._result_factors(tile.row + plan.part_rows * warpgroup)
         for i in range(plan.pieces):
             products = [self._product(sums, row_scale, step, number, i * width) for number in range(plan.products)]
             wide = epilogue(products, factors, plan.activation)
@@ -113,6 +108,13 @@ class ActivatedKernel(QuantizedKernel):
                 self._store_block(values, scale, tile, warpgroup, i)
             else:
                 self._store_piece(wide.astype(plan.out_dtype), tile, warpgroup, i)
+
+    def _result_factors(self, row: Any) -> Any:
+        """Return the factors of a consumer's rows of the result; `None` if the plan has none."""
+        if self.of_result is None:
+            return None
+        of_rows = self.of_result.at[pl.ds(row, self.plan.part_rows)]
+        return plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _product(self, sums: Sequence[Any], row_scale: Any, step: Any, number: int, start: int) -> Any:
         """Return a piece of one of the products of a tile that begins with `step`: its columns from `start` on."""

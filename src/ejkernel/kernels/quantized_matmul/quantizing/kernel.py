@@ -115,15 +115,9 @@ class QuantizingKernel:
 
     def _start(self, first: Any, i: Any) -> tuple[Any, Any]:
         """Return the first row and column of this block's tile `i`."""
-        number, (rows, columns), panel = first + i * self.plan.programs, self.plan.grid, self.plan.panel
-        if panel == 1:
-            row = lax.div(number, columns)
-            return row * BLOCK, (number - row * columns) * BLOCK
-        # As in grouped products, neighbouring tiles share parts of memory in both directions.
-        above = lax.div(number, panel * columns) * panel
-        height, within = jnp.minimum(rows - above, panel), number - above * columns
-        column = lax.div(within, height)
-        return (above + within - column * height) * BLOCK, column * BLOCK
+        number, columns = first + i * self.plan.programs, self.plan.grid[1]
+        row = lax.div(number, columns)
+        return row * BLOCK, (number - row * columns) * BLOCK
 
     def _row(self, row: Any) -> Any:
         """Return the row of the matrix at which the tile begins whose columns begin at `row`."""

@@ -23,15 +23,13 @@ class QuantizeParams(NamedFields):
     Attributes:
         tiles: Tiles of 128x128 numbers that a block of threads has in flight.
         blocks: Blocks of threads per multiprocessor.
-        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
     """
 
     tiles: int = 2
     blocks: int = 2
-    panel: int = 1
 
     def __post_init__(self) -> None:
-        check_parameters(self, tiles=range(1, 5), blocks=range(1, 5), panel=range(1, 257))
+        check_parameters(self, tiles=range(1, 5), blocks=range(1, 5))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,6 @@ class QuantizingPlan:
         transposed: Whether the transpose is quantised, too.
         most_programs: Blocks of threads that fit on the GPU at once.
         slots: Tiles that a block of threads has in flight.
-        panel: As in the parameters.
         groups, square: As in `QuantizeCall`.
     """
 
@@ -56,7 +53,6 @@ class QuantizingPlan:
     transposed: bool
     most_programs: int
     slots: int
-    panel: int
     groups: int | None = None
     square: bool = False
 
@@ -91,7 +87,6 @@ def quantizing_plan(call: QuantizeCall, params: QuantizeParams) -> QuantizingPla
         transposed=call.transposed,
         most_programs=MULTIPROCESSORS * params.blocks,
         slots=params.tiles,
-        panel=params.panel,
         groups=call.groups,
         square=call.square,
     )

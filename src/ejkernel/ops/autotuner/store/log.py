@@ -25,7 +25,7 @@ from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
-from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
+from ejkernel.ops.core.declared_names import PLAIN, read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable, printable_json
@@ -33,7 +33,6 @@ from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import (
     check_schema,
     describe,
-    from_data,
     from_plain,
     parse_json,
     read_lines,
@@ -124,7 +123,7 @@ class StoredSearch(Findings):
         for outcome in outcomes:
             data = outcome.config
             try:
-                config = decode_config(data, self.config_type) if cfg_type is None else from_data(data, cfg_type)
+                config = read_config(data, self.config_type, cfg_type)
                 found.append(dataclasses.replace(outcome, config=config))
             except ConfigError as error:
                 refused.append(error)

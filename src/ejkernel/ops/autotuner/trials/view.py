@@ -172,7 +172,7 @@ def view_of(search: Findings) -> dict[str, Any]:
         "note": clock_note(search.heuristic),
         "rows": tuple(_row(program, search, groups) for program in ranked(search.outcomes)),
         "failures": tuple(groups.values()),
-        "best": tuple(_best_so_far(search.outcomes)),
+        "best": tuple(_best_so_far(search)),
         "measured": sum(outcome.measurement is not None for outcome in search.outcomes),
         "standing": _standing(search),
     }
@@ -262,12 +262,19 @@ def _failures(status: str, reason: str, outcomes: Sequence[Outcome]) -> Failures
     return Failures(status=printable(status), reason=reason or "no reason recorded", configs=configs)
 
 
-def _best_so_far(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, float]]:
-    """Yield the number of measurements and the best time in microseconds, at each improvement."""
-    best = math.inf
-    clock = clock_of(outcomes)
-    measured = (one.seconds for one in outcomes if one.seconds is not None and not is_by_another(one, clock))
-    for count, seconds in enumerate(measured, 1):
+def _best_so_far(search: Findings) -> Iterator[tuple[int, float]]:
+    """Yield the number of measurements and the best time in microseconds, at each improvement.
+
+    As in the tables, candidates compare by their ratio to the heuristic. The time is the heuristic's times this ratio.
+    """
+    best, count, heuristic = math.inf, 0, search.heuristic.seconds
+    clock = clock_of(search.outcomes)
+    for outcome in search.outcomes:
+        share = relative_to_heuristic(outcome, search)
+        seconds = outcome.seconds if share is None or heuristic is None else share * heuristic
+        if outcome.seconds is None or seconds is None or (share is None and is_by_another(outcome, clock)):
+            continue
+        count += 1
         if seconds < best:
             best = seconds
-            yield count, best * 1e6
+            yield count, round(best * 1e6, 4)

@@ -27,13 +27,13 @@ from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
+from ejkernel.ops.core.declared_names import note_config_types, read_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
 
 _DIGITS: Final = 16
@@ -218,10 +218,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
             # The type may be unknown so far, because this process has made no such configuration yet.
             note_config_types(inv, kernel)
             cfg_type = kernel.config_type
-        if cfg_type is None:
-            config = decode_config(decision.config, decision.config_type)
-        else:
-            config = from_data(decision.config, cfg_type)
+        config = read_config(decision.config, decision.config_type, cfg_type)
         if kernel is not None:
             check_config(kernel, config, "the configuration")
         found = digest_of_config(config)

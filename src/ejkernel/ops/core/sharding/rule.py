@@ -57,15 +57,18 @@ class ShardingRule:
         for name in (*self.splittable, *self.follows, *self.follows.values(), *self.multiples):
             if name not in known or name == _UNNAMED:
                 raise KernelError(f"split, follows and multiples must name axes of {self.axes!r}, got {name!r}.")
-        for name, size in self.multiples.items():
-            if type(size) is not int or size < 1:
-                raise KernelError(f"multiples of {self.axes!r} must be positive integers, got {size!r} for {name!r}.")
+        self._check_multiples()
         for text in (*self.operands, *self.results, *(self.kept or ())):
             if text.count(_ELLIPSIS) > 1:
                 raise KernelError(f"an array must have '...' once at most, got {' '.join(text)!r}.")
             named = [name for name in text if name != _UNNAMED]
             if len(named) > len(set(named)):
                 raise KernelError(f"an array must not have an axis twice, got {' '.join(text)!r}.")
+
+    def _check_multiples(self) -> None:
+        for name, size in self.multiples.items():
+            if type(size) is not int or size < 1:
+                raise KernelError(f"multiples of {self.axes!r} must be positive integers, got {size!r} for {name!r}.")
 
     @property
     def splittable(self) -> tuple[str, ...]:
