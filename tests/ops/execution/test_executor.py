@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import types
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ from jax.sharding import PartitionSpec
 from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
-from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel, PersistentCache, Resolution
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Kernel, PersistentCache, Resolution
 from ejkernel.ops.errors import (
     ArgumentError,
     CacheWarning,
     CallError,
     ConfigError,
     KernelError,
+    NoConfigError,
 )
 from ejkernel.ops.registry import recording
 
@@ -412,10 +414,44 @@ def test_a_saved_configuration_that_does_not_run_is_a_warning_and_the_heuristic_
     inv = ops.Invocation(kernel=kernel, args=(X,))
     saved.put(inv.key, 3)
     executor = Executor(ConfigSelectorChain(ConfigCache(), saved))
-    with pytest.warns(CacheWarning, match=r"rows: ignoring the saved configuration 3 \(call \w+\), .*reshape.*--force"):
+    with pytest.warns(
+        CacheWarning, match=r"rows: ignoring the saved configuration 3 \(call \w+\), .*reshape.*`ejkernel tune`"
+    ):
         assert float(executor(kernel, X)) == X.sum()
-    with pytest.warns(CacheWarning, match="ignoring the saved configuration"):
-        assert float(jax.jit(lambda x: executor(kernel, x))(X)) == X.sum()
+    assert float(jax.jit(lambda x: executor(kernel, x))(X)) == X.sum()  # and only one warning
+
+
+def test_a_saved_configuration_that_does_not_run_is_explained(tmp_path):
+    saved = PersistentCache(tmp_path / "cache", shipped=False)
+    kernel = Rows("rows")
+    saved.put(ops.Invocation(kernel=kernel, args=(X,)).key, 3)
+    why = Executor(ConfigSelectorChain(ConfigCache(), saved)).explain(kernel, X)
+    assert (why.source, why.config) == ("heuristic", 1)
+    assert "persistent - the saved configuration 3 does not run: TypeError: cannot reshape" in " ".join(
+        str(why).split()
+    )
+
+
+@pytest.mark.parametrize("policy", [{"heuristic": False}, {"note_misses": True}, {"autotune": True}])
+def test_a_saved_configuration_that_does_not_run_is_a_miss(tmp_path, policy):
+    saved = PersistentCache(tmp_path / "cache", shipped=False)
+    kernel = Rows("rows")
+    inv = ops.Invocation(kernel=kernel, args=(X,))
+    saved.put(inv.key, 3)
+
+    chain = ConfigSelectorChain(ConfigCache(), saved, policy=AutotunePolicy(**policy))
+    chain.search = lambda inv, kernel, **_: chain.remember(inv.key, 4) or types.SimpleNamespace(config=4)
+    if not policy.get("heuristic", True):
+        with pytest.raises(NoConfigError, match="The saved entry is not used: the saved configuration 3 does not run"):
+            Executor(chain)(kernel, X)
+        return
+    with pytest.warns(CacheWarning, match="ignoring the saved configuration 3"):
+        assert float(Executor(chain)(kernel, X)) == X.sum()
+    if policy.get("autotune"):
+        assert (saved.get(inv.key), chain.resolve(inv, kernel).source) == (4, "autotune")
+    else:
+        assert inv.key.op in ops.missed()[inv.key.device]
+        assert len(list((saved.path / "missed").rglob("*.json"))) == 1
 
 
 def test_a_given_configuration_that_does_not_run_is_an_error(executor):

@@ -13,6 +13,7 @@ from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
+from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
@@ -66,6 +67,7 @@ class _Request:
     no_key: str
     policy: AutotunePolicy
     dry: bool
+    looks: bool  # whether to trace the call with saved configurations
 
     def answer(self, config: object, tier: Tier) -> Resolution[Any]:
         return Resolution(config, tier.name, self.key)
@@ -103,6 +105,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         self.persistent, self.persist_autotune = persistent, persist_autotune
         given: dict[str, Any] = {} if autotune is None else {"autotune": autotune}
         self.policy = dataclasses.replace(policy or AutotunePolicy(), **given)
+        self.faults: Faults | None = None  # known ones
         self._given_tuner = tuner
         self._autotune_tier: Any = None
         self._making_tier = threading.Lock()
@@ -181,7 +184,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return the answers of all tiers down to the first hit. Neither measures nor stores anything."""
-        return list(self._consult(self._request(inv, kernel, dry=True)))
+        return list(self._consult(self._request(inv, kernel, dry=True, looks=True)))
 
     def search(
         self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out] | None, *, tuner: object = None, **options: object
@@ -209,6 +212,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     def remember(self, key: ConfigKey, config: Any, source: str = tiers.AUTOTUNE.name, **evidence: Any) -> None:
         """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
+        if self.faults is not None:
+            self.faults.forget(key, config)
         self.cache.remember(key, config, source)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, config, **evidence)
@@ -239,16 +244,18 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
                 self._notes = MissedNotes(persistent.path)
             self._notes.put(request.inv, source)
 
-    def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
+    def _request(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool, looks: bool = False
+    ) -> _Request:
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         policy = effective_policy(self)
         try:
-            return _Request(inv, kernel, inv.key, "", policy, dry)
+            return _Request(inv, kernel, inv.key, "", policy, dry, looks)
         except UnstableKeyError as error:
             # A call with `cfg=` needs no key.
             if not dry and inv.override_cfg is None:
                 self._warn_unstable(inv, error)
-            return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry)
+            return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry, looks)
 
     def _warn_unstable(self, inv: Invocation[Any, Any], error: UnstableKeyError) -> None:
         if inv.op_id_v in self._warned:
@@ -299,6 +306,9 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
                 consulted = Consulted(tier.name, None, answer)
             else:
                 consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, answer)
+            if request.looks or self.faults is not None:
+                faults = self.faults or Faults()
+                consulted = faults.checked(consulted, request.inv, request.kernel, look=request.looks)
             yield consulted
             if consulted.resolution is not None:
                 return
@@ -401,7 +411,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
         def known() -> Resolution[Any] | None:
             found = self._from_memory(request)
-            return found if isinstance(found, Resolution) else None
+            # A saved configuration was asked for before, and may be known not to run.
+            return found if isinstance(found, Resolution) and not found.tier.is_saved else None
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
         return found
@@ -422,7 +433,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
             return "the kernel has a heuristic for the backward call"
         # Dry: a forward call that does not run is neither tuned nor recorded as a miss.
-        for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
+        for consulted in self._consult(self._request(forward, request.kernel, dry=True, looks=request.looks)):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
                 # an overlay's configuration holds only inside its block
@@ -469,29 +480,3 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         except NoConfigError:
             return NO_HEURISTIC
         return request.answer(config, tiers.HEURISTIC)
-
-
-class BareChooser(Generic[Cfg, Out]):
-    """Adapts a user's chooser, which has only `choose`, to the interface of a chain.
-
-    Args:
-        chooser: The chooser.
-    """
-
-    def __init__(self, chooser: Any) -> None:
-        self._chooser = chooser
-
-    def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
-        """Return the configuration for `inv`: the override, or the chooser's choice."""
-        try:
-            key = inv.key
-        except UnstableKeyError:
-            key = None
-        if inv.override_cfg is not None:
-            return Resolution(inv.override_cfg, tiers.OVERRIDE.name, key)
-        return Resolution(self._chooser.choose(inv, kernel), tiers.CHOOSER.name, key)
-
-    def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
-        """Return its only answer."""
-        found = self.resolve(inv, kernel)
-        return [Consulted(found.source, found)]

@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final, Generic
 
-from ejkernel.ops.core.types import Cfg, ConfigKey
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.services import Shown
 
@@ -100,3 +103,29 @@ class Consulted:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "note", printable(self.note))  # it may quote the content of files
+
+
+class BareChooser(Generic[Cfg, Out]):
+    """Adapts a user's chooser, which has only `choose`, to the interface of a chain.
+
+    Args:
+        chooser: The chooser.
+    """
+
+    def __init__(self, chooser: Any) -> None:
+        self._chooser = chooser
+
+    def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
+        """Return the configuration for `inv`: the override, or the chooser's choice."""
+        try:
+            key = inv.key
+        except UnstableKeyError:
+            key = None
+        if inv.override_cfg is not None:
+            return Resolution(inv.override_cfg, OVERRIDE.name, key)
+        return Resolution(self._chooser.choose(inv, kernel), CHOOSER.name, key)
+
+    def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
+        """Return its only answer."""
+        found = self.resolve(inv, kernel)
+        return [Consulted(found.source, found)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from ejkernel import compat, settings
 from ejkernel.ops.config.agreement.agreement import is_from_other_process
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
-from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, hook
@@ -27,7 +26,6 @@ from ejkernel.ops.errors import (
     CacheWarning,
     EjkernelError,
     KernelError,
-    NoConfigError,
     SerializationError,
 )
 from ejkernel.ops.registry import record_invocation
@@ -41,6 +39,8 @@ from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
+_Instead = Callable[[Invocation[Any, Any], Resolution[Any], Exception], Resolution[Any]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedCall:
@@ -53,6 +53,7 @@ class ResolvedCall:
         expected: The result types it was traced with; `None` if nothing depends on them yet.
         jaxpr: The traced computation, if the trace for the types used this configuration; else `None`.
         stamp_prefix: Prefix of its label.
+        instead: Returns another resolution, after an error with a saved one.
     """
 
     call: Call
@@ -61,6 +62,7 @@ class ResolvedCall:
     expected: Sequence[HasType] | None
     jaxpr: Any
     stamp_prefix: str
+    instead: _Instead
 
     @property
     def scope(self) -> str:
@@ -112,16 +114,16 @@ class ResolvedCall:
         return None if types is None else types.trees[0]
 
     def _computed(self, arrays: Sequence[jax.Array]) -> tuple[Resolution[Any], Sequence[Any]]:
-        """Compute the call; if a saved configuration does not run, warn and use the heuristic's."""
+        """Compute the call; if a saved configuration does not run, warn and use another one."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
-        try:
-            # A gradient rule needs the structure of the outputs, which the forward's trace has found.
-            choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
-            return resolution, node.flat(choice)(*arrays)
-        except Exception as error:  # noqa: BLE001 - raised again, unless the heuristic replaces the configuration
-            _raise_if_not_differentiable(inv, node, resolution, arrays, error)
-            fallback = _fallback(inv, resolution, error)
-        return fallback, node.flat(Choice(config=fallback.config, platform=inv.platform))(*arrays)
+        while True:
+            try:
+                # A gradient rule needs the structure of the outputs, which the forward's trace has found.
+                choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
+                return resolution, node.flat(choice)(*arrays)
+            except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
+                _raise_if_not_differentiable(inv, node, resolution, arrays, error)
+                resolution = _fallback(inv, resolution, error, self.instead)
 
 
 def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
@@ -166,8 +168,8 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
     )
 
 
-def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
-    """Return the heuristic's configuration, with a warning, if a saved one does not run; otherwise raise."""
+def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception, instead: _Instead) -> Any:
+    """Return another resolution, with a warning, if a saved configuration does not run; otherwise raise."""
     # With another configuration here, this process would run a different program than the others, and all would hang.
     if is_from_other_process(resolution):
         raise AgreementError(
@@ -179,29 +181,26 @@ def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
         raise _does_not_fit(inv, resolution) from error
     if not resolution.tier.is_saved:
         raise error
-    try:
-        config = hook(inv.node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
-    except NoConfigError:
-        raise error from None
+    found = instead(inv, resolution, error)
     text = (
         f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
-        f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
+        f"does not run: {type(error).__name__}: {error}; `ejkernel tune` finds another."
     )
     warn(text, CacheWarning)
-    return Resolution(config, HEURISTIC.name, resolution.key)
+    return found
 
 
 def runnable(
-    inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any]
+    inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any], instead: _Instead
 ) -> Resolution[Any]:
     """Return a configuration to offer to all processes; a saved one is traced first, to see whether it runs."""
-    if not resolution.tier.is_saved:
-        return resolution
-    try:
-        # After the offer, the other processes use it, so the heuristic could no longer replace it here.
-        compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
-    except Exception as error:  # noqa: BLE001 - raised again, unless the heuristic replaces the configuration
-        return _fallback(inv, resolution, error)
+    while resolution.tier.is_saved:
+        try:
+            # After the offer, the other processes use it, so the heuristic could no longer replace it here.
+            compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
+            break
+        except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
+            resolution = _fallback(inv, resolution, error, instead)
     return resolution
 
 

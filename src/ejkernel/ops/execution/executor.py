@@ -13,16 +13,19 @@ import jax
 from ejkernel import compat, settings
 from ejkernel.ops.config.agreement.agreement import agreed
 from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
-from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
+from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.config.staleness import default_stale_policy
+from ejkernel.ops.config.tiers import HEURISTIC, BareChooser
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import (
     Kernel,
     check_config,
     config_fault,
+    hook,
     kernel_of,
     prepared,
     unbound,
@@ -36,6 +39,7 @@ from ejkernel.ops.errors import (
     ConfigError,
     EjkernelError,
     KernelError,
+    NoConfigError,
     OfflineWarning,
     SerializationError,
 )
@@ -219,14 +223,38 @@ class Executor(Generic[Cfg, Out]):
         if expected is None:  # the call runs eagerly, and its devices are not known yet
             inv = dataclasses.replace(inv, span=compat.any_span())
         if inv.span is not None and effective_policy(self.chooser).agree:
-            resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv)))
+            resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv), self._instead))
         else:
             resolution = self.resolve(inv)
         # If the trace for the types used this configuration, lower its jaxpr instead of tracing again.
         jaxpr = None if expected is None else trace_with(resolution.config, call, avals, inv.platform)
         return ResolvedCall(
-            call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=self.stamp_prefix
+            call=call,
+            inv=inv,
+            resolution=resolution,
+            expected=expected,
+            jaxpr=jaxpr,
+            stamp_prefix=self.stamp_prefix,
+            instead=self._instead,
         )
+
+    def _instead(self, inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
+        """Return the resolution of a call whose saved configuration failed: the call is a miss.
+
+        Raises:
+            NoConfigError: The policy permits no other configuration. Without a heuristic, `error` is raised.
+        """
+        kernel, chooser = kernel_of(inv), self.chooser
+        try:
+            if isinstance(chooser, ConfigSelectorChain) and resolution.key is not None:
+                chooser.faults = chooser.faults or Faults()
+                chooser.faults.note(inv, kernel, resolution.config, error)
+                return self.resolve(inv)
+            return Resolution(hook(kernel, "heuristic_cfg", inv.platform)(inv), HEURISTIC.name, resolution.key)
+        except NoConfigError:
+            if effective_policy(chooser).heuristic:
+                raise error from None
+            raise
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
         """Return a digest of a call that splits itself, and of everything that decides how its shards run."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls without a measured configuration: notes of them on disk, and the nearest saved entries."""
+"""Calls without a usable configuration: notes of them on disk, the nearest entries, and entries that do not run."""
