@@ -202,6 +202,27 @@ def test_verify_checks_the_spaces_of_named_kernels(tmp_path, capsys, monkeypatch
     assert "spaced@v0" in by_path.splitlines()[1].replace("-v0", "@v0")
 
 
+def test_verify_names_entries_that_do_not_run_or_keep_an_older_heuristic(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = (
+        "from ejkernel.ops import tune\n@tune(space={'rows': [2, 3]})\ndef in_rows(x, *, rows=2):\n"
+        "    return x.reshape(rows, -1).sum(1)[:1]\n"
+    )
+    (tmp_path / "failing_of_test_cache.py").write_text(source)
+    module = importlib.import_module("failing_of_test_cache")
+    store, kernel = PersistentCache(tmp_path / "cache"), module.in_rows
+    inv = Invocation(kernel=kernel, args=(jnp.ones(12),))
+    arguments = ("verify", "--import", "failing_of_test_cache")
+    kept = {"winner": {"median_us": 1.0}, "heuristic": {"median_us": 1.0}}
+    store.put(inv.key, {"rows": 4}, call=inv.description, measured=kept)  # outside the space, but it runs
+    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its heuristic has changed since\n")
+    store.put(inv.key, {"rows": 5}, call=inv.description)
+    status, out, _ = run(capsys, *arguments, cache=store.path)
+    assert (status, "its configuration rows=5 does not run: TypeError: cannot reshape" in out) == (1, True)
+    assert "1 unusable file, 1 of calls that `ejkernel tune` tunes again" in out
+
+
 def test_prune_removes_older_entries(folder, capsys):
     before = written(folder)
     status, out, _ = run(capsys, "prune", "--older-than", "30d", "--dry-run", cache=folder)

@@ -292,3 +292,17 @@ def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
 
 def test_output_to_a_pipe_is_complete():
     assert report.width() is None
+
+
+def test_an_entry_that_keeps_an_older_heuristic_is_named(folder, capsys, monkeypatch):
+    program = sys.modules["explained_program"]
+    inv = Invocation(kernel=program.explained, args=(jnp.ones((4, 4)),))
+    kept = {"winner": {"median_us": 1.0}, "heuristic": {"median_us": 1.0}}
+    PersistentCache("cache").put(inv.key, {"rows_of_first": 1, "rows_of_second": 1}, measured=kept)
+    arguments = ["explain", "explained_program:step", "--cache", "cache"]
+    main(arguments)
+    assert "changed since" not in capsys.readouterr().out
+    other = {"rows_of_first": 2, "rows_of_second": 1}
+    monkeypatch.setattr(type(program.explained), "heuristic_cfg", lambda self, inv: other)
+    main(arguments)
+    assert "its heuristic has changed since" in " ".join(capsys.readouterr().out.split())

@@ -151,6 +151,20 @@ def test_a_call_whose_kernel_has_changed_is_named_until_it_is_tuned_again(progra
     assert "changed" not in run(capsys, *arguments)[2]
 
 
+def test_a_saved_configuration_that_does_not_run_is_tuned_again(program, capsys):
+    arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
+    run(capsys, *arguments, "--dry-run")
+    module = sys.modules["program"]
+    function, shapes = module.forward()
+    inv = Invocation(kernel=function, args=shapes)
+    store = PersistentCache("saved")
+    store.put(inv.key, module.Config(-2))
+    assert "stale" in run(capsys, *arguments, "--dry-run")[1]
+    assert "repeats=1" in run(capsys, *arguments)[1]
+    store.put(inv.key, module.Config(3))  # outside the space, but it runs
+    assert "Nothing to tune" in run(capsys, *arguments)[1]
+
+
 def test_an_undecided_call_keeps_its_entry_and_is_named(program, capsys, monkeypatch):
     def noisy_run(*arguments):
         noise = {8: (1.0, 2.0, 2.0, 1.0), 1: (2.0, 1.0, 1.0, 2.0)}

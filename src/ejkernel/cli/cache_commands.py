@@ -93,8 +93,9 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
     """Read every file and report unusable ones with the reason.
 
     Without --cache, the folders of EJKERNEL_CACHE_LAYERS are read too. Also reports entries measured with other
-    versions and, with --import, entries of that module's kernels from an older search space. The exit status is 1 if a
-    file is unusable, a folder of EJKERNEL_CACHE_LAYERS is missing, or a folder is above or inside a cache folder.
+    versions. With --import, it also reports entries of that module's kernels that do not run, or that are older than a
+    change of the search space or heuristic. The exit status is 1 if a file is unusable, a folder of
+    EJKERNEL_CACHE_LAYERS is missing, or a folder is above or inside a cache folder.
     """
     from ejkernel.cli.folder import run_verify
 

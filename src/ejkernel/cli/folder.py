@@ -23,10 +23,11 @@ from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
+from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
 from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config._files import ENTRY, UnusableError, files, is_url
 from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
-from ejkernel.ops.config.entries import StoredEntry, read_entry
+from ejkernel.ops.config.entries import StoredEntry, decoded, read_entry
 from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
 from ejkernel.ops.config.estimates import EstimateFiles
 from ejkernel.ops.config.misses.notes import FOLDER as NOTES
@@ -42,17 +43,19 @@ from ejkernel.ops.config.staleness import (
     space_digest,
     text_of_differences,
 )
+from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import compact, counted
 
 logger = logging.getLogger(__name__)
 
-SpaceOf = Callable[[StoredEntry], str | None]
+CallOf = Callable[[StoredEntry], Invocation[Any, Any] | None]
 _KINDS: Final = {
     "entry": "entries",
     "search": "searches",
@@ -79,6 +82,7 @@ class Item:
         time: The time of writing, if known.
         jax: The JAX version of the measurement; empty if unknown.
         failed: Whether it is a search in which nothing could be measured.
+        fails: Why the call of a readable entry does not run with it, if its kernel is known.
         stale: Differences of an entry from the current environment.
         unknown: Names of environment properties missing in an entry.
         seen: Identifies the checked content of the file.
@@ -90,6 +94,7 @@ class Item:
     time: datetime.datetime | None = None
     jax: str = ""
     failed: bool = False
+    fails: str = ""
     stale: tuple[Difference, ...] = ()
     unknown: tuple[str, ...] = ()
     seen: Seen | None = None
@@ -127,12 +132,12 @@ class Wanted:
         return is_old and not (self.other_jax and is_of_this_jax) and (item.failed or not self.failed)
 
 
-def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[Item]:
+def items(cache: PersistentCache, call_of: CallOf | None = None) -> Iterator[Item]:
     """Yield every file of the cache's writable folder.
 
     Args:
         cache: The cache.
-        space_of: Returns the digest of the current search space for an entry, if known.
+        call_of: Returns the call of an entry, if its kernel is known.
     """
     if cache.path is None:
         return
@@ -157,7 +162,7 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
                 continue
             if content is not None:
                 provenance = {"time": content.last} if kind == "note" else getattr(content, "provenance", {})
-                more: dict[str, Any] = _staleness(content, space_of) if kind == "entry" else {}
+                more: dict[str, Any] = _staleness(content, call_of) if kind == "entry" else {}
                 more |= {"failed": content.progress.state == SearchState.FAILED} if kind == "search" else {}
                 yield _item(path, kind, provenance, seen=was, **more)
     yield from _unlisted(cache.path)
@@ -210,10 +215,24 @@ def _item(path: Path, kind: str, provenance: Mapping[str, Any], **known: Any) ->
     return Item(path=path, kind=kind, time=time, jax=str(provenance.get("jax") or ""), **known)
 
 
-def _staleness(entry: StoredEntry, space_of: SpaceOf | None) -> dict[str, Any]:
-    found = differences(entry, None if space_of is None else space_of(entry))
+def _staleness(entry: StoredEntry, call_of: CallOf | None) -> dict[str, Any]:
+    inv = None if call_of is None else call_of(entry)
     unknown = tuple(name for name, value in measured_with(entry).items() if value == UNKNOWN)
-    return {"stale": found, "unknown": unknown}
+    if inv is None:
+        return {"stale": differences(entry), "unknown": unknown}
+    kernel, fails = kernel_of(inv), ""
+    changed: tuple[Difference, ...] = ()
+    note_config_types(inv, kernel)
+    try:
+        config = decoded(entry, kernel.config_type)
+    except UnusableError as error:
+        fails = str(error)
+    else:
+        why = why_not_run(kernel, inv, config)
+        fails = f"its configuration {compact(config)} does not run: {why}" if why else ""
+        changed = heuristic_since(kernel, inv, config, entry)
+    found = (*differences(entry, space_digest(kernel, inv)), *changed)
+    return {"stale": found, "unknown": unknown, "fails": fails}
 
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
@@ -224,9 +243,9 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
         look_here()
     for module in map(module_named, imports):
         import_users(module)
-    by_folder = {str(each.path): list(items(each, _space_of if imports else None)) for each in (store, *layers)}
+    by_folder = {str(each.path): list(items(each, _call_of if imports else None)) for each in (store, *layers)}
     found = [item for those in by_folder.values() for item in those]
-    bad = [item for item in found if item.problem]
+    bad = [item for item in found if item.problem or item.fails]
     missing = [str(layer.path) for layer in layers if layer.path is None or not layer.path.is_dir()]
     if as_json:
         report.echo_json(
@@ -246,10 +265,10 @@ def _layers() -> list[PersistentCache]:
 def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
     counts = collections.Counter(item.kind for item in found)
     differing = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
-    unusable = (item for item in found if item.problem)
+    bad = (item for item in found if item.problem or item.fails)
     return {plural: counts[kind] for kind, plural in _KINDS.items()} | {
         "folder": folder,
-        "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in unusable],
+        "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem or item.fails} for item in bad],
         "stale": [{"file": file, "differences": differences} for file, differences in differing],
         "unknown": collections.Counter(name for item in found for name in item.unknown),
     }
@@ -257,17 +276,17 @@ def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
 
 def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item], faults: Mapping[str, str]) -> None:
     for item in bad:
-        click.echo(f"{printable(item.path)}: {printable(item.problem)}")
+        click.echo(f"{printable(item.path)}: {printable(item.problem or item.fails)}")
     stale = [(text_of_differences(item.stale), item) for found in by_folder.values() for item in found if item.stale]
     for words, count in collections.Counter(words for words, _ in stale).most_common():
         click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
         for item in [item for other, item in stale if other == words]:
-            if any(each.field == "space" for each in item.stale):  # few, and to be tuned again
+            if any(each.field in ("space", "heuristic") for each in item.stale):  # few, and to be tuned again
                 click.echo(f"  {printable(item.path)}")
     written = next(iter(by_folder))
     for folder, found in by_folder.items():
         counts = _counts(collections.Counter(item.kind for item in found))
-        unusable = [item for item in found if item.problem]
+        unusable = [item for item in found if item.problem or item.fails]
         state = _usable(len(found), unusable, folder="" if folder == written else folder)
         click.echo(faults[folder] or f"{folder}: {counts}; {state}")
 
@@ -275,8 +294,10 @@ def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]
 def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     if not bad:
         return "all files are usable" if count else "no files of ejkernel"
-    ours = sum(item.is_ours for item in bad)
+    ours = sum(item.is_ours for item in bad if not item.fails)
     unusable = counted(len(bad), "unusable file")
+    if failing := sum(bool(item.fails) for item in bad):
+        unusable += f", {failing} of calls that `ejkernel tune` tunes again"
     if not ours:  # files of other programs, and folders that cannot be listed
         return unusable
     such = "all" if ours == len(bad) else str(ours)
@@ -289,16 +310,15 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(counted(counts.get(kind, 0), kind, _KINDS[kind]) for kind in shown)
 
 
-def _space_of(entry: StoredEntry) -> str | None:
-    """Return the digest of the current search space for an entry's call; `None` if its kernel is not registered."""
+def _call_of(entry: StoredEntry) -> Invocation[Any, Any] | None:
+    """Return the call of an entry for this device; `None` if its kernel is not registered."""
     if not isinstance(entry.key, ConfigKey) or entry.key.device != device_fingerprint():
         return None
     try:
-        inv = rebuild(entry.call, key=entry.key.call, op=entry.key.op)
+        return rebuild(entry.call, key=entry.key.call, op=entry.key.op)
     except DescriptionError as error:
-        logger.info("the search space of %s is unknown: %s", entry.path, error)
+        logger.info("the kernel of %s is unknown: %s", entry.path, error)
         return None
-    return space_digest(kernel_of(inv), inv)
 
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:

@@ -25,18 +25,25 @@ from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_send
 from ejkernel.cli.stopping import announcing_the_stop
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import are_alike
+from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
-from ejkernel.ops.autotuner.trials.candidates import heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
-from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, is_kept_in
-from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
+from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import Action, default_stale_policy, differences, space_digest, standing
+from ejkernel.ops.config.staleness import (
+    Action,
+    default_stale_policy,
+    differences,
+    space_digest,
+    standing,
+    text_of_differences,
+)
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
@@ -338,12 +345,10 @@ def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) ->
         return ""
     note_config_types(inv, kernel)
     for config, entry in store.found(inv.key, kernel.config_type):
-        digest = space_digest(kernel, inv)
-        changes = [str(found) for found in differences(entry, digest) if found.field == "space"]
-        heuristic = heuristic_of(inv.representative, kernel)
-        if not changes and is_kept_in(entry.measured) and heuristic and not same_config(config, heuristic[0]):
-            return "its heuristic has changed since"
-        return "".join(changes)
+        if why_not_run(kernel, inv, config):  # the call is not tuned
+            return ""
+        changes = [str(found) for found in differences(entry, space_digest(kernel, inv)) if found.field == "space"]
+        return changes[0] if changes else text_of_differences(heuristic_since(kernel, inv, config, entry))
     return ""
 
 
@@ -365,15 +370,16 @@ def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], 
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-    """Yield the readable entries of a call, each with its action under the stale policy.
+    """Yield the readable entries of a call, each with its action under the stale policy, or `refuse` if it fails.
 
     An entry that could not be written is none: it ends with this process.
     """
     store, kernel = chain.persistent, kernel_of(inv)
     if store is not None:
         note_config_types(inv, kernel)
-        for _, entry in store.on_disk().found(inv.key, kernel.config_type):
-            yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
+        for config, entry in store.on_disk().found(inv.key, kernel.config_type):
+            fails = why_not_run(kernel, inv, config)
+            yield entry, "refuse" if fails else standing(chain.policy.stale, entry, kernel, inv)[0]
 
 
 def _sets(found: Found) -> list[Sequence[SharedCall]]:

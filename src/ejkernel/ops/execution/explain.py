@@ -15,6 +15,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted, Resolution
+from ejkernel.ops.config.staleness import text_of_differences
 from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
@@ -162,7 +163,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
-        tiers = tuple(_with_entry(_of_origin(tier), chooser, key) for tier in tiers)
+        tiers = tuple(_with_entry(_of_origin(tier), chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     split, split_note = _split_of(inv)
@@ -249,7 +250,7 @@ def _of_origin(tier: Consulted) -> Consulted:
     return dataclasses.replace(tier, tier=found.source, note="; ".join(filter(None, (tier.note, "in memory"))))
 
 
-def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
+def _with_entry(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Add the measured times of a saved answer, its location, and the calls for which it was chosen."""
     store, found = getattr(chooser, "persistent", None), tier.resolution
     is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name, AUTOTUNE.name)
@@ -259,7 +260,10 @@ def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
     # The entry may have been replaced since the answer was stored in memory.
     if entry is None or entry.config != to_data(found.config):
         return tier
-    notes = (tier.note, _measured(entry), f"in {_place_of(entry, store)}", cases(entry.measured))
+    from ejkernel.ops.autotuner.store.saving import heuristic_since  # most programs import no tuner
+
+    changed = text_of_differences(heuristic_since(kernel_of(inv), inv, found.config, entry))
+    notes = (tier.note, changed, _measured(entry), f"in {_place_of(entry, store)}", cases(entry.measured))
     return dataclasses.replace(tier, note="; ".join(filter(None, notes)))
 
 

@@ -15,16 +15,17 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.misses.faults import why_not_traced
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import saved_in, space_digest, standing
+from ejkernel.ops.config.staleness import Difference, saved_in, space_digest, standing
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import TuningError
+from ejkernel.ops.errors import EjkernelError, TuningError
 from ejkernel.ops.utils.formatting import compact
 
 logger = logging.getLogger(__name__)
@@ -197,6 +198,29 @@ def saved_before(
         if standing(stale, entry, kernel, call)[0] == "use":
             return Earlier(config, entry)
     return None
+
+
+def why_not_run(kernel: Kernel[Any, Any], call: Invocation[Any, Any], config: object) -> str:
+    """Return the error of a call with a saved configuration; empty if it runs.
+
+    A configuration in the kernel's space is assumed to run. Others are traced, because they may run, too.
+    """
+    try:
+        if is_in(candidates_of(kernel, call.representative), config):
+            return ""
+    except EjkernelError as error:  # the kernel's own space may be empty
+        logger.info("%s: the search space is unknown: %s", call.op_id_v, error)
+    return why_not_traced(call, kernel, config)
+
+
+def heuristic_since(
+    kernel: Kernel[Any, Any], call: Invocation[Any, Any], config: object, entry: StoredEntry
+) -> tuple[Difference, ...]:
+    """Return the difference of an entry that keeps a heuristic configuration which is not the kernel's any more."""
+    heuristic = heuristic_of(call.representative, kernel) if is_kept_in(entry.measured) else []
+    if not heuristic or same_config(config, heuristic[0]):
+        return ()
+    return (Difference("heuristic", compact(config), compact(heuristic[0])),)
 
 
 class AdmissionError(TuningError):
