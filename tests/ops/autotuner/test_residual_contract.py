@@ -181,6 +181,26 @@ def test_a_forward_is_not_saved_beside_a_wrong_backward():
     assert (data.config, data.outcomes[1].status) == (1, "wrong")
 
 
+@pytest.mark.parametrize("tuned", [0, 1], ids=["forward", "backward"])
+def test_a_saved_configuration_that_does_not_run_is_no_partner(tuned):
+    class Removed(Sine):
+        """It no longer has configuration 3."""
+
+        def fwd_with_residuals(self, x, *, cfg):
+            return self.run(x, cfg={1: 1, 2: 2}[cfg]), jnp.cos(x)
+
+        def vjp(self, residuals, out, cotangents, x, *, cfg):
+            return (told_apart(cotangents[0] * residuals, {1: 1, 2: 2}[cfg]),)
+
+        def run(self, x, *, cfg):
+            return super().run(x, cfg={1: 1, 2: 2}[cfg])
+
+    calls = forward_and_backward(Removed())
+    chain = default_executor().chooser
+    chain.persistent.put(calls[1 - tuned].key, 3)
+    assert chain.search(calls[tuned], calls[0].kernel).config == 2  # a warning would be an error
+
+
 def test_a_kept_backward_that_disagrees_with_an_earlier_forward_is_reported():
     kernel = Scaled()
     forward, backward = forward_and_backward(kernel)
