@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import ejkernel
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
 from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names, widely_drawn_names, words_of
@@ -34,7 +35,7 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
-FILE = Path(__file__).resolve().parents[1] / "src/ejkernel/data/measured/flash_attention_h200.json"
+FILE = Path(ejkernel.__file__).parent / "data/measured/flash_attention_h200.json"
 DIRECTIONS = ("fwd", "bwd")
 _WIDEST = 256  # head dimension of our kernels and cuDNN
 

@@ -26,7 +26,7 @@ def test_it_names_versions_devices_and_implementations(doctor):
     status, found = doctor()
     assert status == 0
     assert found["versions"]["jax"] == jax.__version__
-    assert len(found["devices"]) == jax.local_device_count()
+    assert [device["id"] for device in found["devices"]] == [device.id for device in jax.local_devices()]
     assert {"operation": "flash_attention", "implementation": "xla", "runs_here": True, "reason": None} in found[
         "implementations"
     ]

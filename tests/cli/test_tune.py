@@ -30,6 +30,7 @@ from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.config import persistent, staleness
+from ejkernel.ops.config.policy import effective_policy
 
 pytestmark = pytest.mark.slow
 
@@ -221,6 +222,33 @@ def test_calls_that_a_time_for_all_calls_leaves_unfinished_have_not_failed(progr
     assert "can continue: run the command again" in err
     assert "failed" not in err
     assert "no call could be tuned" not in err
+
+
+ALONE = """
+from program import Config, Product, forward
+
+class Alone(Product):
+    def config_space(self, inv):
+        return [self.heuristic_cfg(inv)]
+
+alone = Alone("alone")
+
+def program():
+    product, args = forward()
+    return lambda a, b: product(alone(a, b), b), args
+"""
+
+
+def test_calls_with_a_single_candidate_come_last_and_take_little_of_the_time(program, capsys, monkeypatch):
+    def note(selector, sets, **_):
+        seen.append((sets[0][0].inv.op_id, effective_policy(selector).budget_s))
+        return NOTHING
+
+    seen = []
+    (program / "alone_program.py").write_text(ALONE)
+    monkeypatch.setattr(commands, "tune_together", note)
+    run(capsys, "tune", "--in-process", "alone_program:program", "--cache", "saved", "--time", "1100")
+    assert seen == [("product", pytest.approx(1000, rel=0.01)), ("alone", pytest.approx(1100, rel=0.01))]
 
 
 @pytest.mark.parametrize(("options", "resume"), [((), True), (("--force",), False)])

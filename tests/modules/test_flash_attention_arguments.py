@@ -350,6 +350,15 @@ def test_more_queries_than_keys_warn_if_the_call_is_causal():
         flash_attention(query, key, key, causal=causal)
 
 
+def test_grouped_heads_before_a_short_length_are_named_in_the_warning():
+    query, key = jnp.ones((2, 8, 64, 16)), jnp.ones((2, 2, 64, 16))
+    with pytest.warns(ArgumentWarning, match=r"If these are heads: .* use jnp.swapaxes\(x, -3, -2\)"):
+        jax.eval_shape(functools.partial(flash_attention, causal=True), query, key, key)
+    with pytest.warns(ArgumentWarning) as warned:
+        jax.eval_shape(functools.partial(flash_attention, causal=True), query, key[:, :, ::2], key[:, :, ::2])
+    assert "heads" not in str(warned[0].message)
+
+
 def test_heads_before_the_length_warn():
     query, key = jax.ShapeDtypeStruct((2, 8, 1024, 64), jnp.float32), jax.ShapeDtypeStruct((2, 8, 256, 64), jnp.float32)
     with pytest.warns(

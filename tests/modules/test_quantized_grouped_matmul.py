@@ -84,8 +84,8 @@ def test_a_qwix_array_and_factors_of_rows():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: {"activation": "silu"}, "activation must be None where lhs or rhs is quantised, got 'silu'"),
-        (lambda: {"gate": jnp.ones((4, 128, 256))}, "gate must be None where lhs or rhs is quantised"),
+        (lambda: {"activation": "tanh"}, "activation must be one of .* got 'tanh'"),
+        (lambda: {"gate": jnp.ones((4, 128, 256))}, "gate must be Quantized in rhs's blocks"),
         (lambda: {"precision": "highest"}, "precision must be None"),
         (
             lambda: {"lhs": jnp.ones((16, 256), "float8_e4m3fn")},

@@ -119,6 +119,12 @@ def test_a_wrong_value_has_its_position():
     assert re.search(r"differs from the reference: 0 instead of -?[\d.]+ at \[4, \d\]", report.failures[0].reason)
 
 
+def test_without_a_reference_a_value_differs_from_the_heuristic_s():
+    kernel = type("Unconfirmed", (kernels.OverflowingUnderOneConfiguration,), {"reference": Kernel.reference})()
+    report = check_kernel(kernel, X, without=[group for group in GROUPS if group != "inputs"], strict=False)
+    assert report.failures[0].reason.startswith("result 0 differs from the heuristic's: ")
+
+
 def test_each_kernel_is_tried():
     made = {name for name, kind in vars(kernels).items() if isinstance(kind, type) and issubclass(kind, Kernel)}
     assert made - {"Kernel"} == {*WRONG, *RIGHT}

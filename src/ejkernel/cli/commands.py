@@ -112,7 +112,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option(
     "--time",
     type=_Seconds(min=0, min_open=True),
-    help="Seconds for all calls together; each gets an equal share of what is left.",
+    help="Seconds for all calls together; those with one candidate come last and get little.",
 )
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
 @click.option("--undecided", is_flag=True, help="Also tune the calls again whose search was undecided.")

@@ -68,7 +68,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _devices() -> list[dict[str, Any]]:
     return [
-        {"device": device_fingerprint(device), "number": device.id, "driver": driver_of(device_fingerprint(device))}
+        {"device": device_fingerprint(device), "id": device.id, "driver": driver_of(device_fingerprint(device))}
         for device in jax.local_devices()
     ]
 
@@ -135,7 +135,7 @@ def _as_text(found: dict[str, Any]) -> str:
     variables = [_cells(row)[:2] for row in found["settings"]]
     parts = [
         report.table(("versions", ""), list(found["versions"].items())),
-        report.table(("device", "number", "driver"), [_cells(row) for row in found["devices"]]),
+        report.table(("device", "id", "driver"), [_cells(row) for row in found["devices"]]),
         report.table(("variable", "value"), variables) if variables else "no variables set",
         report.table(("configurations", "state"), [_cells(row)[:2] for row in found["caches"]]),
         report.table(("operation", "runs here"), [(name, ", ".join(those) or "-") for name, those in runs.items()]),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import sys
@@ -27,6 +28,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.measurements import are_alike
 from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
@@ -36,18 +38,11 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import (
-    Action,
-    default_stale_policy,
-    differences,
-    space_digest,
-    standing,
-    text_of_differences,
-)
+from ejkernel.ops.config.staleness import Action, default_stale_policy, differences, space_digest, standing
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import kernel_of
-from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
+from ejkernel.ops.core.kernel import candidates_of, kernel_of
+from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
 from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -59,6 +54,7 @@ if TYPE_CHECKING:
 
 
 _LEAST_SHARE: Final = 5.0  # seconds of a search that are worth its start
+_WEIGHT_ALONE: Final = 0.1  # share of the time of a call with one candidate, relative to one with several
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +175,8 @@ def _tune_found(
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     done = _done(options, chain, sets)
     todo = [calls for calls in sets if not any(calls is known for known in done)]
+    if options.time is not None:
+        todo.sort(key=_weight, reverse=True)  # stable
     if done:
         known = [call.inv for calls in done for call in calls]
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
@@ -347,8 +345,8 @@ def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) ->
     for config, entry in store.found(inv.key, kernel.config_type):
         if why_not_run(kernel, inv, config):  # the call is not tuned
             return ""
-        changes = [str(found) for found in differences(entry, space_digest(kernel, inv)) if found.field == "space"]
-        return changes[0] if changes else text_of_differences(heuristic_since(kernel, inv, config, entry))
+        of_space = [each for each in differences(entry, space_digest(kernel, inv)) if each.field == "space"]
+        return "".join(map(str, of_space or heuristic_since(kernel, inv, config, entry)))
     return ""
 
 
@@ -467,17 +465,27 @@ def _tune(
 def _tune_in_time(
     seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
 ) -> tuple[AutotuningResult, int]:
-    """Tune as many sets as fit into a time for all, at least one; each gets an equal share of what is left."""
-    end = time.monotonic() + seconds
+    """Tune as many sets as fit into a time for all, at least one; each gets a share of what is left, by its weight."""
+    end, weights = time.monotonic() + seconds, list(map(_weight, todo))
     results: list[AutotuningResult] = []
     for number, calls in enumerate(todo):
         left = end - time.monotonic()
         if results and left < _LEAST_SHARE:
             break
-        with policy_override(budget_s=max(left / (len(todo) - number), _LEAST_SHARE)):
+        with policy_override(budget_s=max(left * weights[number] / sum(weights[number:]), _LEAST_SHARE)):
             results.append(tune_together(chain, [calls], **more))
     # Not `result or ...`: a result whose searches are not finished has no configurations, and is false.
     return functools.reduce(operator.or_, results), len(results)
+
+
+def _weight(calls: Sequence[SharedCall]) -> float:
+    """Return the weight of a set of calls in a time for all: less if nothing can be compared with the heuristic."""
+    inv, kernel = calls[0].inv.representative, kernel_of(calls[0].inv)
+    try:
+        some = {*map(config_id, [*heuristic_of(inv, kernel), *itertools.islice(candidates_of(kernel, inv), 2)])}
+    except EjkernelError:  # the search raises it, too
+        return 1.0
+    return 1.0 if len(some) > 1 else _WEIGHT_ALONE
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:

@@ -64,7 +64,8 @@ def value_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
                 yield from (_value_row(numbers, config, f"scaled by {factor:g}", scaled, *truth) for config in configs)
                 break
         else:
-            yield row(f"scaled by {factors[0]:g}", None, "the reference is not finite for such inputs", skipped=True)
+            reason = f"{numbers.whose} result is not finite for such inputs"
+            yield row(f"scaled by {factors[0]:g}", None, reason, skipped=True)
     names = {"zeros": list(floats)}
     if len(floats) > 1:
         names |= {f"zeros in {numbers.subject.names[index]}": [index] for index in floats[:_ZEROED]}
@@ -158,21 +159,22 @@ def _value_row(
     except Exception as error:  # noqa: BLE001 - the row has the reason
         return row(name, config, error)
     deviations = [
-        _value_deviation(index, *each, numbers.subject.platform)
+        _value_deviation(index, *each, numbers)
         for index, each in enumerate(zip(found.outs, true.outs, slack, strict=True))
         if is_inexact(each[1]) and each[1].size
     ]
     for index, (got, want) in enumerate(zip(found.gradients or (), true.gradients or (), strict=False)):
         if (~np.isfinite(wide(got)) & np.isfinite(wide(want))).any():
-            deviations.append(Deviation(np.inf, 1.0, f"gradient {index} is not finite, but the reference's is"))
+            deviations.append(Deviation(np.inf, 1.0, f"gradient {index} is not finite, but the expected one is"))
     return compared(name, config, deviations or [Deviation(0.0, 1.0)])
 
 
-def _value_deviation(index: int, got: Any, want: Any, slack: Any, platform: str) -> Deviation:
+def _value_deviation(index: int, got: Any, want: Any, slack: Any, numbers: Numbers) -> Deviation:
     """Return the largest error as a fraction of the allowance."""
-    off, where = _relative_error(got, want, slack, tolerance(want.dtype, platform=platform, precision=None).worst)
+    allowed = tolerance(want.dtype, platform=numbers.subject.platform, precision=None)
+    off, where = _relative_error(got, want, slack, allowed.worst)
     values = f"{wide(got).ravel()[where]:.6g} instead of {wide(want).ravel()[where]:.6g}{position(where, want.shape)}"
-    return Deviation(off, 1.0, f"result {index} differs from the reference: {values}" if off > 1 else "")
+    return Deviation(off, 1.0, f"result {index} differs from {numbers.whose}: {values}" if off > 1 else "")
 
 
 def _relative_error(got: Any, want: Any, slack: Any, relative: float) -> tuple[float, int]:

@@ -74,12 +74,14 @@ class Numbers:
 
     Attributes:
         truth: The results that the call should have.
+        whose: Whose results these are, in words.
     """
 
     truth: Truth
 
     def __init__(self, subject: Subject, baseline: object, like: Numbers | None = None) -> None:
         self.subject, self._baseline, self._scope = subject, baseline, subject.scope
+        self.whose = REFERENCE if subject.has_reference else HEURISTIC
         self.examples = subject.elements(1 if like else 2 if self._scope.is_brief else max(*BATCHES, 6))
         self._kept = [[_copied(array) for array in example] for example in self.examples]
         function, rng = function_of(subject, baseline), np.random.default_rng((subject.scope.seed, 1))
@@ -110,7 +112,6 @@ class Numbers:
         # Without a reference and without a rule, the kernel's gradient is JAX's derivative of `run`, and comparing the
         # two shows nothing.
         self._is_independent = known and (self.subject.has_reference or rule)
-        self._whose = REFERENCE if self.subject.has_reference else HEURISTIC
         derivative = "the reference's" if self.subject.has_reference else BY_JAX
         self._whose_derivative = derivative if self._is_independent else HEURISTIC
 
@@ -219,7 +220,7 @@ class Numbers:
         except Exception as error:  # noqa: BLE001 - the row has the reason
             yield row("outputs", config, error)
             return
-        found = [self.subject.compare(got, self.true(n), self._whose) for n, got in enumerate((first, fresh))]
+        found = [self.subject.compare(got, self.true(n), self.whose) for n, got in enumerate((first, fresh))]
         yield compared("outputs", config, [*found[0], *found[1]])
         yield compared("repeated", config, [d for other in again for d in self.subject.compare(other, first, _BEFORE)])
         yield row("arguments", config, self._modified())
@@ -307,7 +308,7 @@ class Numbers:
         other = self._whose_derivative
         if check.what == "tangent" and not self.subject.has_reference:
             other = "JAX's tangent of `run`"
-        deviations = self.subject.compare(found, true, self._whose, what=check.what, other=other)
+        deviations = self.subject.compare(found, true, self.whose, what=check.what, other=other)
         own = len(true.outs) if name == _ALONE else len(deviations)
         yield compared(name, config, deviations[:own])
         if self._scope.is_brief and name == _ALONE:
@@ -372,7 +373,7 @@ class Numbers:
     def row_of(self, check: str, config: object, found: Results) -> CheckRow:
         """Return the row of `check` that compares `found`, results for the first example, with the reference."""
         return compared(
-            check, config, self.subject.compare(found, self.true(), self._whose, other=self._whose_derivative)
+            check, config, self.subject.compare(found, self.true(), self.whose, other=self._whose_derivative)
         )
 
     def true(self, index: int = 0) -> Results:

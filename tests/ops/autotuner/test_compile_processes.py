@@ -99,6 +99,7 @@ def test_processes_and_threads_compile_the_same_program(monkeypatch):
     assert not {"raise", "nan", "wrong", "terabyte"} & found[1][1]
 
 
+@pytest.mark.filterwarnings("ignore:.* beside the heuristic w:ejkernel.ops.errors.TuningWarning")
 def test_a_candidate_that_ends_its_compiling_process_fails_alone():
     data = tune([Fault("abort while tracing", says="LLVM ERROR: no such register\n"), Fault("wrong"), BEST])
     assert list(statuses(data).values()) == ["measured", "failed", "wrong", "measured"]
@@ -106,6 +107,7 @@ def test_a_candidate_that_ends_its_compiling_process_fails_alone():
     assert data.config == BEST
 
 
+@pytest.mark.filterwarnings("ignore:.* beside the heuristic w:ejkernel.ops.errors.TuningWarning")
 def test_a_candidate_that_raises_or_closes_files_there_fails_alone():
     closing = [Fault(kind) for kind in ("close", "close streams", "replace streams")]
     raising = [Fault(kind) for kind in ("interrupt", "quit", "unspeakable")]
@@ -277,6 +279,7 @@ def test_a_heuristic_that_spills_is_measured_all_the_same():
     assert data.speedup > 1
 
 
+@pytest.mark.filterwarnings("ignore:.* beside the heuristic w:ejkernel.ops.errors.TuningWarning")
 def test_spilling_candidates_are_measured_if_all_correct_ones_spill():
     data = tune([Fault("wrong", says=spill(0)), spills(900)], spilling)
     assert list(statuses(data).values()) == ["measured", "wrong", "measured"]

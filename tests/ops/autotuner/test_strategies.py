@@ -329,6 +329,12 @@ def test_a_fit_does_not_make_the_measurements_less_likely():
     assert fitted.scales[0] < fitted.scales[1]  # the values vary along the first axis alone
 
 
+def test_a_fit_tries_each_share_of_the_covariance_alone():
+    start = Hyper.start(2, records=True, additive=0.2)
+    changed = [[own != first for own, first in zip(step.parts, start.parts, strict=True)] for step in start.nearby()]
+    assert all(changed.count([i == part for i in range(3)]) == 2 for part in range(3))
+
+
 def test_the_covariance_falls_from_one_with_the_distance():
     covariance = matern(np.array([0.0, 0.1, 1.0, 4.0]))
     assert covariance[0] == 1.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 
 import jax
@@ -186,8 +187,9 @@ def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("function", [lambda x: (x + x).astype(jnp.bfloat16), lambda x: (x + x, x)])
-def test_a_fast_candidate_whose_results_have_other_types_is_wrong(race, function, validate):
-    race({1: 2.0, 2: 1.0, 3: 1.5})
+@pytest.mark.parametrize("seconds", [1.0, 9.0])
+def test_a_candidate_whose_results_have_other_types_is_wrong(race, function, validate, seconds):
+    race({1: 2.0, 2: seconds, 3: 1.5})
     tuned = tune(Searched(faults={2: function}), policy=AutotunePolicy(validate=validate))
     assert (tuned.config, statuses(tuned)[2][0]) == (3, "wrong")
 
@@ -206,6 +208,19 @@ def test_a_candidate_that_is_wrong_after_its_confirmation_is_wrong(race, monkeyp
     tuned = tune(Searched(faults={2: wrong_later}), policy=AutotunePolicy(validate="outputs"))
     assert tuned.config == 3
     assert statuses(tuned)[2][1].startswith("it is not always right: result 0 differs")
+
+
+def test_a_winner_is_checked_on_as_many_inputs_as_its_search_says(race):
+    def remembering(x):
+        seen.add(x.tobytes())
+        return x + x
+
+    seen = set()
+    race({1: 2.0, 2: 1.0, 3: 1.5})
+    fault = functools.partial(jax.pure_callback, remembering, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    tuned = tune(Searched(faults={2: fault}), policy=AutotunePolicy(validate="outputs"))
+    assert tuned.config == 2
+    assert tuned.input_sets == len(seen) > 2
 
 
 def test_a_candidate_has_the_types_of_the_heuristic_not_those_of_the_reference(race):

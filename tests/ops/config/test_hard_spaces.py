@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import math
+import random
 import sys
 from collections import Counter
 
@@ -26,6 +27,11 @@ WHOLE = {
     "equal": lambda a: sum(a.values()) == 20,
     "opposed": lambda a: sum(v * (-1) ** i for i, v in enumerate(a.values())) >= 20,
 }
+
+
+@pytest.mark.parametrize("count", [1, 10, parts._SHUFFLED])
+def test_a_search_goes_through_every_value_of_an_axis(count):
+    assert sorted(parts._levels(range(count), random.Random(0))) == list(range(count))
 
 
 @pytest.fixture(scope="module", params=list(WHOLE))

@@ -325,6 +325,11 @@ def test_a_jitted_function_is_discovered_directly(kernel):
     assert [inv.op_id for inv in discover(function, X, 2)] == ["Square"]
 
 
+def test_a_function_may_return_what_jax_cannot(kernel):
+    for packed in (lambda y: ("text", y, print), lambda y: {"y": types.SimpleNamespace(y=y), "none": None}):
+        assert len(discover(lambda x, packed=packed: packed(kernel(x)), X)) == 1
+
+
 def test_a_function_that_ran_before_is_discovered(kernel):
     function = jax.jit(loss_of(ops.default_executor(), kernel))
     function(X)

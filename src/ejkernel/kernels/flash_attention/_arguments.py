@@ -46,9 +46,15 @@ def warn_of_mistakes(query: Any, key: Any, *, causal: bool) -> None:
         first = f"the first {queries - keys} queries see no key, and their outputs are 0"
         if queries - keys == 1:
             first = "the first query sees no key, and its output is 0"
+        swapped = ""
+        if heads == key.shape[-2] and not queries % keys:
+            swapped = (
+                " If these are heads: the axes are [batch, length, heads, head_dim], so use jnp.swapaxes(x, -3, -2)."
+            )
         warn(
             f"flash_attention: causal=True with {queries} queries and {keys} keys. The last query is aligned with the "
-            f"last key, so {first}; jax.nn aligns the first ones. If this is intended, ignore ArgumentWarning.",
+            f"last key, so {first}; jax.nn aligns the first ones.{swapped} If this is intended, ignore "
+            "ArgumentWarning.",
             ArgumentWarning,
         )
 

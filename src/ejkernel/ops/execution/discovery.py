@@ -23,7 +23,7 @@ from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.meta import is_scope
 from ejkernel.ops.utils.values.payloads import labels_with_payloads
-from ejkernel.ops.utils.values.signature import HasType, is_array
+from ejkernel.ops.utils.values.signature import HasType, as_array, is_array
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ def of_arrays(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return `fn` as a jitted function of only the arrays, and these arrays.
 
-    Its results are those of `fn`, and the arrays that `fn` stores in its arguments, e.g. in a Flax NNX model: XLA would
-    leave out what leads to no result.
+    Its results are the arrays among those of `fn`, and the arrays that `fn` stores in its arguments, e.g. in a Flax NNX
+    model: XLA would leave out what leads to no result.
     """
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
@@ -143,16 +143,34 @@ def of_arrays(
             filled[index] = array
         given = jax.tree.unflatten(tree, filled)
         result = fn(*given[0], **given[1])
-        if isinstance(result, tuple) and result and (inspect.isfunction(result[0]) or hasattr(result[0], "lower")):
+        first = result[0] if type(result) is tuple and result else None
+        if inspect.isfunction(first) or (callable(first) and hasattr(first, "lower")):
             name = getattr(fn, "__name__", "fn")
             raise ArgumentError(
                 f"{name} returns a function and its arguments, so it makes no call itself; pass these: "
                 f"`step, args = {name}()`, then step, *args."
             )
         known = set(map(id, filled))
-        return result, [leaf for leaf in jax.tree.leaves(given) if is_array(leaf) and id(leaf) not in known]
+        stored = [leaf for leaf in jax.tree.leaves(given) if is_array(leaf) and id(leaf) not in known]
+        return [*_results_of(result), *stored]
 
     return jax.jit(filled_in), [leaves[index] for index in positions], {}
+
+
+def _results_of(returned: object) -> Iterator[Any]:
+    """Yield the values that a program can return: arrays and numbers, also those held by objects that are no pytrees.
+
+    A step of Equinox returns its model's functions, too.
+    """
+    for leaf in map(as_array, jax.tree.leaves(returned)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        try:
+            jax.typeof(leaf)
+        except (TypeError, OverflowError):
+            yield from filter(is_array, jax.tree.leaves(dict(getattr(leaf, "__dict__", {}))))
+        else:
+            yield leaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

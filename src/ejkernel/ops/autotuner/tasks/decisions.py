@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from ejkernel.ops.autotuner.bench.checking import check_repeatedly, check_result_types
+from ejkernel.ops.autotuner.bench.checking import check_repeatedly
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
@@ -164,7 +164,6 @@ class Decider:
         """Return the checks that a challenger passed on new inputs; empty if it failed."""
 
         def check() -> tuple[str, ...]:
-            check_result_types(challenger, self._pool.heuristic)
             gradients = self._task.policy.validate is True
             return confirm(self._oracle, challenger, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from ejkernel.ops.autotuner.bench.checking import check_result_types
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
@@ -166,6 +167,17 @@ class Pool:
             self._preparation.prepare(group, stop=stop)
         if len(groups) > 1:
             self._preparation.settle(todo)  # a candidate prepared late may be the first of its program
+        for candidate in todo:
+            self._check_types(candidate)
+
+    def _check_types(self, candidate: Candidate) -> None:
+        if candidate.status != Status.READY:
+            return
+        try:
+            check_result_types(candidate, self.heuristic)
+        except CandidateError as error:
+            candidate.fail(Status.WRONG, error)
+            self.report(candidate)
 
     def _is_rejected(self, candidate: Candidate) -> bool:
         rejected = self._rejected.get(config_id(candidate.config))
