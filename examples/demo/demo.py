@@ -146,7 +146,11 @@ def main() -> int:
     result = json.loads(out)
     show(result)
     agree = losses_agree(result["losses"])
-    print(f"  The demo took {time.monotonic() - started:.0f} s.")
+    look = shlex.join([sys.executable, "-m", "ejkernel", "report", "--cache", str(CACHE)])
+    print(
+        f"  The demo took {time.monotonic() - started:.0f} s. A page about its searches (`show` prints them instead):"
+    )
+    print(f"    {look}")
     return 0 if agree else 1
 
 

@@ -122,7 +122,8 @@ def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
     if over["low"] > 1:
         return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
     if over["high"] < 1:
-        return f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). Please report it."
+        slower = f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread})."
+        return f"{slower} `ejkernel bench --op NAME` measures one operation; if one of ours is slow, please report it."
     if over["high"] < CLOSE * over["low"]:
         return f"{first} and {other} are equally fast ({spread})."
     return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."

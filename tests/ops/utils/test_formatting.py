@@ -53,7 +53,7 @@ def test_a_budget_is_rounded(seconds, text):
     ("flags", "text"),
     [
         ([True, True, False], "bf16[4] x2, i32[8]"),
-        ([False, True, False], "bf16[4] x2, i32[8], gradients of 1 of 2 arrays (number 2)"),
+        ([False, True, False], "bf16[4] x2, i32[8], gradient of array 2 only"),
         ("damaged", "bf16[4] x2, i32[8]"),
     ],
 )

@@ -220,8 +220,8 @@ def _gradients(step: object, floats: int) -> str:
     flags = step[1] if isinstance(step, list) and len(step) > 1 and step[0] == "vjp" else None
     if not isinstance(flags, list) or flags.count(True) >= floats:
         return ""
-    which = " and ".join(str(number) for number, flag in enumerate(flags, 1) if flag is True)
-    return f"gradients of {flags.count(True)} of {floats} arrays (number {which})"
+    which = [str(number) for number, flag in enumerate(flags, 1) if flag is True]
+    return f"gradient of array{'s' * (len(which) > 1)} {' and '.join(which)} only"
 
 
 def rounded(seconds: float) -> str:
