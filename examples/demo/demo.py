@@ -147,9 +147,8 @@ def main() -> int:
     show(result)
     agree = losses_agree(result["losses"])
     look = shlex.join([sys.executable, "-m", "ejkernel", "report", "--cache", str(CACHE)])
-    print(
-        f"  The demo took {time.monotonic() - started:.0f} s. A page about its searches (`show` prints them instead):"
-    )
+    took = time.monotonic() - started
+    print(f"  The demo took {took:.0f} s. A page about its searches (`show` instead of `report` prints them):")
     print(f"    {look}")
     return 0 if agree else 1
 
