@@ -123,7 +123,7 @@ def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
         return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
     if over["high"] < 1:
         slower = f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread})."
-        return f"{slower} `ejkernel bench --op NAME` measures one operation; if one of ours is slow, please report it."
+        return f"{slower} docs/troubleshooting.md, Slow programs, says how to find the call that slows it."
     if over["high"] < CLOSE * over["low"]:
         return f"{first} and {other} are equally fast ({spread})."
     return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."

@@ -132,7 +132,8 @@ def compare(
 def _doubt(share: float, margin: float, sure: float, confidence: float, gain: float, has_lower_median: bool) -> str:
     """Return why a comparison is not settled; `gain` is the largest share of the time that it may save."""
     if share >= 1 - margin:
-        return f"it may take up to {gain:.0%} less time" if gain < 1 else "too few rounds to tell"
+        slower = "it is slower in the median round" if share > 1 else "too few rounds to tell"
+        return f"it may take up to {gain:.0%} less time" if gain < 1 else slower
     if not has_lower_median:
         return "it is ahead in the median round, but its median time is not shorter"
     return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
