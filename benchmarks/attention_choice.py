@@ -121,7 +121,7 @@ def abstract(case: Case, direction: str) -> Any:
 
 
 def launch_of(case: Case, direction: str) -> dict[str, Any]:
-    """Return the launch parameters of our kernels that are not the default ones."""
+    """Return the launch parameters of our kernels that differ from the defaults."""
     params = operation.implementations["mosaic_gpu"].heuristic(abstract(case, direction))
     fields = {field.name: field.default for field in dataclasses.fields(params)}
     return {name: getattr(params, name) for name, usual in fields.items() if getattr(params, name) != usual}
@@ -266,7 +266,7 @@ def updated(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[
 
 
 def _call(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies the call of a row."""
+    """Return the key of a row: its call and direction."""
     return (tuple(row["sizes"]), *(row.get(name) for name in ("direction", "left", "right", "lengths", "dtype")))
 
 

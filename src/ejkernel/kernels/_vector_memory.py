@@ -45,7 +45,7 @@ def limit_of(call: OperationCall) -> int:
 
 
 def larger(*needs: Need) -> Need:
-    """Return what the larger of several kernels takes."""
+    """Return the need of a program that runs these kernels one after the other."""
     return Need(max(need.least for need in needs), max(need.most for need in needs))
 
 

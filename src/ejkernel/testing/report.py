@@ -229,7 +229,7 @@ def _has_nan(array: Any) -> bool:
 
 
 class Steps:
-    """The steps of a run, of which one is current."""
+    """The planned steps of a run, and the current one."""
 
     def __init__(self) -> None:
         self._names: Sequence[str] = ()

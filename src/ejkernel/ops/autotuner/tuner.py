@@ -221,7 +221,7 @@ def _report(data: AutotuneData, inputs: GivenInputs | None, given: Collection[ob
 
 
 def _of_all(rejected: int, others: int, shown: int) -> str:
-    """Return the begin of a message about rejected candidates, of which some are shown."""
+    """Return the first words of a message that lists `shown` of the rejected candidates."""
     if others == 1:
         return "the only candidate beside the heuristic was rejected; it is "
     how_many = f"all {others}" if rejected == others else f"{rejected} of {others}"

@@ -78,8 +78,10 @@ class Difference(NamedTuple):
     here: str | None
 
     def __str__(self) -> str:
-        if self.field in ("space", "heuristic"):
-            return f"its {'search ' * (self.field == 'space')}{self.field} has changed since"
+        if self.field == "space":
+            return "its search space has changed since"
+        if self.field == "heuristic":
+            return "its heuristic has changed since"
         return printable(f"measured with {self.field} {self.stored}, not {self.here or 'none'}")
 
 

@@ -24,7 +24,7 @@ from ejkernel.ops.utils.validation import asked, check_candidates
 from ejkernel.ops.utils.weak_caches import Noted
 
 _NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-# What labels can hold: a program's text escapes other letters.
+# A program's text escapes all other letters, so labels cannot hold them.
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
 _VERSION = re.compile(r"\w[\w.]*", re.ASCII)
 # The forms of a hook for each platform, in order of precedence.

@@ -221,7 +221,8 @@ def _gradients(step: object, floats: int) -> str:
     if not isinstance(flags, list) or flags.count(True) >= floats:
         return ""
     which = [str(number) for number, flag in enumerate(flags, 1) if flag is True]
-    return f"gradient of array{'s' * (len(which) > 1)} {' and '.join(which)} only"
+    arrays = "gradient of array" if len(which) == 1 else "gradients of arrays"
+    return f"{arrays} {' and '.join(which)} only"
 
 
 def rounded(seconds: float) -> str:

@@ -36,7 +36,7 @@ _SMALL = ((256, 256), (128, 128))
 
 
 def capacity(call: AttentionCall) -> int:
-    """Return the bytes of vector memory that one kernel may take: three quarters of it."""
+    """Return the bytes of vector memory for one kernel: three quarters of the chip's."""
     if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
         return max(_MEMORY.values()) * 3 // 4
     return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY) * 3 // 4

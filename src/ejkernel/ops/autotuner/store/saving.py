@@ -216,7 +216,7 @@ def why_not_run(kernel: Kernel[Any, Any], call: Invocation[Any, Any], config: ob
 def heuristic_since(
     kernel: Kernel[Any, Any], call: Invocation[Any, Any], config: object, entry: StoredEntry
 ) -> tuple[Difference, ...]:
-    """Return the difference of an entry that keeps a heuristic configuration which is not the kernel's any more."""
+    """Return the difference of an entry that kept the heuristic, if the kernel's heuristic has changed since."""
     is_kept = is_kept_in(entry.measured) and (entry.measured or {}).get("heuristic") is not None
     heuristic = heuristic_of(call.representative, kernel) if is_kept else []
     if not heuristic or same_config(config, heuristic[0]):
