@@ -240,8 +240,11 @@ class KeyBlockKernel:
         first, and short blocks fill the gaps; otherwise the blocks of one example are adjacent, because they share
         queries.
         """
+        if self.params.order == 2:
+            rest, number = lax.div(index, self.key_blocks), lax.rem(index, self.key_blocks)
+            return number, lax.div(rest, self.parts), lax.rem(rest, self.parts)
         rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        if self.longest_first:
+        if self.longest_first or self.params.order == 1:
             return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
         return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
 

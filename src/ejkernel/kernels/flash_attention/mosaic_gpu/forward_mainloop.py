@@ -108,6 +108,7 @@ class ForwardConsumer:
     def _prologue(self, step: Any) -> _SoftmaxState:
         """Visit the first block of keys."""
         self.barriers.query.consumer_wait(self.part.slot)
+        self.held = self._held_queries()
         stage = self.barriers.key.stage(step)
         self.barriers.key.consumer_wait(stage)
         self._await_turn()
@@ -258,8 +259,29 @@ class ForwardConsumer:
             # The step has no sign bit, which the compiler cannot know: it computes the descriptors of the queries in
             # each step, in uniform registers. Outside of the loop it puts them into other registers, and spills some.
             slot = slot + lax.shift_right_logical(step, np.int32(31))
-        for query, key in zip(self.memory.query(slot), self.memory.key(stage), strict=True):
-            self.backend.multiply(scores, query.tiles, key.tiles.transpose((1, 0)))
+        left, right = self._columns(self.memory.query(slot)), self._columns(self.memory.key(stage))
+        for number, (query, key) in enumerate(zip(left, right, strict=True)):
+            held = self.held[number] if number < len(self.held) else query
+            self.backend.multiply(scores, held, key.transpose((1, 0)))
+
+    def _columns(self, pieces: Any) -> list[Any]:
+        """Return the pieces of a matrix, divided where the columns in registers end."""
+        held = self.params.held_columns
+        if self.plan.pieced or not held:
+            return [piece.tiles for piece in pieces]
+        (piece,) = pieces
+        parts = [piece.tiles.at[:, 0:held]]
+        rest = self.plan.head_dim - held
+        return [*parts, piece.tiles.at[:, pl.ds(held, rest)]] if rest else parts
+
+    def _held_queries(self) -> list[Any]:
+        """Return the columns of the queries that stay in registers."""
+        held, columns, found = self.params.held_columns, 0, []
+        for tiles in self._columns(self.memory.query(self.part.slot)):
+            columns += tiles.shape[-1]
+            if columns <= held:
+                found.append(plgpu.load(tiles, layout=_LAYOUT))
+        return found
 
     def _multiply_values(self, acc: Any, state: _SoftmaxState, stage: Any) -> None:
         for value in self.memory.value(stage):

@@ -187,13 +187,48 @@ def ranges_of_queries(operands: Operands, rules: Rules, blocks: Blocks, words: A
         blocks: Queries and keys of a tile.
         words: The mask, `packed` along the queries to whole blocks; `None` without a mask.
     """
+    if words is None and operands.query_segments is None:
+        return _stacked(_ranges_by_position(operands, rules, blocks, masked_after=False))
     some, every = (x.swapaxes(1, 2) for x in _seen_by_heads(operands, rules, blocks, words))
     return _stacked(_ranges(some, every, masked_after=False))
 
 
 def ranges_of_keys(operands: Operands, rules: Rules, blocks: Blocks, words: Array | None = None) -> Array:
     """Return the same of key blocks for each block of queries; keys past the last one are not visible."""
+    if words is None and operands.query_segments is None:
+        return _stacked(_ranges_by_position(operands, rules, blocks, masked_after=True))
     return _stacked(_ranges(*_seen_by_heads(operands, rules, blocks, words), masked_after=True))
+
+
+def _ranges_by_position(operands: Operands, rules: Rules, blocks: Blocks, *, masked_after: bool) -> BlockRange:
+    """Return the same under a window and lengths alone, `[batch or 1, blocks]`.
+
+    Of ranges under the window, which are constants, lengths cut off the end: this is one small kernel. A search in
+    arrays of visible tiles is four, which took 10 of 87 us of the gradient of 512 queries.
+    """
+    alone = operands._replace(query_lengths=None, key_lengths=None)
+    some, every = _seen_by_heads(alone, rules, blocks, None)
+    axes = (0, 1, 2) if masked_after else (0, 2, 1)
+    window = _ranges(some.transpose(axes), every.transpose(axes), masked_after=masked_after)
+    if operands.query_lengths is None and operands.key_lengths is None:
+        return window
+    sizes = (operands.query.shape[1], operands.key.shape[1])
+    lengths = [
+        jnp.full((1, 1), size, jnp.int32) if given is None else jnp.clip(given, 0, size).astype(jnp.int32)[:, None]
+        for given, size in zip((operands.query_lengths, operands.key_lengths), sizes, strict=True)
+    ]
+    own, other = lengths if masked_after else lengths[::-1]
+    size, step = blocks if masked_after else blocks[::-1]
+    start = np.arange(window.first.shape[1], dtype=np.int32)[None] * size
+    last = jnp.where(start < own, jnp.minimum(window.end, _blocks(other, step)), 0)
+    first = jnp.where(last > window.first, window.first, 0)
+    last = jnp.where(last > window.first, last, 0)
+    # Of a tile that is only partly past the queries' length, the log-sum-exp makes the weights zero.
+    until = _floor(other, step) if masked_after else jnp.where(start + size <= own, last, 0)
+    until = jnp.minimum(jnp.minimum(window.unmasked_until, until), last)
+    some, without = until > window.unmasked_from, first if masked_after else last
+    begin = jnp.where(some, window.unmasked_from, without)
+    return BlockRange(first, begin, jnp.where(some, until, without), last)
 
 
 def _seen_by_heads(operands: Operands, rules: Rules, blocks: Blocks, words: Array | None) -> tuple[Array, Array]:
