@@ -35,6 +35,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import backward_problem
+from ejkernel.kernels.flash_attention.mosaic_gpu import visibility
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     packed,
@@ -553,6 +554,26 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
         assert (np.diff(np.asarray(ranges)[0], axis=-1) >= 0).all()
         assert not (seen & ~((first <= tiles) & (tiles < last))).any()
         assert not ((begin <= tiles) & (tiles < end) & ~free).any()
+
+
+@pytest.mark.parametrize("rules", [Rules(scale=1.0), CAUSAL, Rules(scale=1.0, left=5, right=7), Rules(scale=1.0, left=60)])
+@pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (150, 33)])
+def test_lengths_cut_the_ranges_as_a_search_in_all_tiles_does(rules, sizes):
+    queries, keys = (jnp.asarray([0, 1, size // 2, 32, 33, size, size], jnp.int32) for size in sizes)
+    # In any pairs: all lengths of queries with all of keys.
+    queries, keys = jnp.repeat(queries, len(keys)), jnp.tile(keys, len(queries))
+    shapes = ((49, sizes[0], 1, 1), *((49, sizes[1], 1, 1),) * 2)
+    operands = Operands(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    for given in ({"query_lengths": queries}, {"key_lengths": keys}, {"query_lengths": queries, "key_lengths": keys}):
+        limited, blocks = operands._replace(**given), Blocks(16, 32)
+        some, every = visibility._seen_by_heads(limited, rules, blocks, None)
+        by_keys, by_queries = ([x.swapaxes(1, 2) for x in (some, every)], (some, every))
+        for found, pairs, after in (
+            (ranges_of_queries(limited, rules, blocks), by_keys, False),
+            (ranges_of_keys(limited, rules, blocks), by_queries, True),
+        ):
+            searched = np.stack(visibility._ranges(*pairs, masked_after=after), axis=-1)
+            np.testing.assert_array_equal(*np.broadcast_arrays(found, searched))
 
 
 def test_empty_rows_have_the_log_sum_exp_that_gives_zero_weights():
