@@ -26,6 +26,7 @@ from ejkernel.kernels.flash_attention.common import (
     describe,
     within_window,
 )
+from ejkernel.kernels.flash_attention.mosaic_gpu import visibility
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     heuristic,
     is_deterministic,
@@ -35,7 +36,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import backward_problem
-from ejkernel.kernels.flash_attention.mosaic_gpu import visibility
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     packed,
@@ -390,7 +390,7 @@ FINE = AttentionCall(
 
 @pytest.mark.parametrize(
     ("batch", "groups", "parts", "tried"),
-    [(1, 1, 4, {1, 2, 4, 8}), (2, 1, 2, {1, 2, 4}), (1, 4, 1, {1, 2}), (8, 8, 1, {1})],
+    [(1, 1, 4, {1, 2, 4, 8}), (2, 1, 2, {1, 2, 4, 8}), (1, 4, 1, {1, 2}), (8, 8, 1, {1})],
 )
 def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, parts, tried):
     key = (batch, 8192, groups, 128)
@@ -556,7 +556,9 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
         assert not ((begin <= tiles) & (tiles < end) & ~free).any()
 
 
-@pytest.mark.parametrize("rules", [Rules(scale=1.0), CAUSAL, Rules(scale=1.0, left=5, right=7), Rules(scale=1.0, left=60)])
+@pytest.mark.parametrize(
+    "rules", [Rules(scale=1.0), CAUSAL, Rules(scale=1.0, left=5, right=7), Rules(scale=1.0, left=60)]
+)
 @pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (150, 33)])
 def test_lengths_cut_the_ranges_as_a_search_in_all_tiles_does(rules, sizes):
     queries, keys = (jnp.asarray([0, 1, size // 2, 32, 33, size, size], jnp.int32) for size in sizes)
@@ -564,8 +566,12 @@ def test_lengths_cut_the_ranges_as_a_search_in_all_tiles_does(rules, sizes):
     queries, keys = jnp.repeat(queries, len(keys)), jnp.tile(keys, len(queries))
     shapes = ((49, sizes[0], 1, 1), *((49, sizes[1], 1, 1),) * 2)
     operands = Operands(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
-    for given in ({"query_lengths": queries}, {"key_lengths": keys}, {"query_lengths": queries, "key_lengths": keys}):
-        limited, blocks = operands._replace(**given), Blocks(16, 32)
+    for some_lengths in (
+        {"query_lengths": queries},
+        {"key_lengths": keys},
+        {"query_lengths": queries, "key_lengths": keys},
+    ):
+        limited, blocks = operands._replace(**some_lengths), Blocks(16, 32)
         some, every = visibility._seen_by_heads(limited, rules, blocks, None)
         by_keys, by_queries = ([x.swapaxes(1, 2) for x in (some, every)], (some, every))
         for found, pairs, after in (

@@ -42,11 +42,6 @@ class KeysKernel(KeyBlockKernel):
         """Run a consumer warpgroup."""
         problem, warpgroup = self.problem, lax.axis_index(WARPGROUP)
         plgpu.barrier_wait(block.memory.loaded)
-        held = [
-            [plgpu.load(tile, layout=WGMMA) for tile in self.matrices.tiles(buffer, warpgroup)]
-            for buffer in (block.memory.key, block.memory.value)[: self.params.held]
-        ]
-        self.held = [*held, *(None,) * (2 - len(held))]
 
         def of_head(head: jax.Array, carry: Any) -> Any:
             def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:
@@ -76,9 +71,8 @@ class KeysKernel(KeyBlockKernel):
         def products(sums: Any) -> None:
             scores, dweights, dkey, dvalue = sums
             query, dout = matrices.tiles(memory.query, stage), matrices.tiles(memory.dout, dout_stage)
-            keys, values = self.held
-            matrices.multiply_transposed(scores, keys or matrices.tiles(memory.key, warpgroup), query)
-            matrices.multiply_transposed(dweights, values or matrices.tiles(memory.value, warpgroup), dout)
+            matrices.multiply_transposed(scores, matrices.tiles(memory.key, warpgroup), query)
+            matrices.multiply_transposed(dweights, matrices.tiles(memory.value, warpgroup), dout)
             # Probabilities are computed while the second product is in flight.
             raw = self.backend.read(scores, pending=self.value_pieces)
             terms = self.score_terms(block, step, tile, mask, warpgroup)

@@ -7,28 +7,23 @@ With `head_parts` it walks over some of the heads, and XLA adds up dK and dV of 
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
+from .backward_order import order_of
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .matrices import Matrices
 from .params import BackwardParams
 from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .visibility import BlockRange
-
-_FEW_BLOCKS = 8 * MULTIPROCESSORS
-_UNEVEN = 1.2  # times as long as with the longest blocks first; up to 1.17 these were slower in four of seven cases
 
 
 class KeyBlockMemory(NamedTuple):
@@ -143,7 +138,7 @@ class KeyBlockKernel:
         self.parts = problem.groups * params.head_parts
         self.heads_per_part = problem.heads // self.parts
         self.programs = problem.batch * self.parts * self.key_blocks
-        self.longest_first = params.head_parts > 1 or self._is_uneven()
+        self.longest_first = order_of(problem, params).longest_first
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
         self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
@@ -236,32 +231,12 @@ class KeyBlockKernel:
     def schedule(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the block of keys, the example and the part of block of threads `index`.
 
-        Under a causal mask most queries see the first keys. If blocks are few, the first keys of all examples come
-        first, and short blocks fill the gaps; otherwise the blocks of one example are adjacent, because they share
-        queries.
+        See `backward_order`.
         """
-        if self.params.order == 2:
-            rest, number = lax.div(index, self.key_blocks), lax.rem(index, self.key_blocks)
-            return number, lax.div(rest, self.parts), lax.rem(rest, self.parts)
         rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        if self.longest_first or self.params.order == 1:
+        if self.longest_first:
             return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
         return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
-
-    def _is_uneven(self) -> bool:
-        """Return whether the last blocks, in the order of the examples, would keep few multiprocessors busy for long.
-
-        Of 13 causal gradients on one H200, the six that this finds gained 8 to 20 % with the longest blocks first.
-        """
-        problem, rules = self.problem, self.problem.rules
-        if rules.right is None or self.programs > _FEW_BLOCKS:
-            return False
-        key = np.arange(self.key_blocks) * self.params.keys - problem.ahead
-        last = problem.queries if rules.left is None else key + self.params.keys + rules.left
-        first, last = (np.clip(x, 0, problem.queries) for x in (key - rules.right, last))
-        steps = np.maximum(last - first, 0) / 64 * self.heads_per_part + 8  # 8 for the ends of a block
-        by_example = np.tile(np.repeat(steps, self.parts), problem.batch)
-        return _duration(by_example) > _UNEVEN * _duration(np.repeat(steps, self.parts * problem.batch))
 
     # Producer.
 
@@ -426,11 +401,3 @@ class KeyBlockKernel:
         plgpu.commit_smem()
         at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
         self.matrices.copy_out(buffer, (slab,), block.outputs[which], at)
-
-
-def _duration(steps: np.ndarray) -> float:
-    """Return how long blocks of threads take that start in this order, each as soon as a multiprocessor is free."""
-    busy = [0.0] * MULTIPROCESSORS
-    for one in steps:
-        heapq.heapreplace(busy, busy[0] + one)
-    return max(busy)

@@ -165,11 +165,6 @@ class QueriesKernel:
         # Before the wait, so that these loads overlap with the copies.
         shift, delta = (tile.vector(x.at[rows], 0, optimized=False) for x in (block.arrays.shift, block.arrays.delta))
         plgpu.barrier_wait(memory.loaded)
-        held = [
-            [plgpu.load(tile, layout=WGMMA) for tile in self.matrices.tiles(buffer, warpgroup)]
-            for buffer in (memory.query, memory.dout)[: self.params.q_held]
-        ]
-        self.held = [*held, *(None,) * (2 - len(held))]
 
         def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:
             here = tile._replace(key=j * self.params.kv_block)
@@ -201,10 +196,10 @@ class QueriesKernel:
         def products(sums: Any) -> None:
             scores, dweights, dquery = sums
             key = matrices.tiles(memory.key, stage)
-            matrices.multiply_transposed(scores, self.held[0] or matrices.tiles(memory.query, warpgroup), key)
+            matrices.multiply_transposed(scores, matrices.tiles(memory.query, warpgroup), key)
             memory.value_pipeline.consumer_wait(stage)
             value = matrices.tiles(memory.value, stage)
-            matrices.multiply_transposed(dweights, self.held[1] or matrices.tiles(memory.dout, warpgroup), value)
+            matrices.multiply_transposed(dweights, matrices.tiles(memory.dout, warpgroup), value)
             # Probabilities are computed while the second product is in flight.
             raw = self.backend.read(scores, pending=self.value_pieces)
             terms = ScoreTerms(None if in_scores else shift, self._bias(block.arrays, tile), mask)

@@ -9,6 +9,7 @@ import math
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
+from .backward_order import FEW_BLOCKS, order_of
 from .params import BackwardParams
 from .plan import (
     BackwardProblem,
@@ -129,7 +130,11 @@ def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]
     """Return the values of `head_parts` to measure: only 1 if that gives enough blocks."""
     problem = backward_problem(call)
     blocks = _key_blocks(problem, params)
-    return tuple(parts for parts in _parts(problem) if parts == 1 or (parts - 1) * blocks < 2 * _LEAST_BLOCKS)
+    return tuple(parts for parts in _parts(problem) if _is_tried(parts, blocks))
+
+
+def _is_tried(parts: int, blocks: int) -> bool:
+    return parts == 1 or parts * blocks <= FEW_BLOCKS
 
 
 def _parts(problem: BackwardProblem) -> tuple[int, ...]:
@@ -141,6 +146,9 @@ def _parts(problem: BackwardProblem) -> tuple[int, ...]:
 def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """Return the fewest parts that fill the chip; of blocks of equal work, those whose last round is nearly full."""
     blocks, rules = _key_blocks(problem, params), problem.rules
+    if rules.left is None and rules.right is not None and not (problem.key_lengths or problem.segments):
+        tried = [parts for parts in _parts(problem) if _is_tried(parts, blocks)]
+        return min(tried, key=lambda parts: order_of(problem, dataclasses.replace(params, head_parts=parts)).time)
     # Some blocks of keys are past their example's length, and end at once.
     least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
     enough = [parts for parts in _parts(problem) if parts * blocks >= least] or [problem.heads_per_group]

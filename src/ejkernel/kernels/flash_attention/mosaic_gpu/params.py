@@ -50,7 +50,6 @@ class ForwardParams(NamedFields):
     share_buffer: bool = False
     heads_first: bool = False
     fma_columns: int = 0
-    held_columns: int = 0
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -60,7 +59,6 @@ class ForwardParams(NamedFields):
             warpgroups=range(1, 4),
             query_buffers=(1, 2),
             fma_columns=range(0, 257, 8),
-            held_columns=range(0, 257, 32),
         )
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
@@ -111,9 +109,6 @@ class BackwardParams(NamedFields):
     kv_stages: int = 0
     q_warpgroups: int = 0
     head_parts: int = 1
-    held: int = 0
-    q_held: int = 0
-    order: int = 0
 
     def __post_init__(self) -> None:
         split = self.form == "split"
@@ -129,9 +124,6 @@ class BackwardParams(NamedFields):
             kv_stages=range(1, 5) if split else (0,),
             q_warpgroups=range(1, 4) if split else (0,),
             head_parts=POSITIVE,
-            held=(0, 1, 2),
-            q_held=(0, 1, 2),
-            order=(0, 1, 2),
         )
 
     @property

@@ -122,6 +122,8 @@ def _columns(plan: PrefillPlan) -> list[Columns]:
 class PrefillConsumer(ForwardConsumer):
     """One consumer warpgroup in one item."""
 
+    held_columns = 0
+
     def __init__(self, memory: Any, part: Any) -> None:
         super().__init__(memory, part)
         self.inputs: Any = memory.inputs
