@@ -38,6 +38,7 @@ ONE = ForwardParams(kv_block=32, warpgroups=1)
 TWO = ForwardParams(kv_block=32)
 TWO_TILES = ForwardParams(kv_block=32, warpgroups=1, persistent=True, query_buffers=2)
 SHARED = dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_block=64)
+HOLDING = dataclasses.replace(TWO_TILES, kv_block=64, share_buffer=True)  # at head_dim 128 or more
 PACKED = ForwardParams(kv_block=32, pack_heads=True, share_buffer=True)
 Small = functools.partial(Case, batch=1, queries=70, keys=70, heads=1, groups=1)
 by_reference = jax.jit(attention, static_argnums=1)
@@ -127,6 +128,9 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(heads=2, rules=Rules(scale=0.2, left=15, right=2)), dataclasses.replace(PACKED, kv_block=96)),
         (Small(keys=130), dataclasses.replace(ONE, fma_columns=16)),
         (Small(heads=2, head_dim=136, value_dim=136, rules=Rules(scale=0.2, left=15, right=0)), TWO_TILES),
+        (Small(queries=72, keys=72, heads=2, head_dim=128, value_dim=128), HOLDING),
+        (Small(queries=72, keys=72, heads=2, head_dim=192, value_dim=192, rules=CAUSAL), HOLDING),
+        (Small(heads=2, head_dim=184, value_dim=184), HOLDING),
     ],
     ids=[
         "full",
@@ -149,6 +153,9 @@ def assert_close(found, expected, dtype="bfloat16"):
         "window in one block",
         "polynomial exponentials",
         "wide heads in a window",
+        "queries in registers",
+        "whole tiles, some queries in registers",
+        "pieces of columns, some queries in registers",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
