@@ -48,7 +48,7 @@ class _SoftmaxState(NamedTuple):
 class ForwardConsumer:
     """One consumer warpgroup in one tile."""
 
-    held_columns: int | None = None  # columns of the queries that stay in registers; by default as many as pay
+    holds_queries = True  # some columns of them, in registers
 
     def __init__(self, memory: ForwardMemory, part: WarpgroupTile) -> None:
         self.memory, self.plan, self.params = memory, memory.plan, memory.plan.params
@@ -56,8 +56,7 @@ class ForwardConsumer:
         self.backend = memory.backend
         self.part, self.tile, self.warpgroup = part, part.tile, part.warpgroup
         self.square = (ROWS, self.params.kv_block)
-        if self.held_columns is None:
-            self.held_columns = _held_columns(self.plan)
+        self.held_columns = _held_columns(self.plan) if self.holds_queries else 0
         self.scale: Any = self.plan.rules.scale
         if self.plan.segments:
             ids = self.inputs.query_segments.at[self.tile.batch, 0, pl.ds(part.row, ROWS)]

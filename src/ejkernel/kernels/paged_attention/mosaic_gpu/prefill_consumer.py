@@ -122,7 +122,7 @@ def _columns(plan: PrefillPlan) -> list[Columns]:
 class PrefillConsumer(ForwardConsumer):
     """One consumer warpgroup in one item."""
 
-    held_columns = 0
+    holds_queries = False
 
     def __init__(self, memory: Any, part: Any) -> None:
         super().__init__(memory, part)
