@@ -112,6 +112,22 @@ def test_a_slower_challenger_is_no_tie_even_if_its_interval_contains_equality():
     assert (verdict.settled, verdict.is_tie, verdict.in_words) == (True, False, "0.80x (0.80 to 1.01)")
 
 
+@pytest.mark.parametrize(("share", "wins"), [(0.94, True), (0.96, False), (0.99, False)])
+def test_a_challenger_that_takes_more_memory_must_be_five_per_cent_faster(share, wins):
+    verdict = compare([share] * 10, [1.0] * 10, takes_more=True)
+    assert (verdict.wins, verdict.settled, verdict.is_tie) == (wins, True, False)
+    assert verdict.least == pytest.approx(1 / 0.95)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.booleans())
+def test_memory_only_takes_wins_away_and_only_below_five_per_cent(pairs, is_last):
+    mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+    usual = compare(mine, theirs, is_last=is_last)
+    verdict = compare(mine, theirs, is_last=is_last, takes_more=True)
+    assert verdict.wins == (usual.wins and verdict.speedup > 1 / 0.95)
+    assert verdict.settled >= usual.settled or (usual.wins and not verdict.wins)
+
+
 # --- witnesses ---
 
 

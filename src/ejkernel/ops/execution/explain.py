@@ -51,8 +51,8 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
-        search_note: Why the search failed, is not finished or undecided, and why a newer search saved nothing; empty
-            if it is complete and the newest.
+        search_note: Why the search failed, is not finished or undecided, or how it was decided, and why a newer search
+            saved nothing; may be empty if it is complete and the newest.
         candidates: The command that prints the candidates of the search, or where they are; empty without a search.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
@@ -195,7 +195,7 @@ def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
         away = "not here: the configuration was copied without its search, which stays in the cache it comes from"
         return {"search": progress, "candidates": away}
     found, newest = history.shown, history.searches[0]
-    why = found.why if found.progress == progress and progress.state != "complete" else ""
+    why = found.why if found.progress == progress else ""
     later = f"a newer search is not saved: {newest.not_saved or newest.in_a_word}" if newest is not found else ""
     note = "; ".join(filter(None, (why, later)))
     return {"search": progress, "search_note": note, "candidates": _command_for(found)}
