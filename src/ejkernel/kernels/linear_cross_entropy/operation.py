@@ -300,7 +300,7 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         x: Any,
         weight: Any,
         labels: Any,
-        factors: Any,
+        factors: Any = None,
         bias: Any = None,
         *,
         gradients: Any = ("x", "weight"),
@@ -309,9 +309,12 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         implementation: Any = None,
         **options: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments, and drop options with default values, which the key omits."""
+        """Check the arguments, and drop options with default values, which the key omits; `factors` default to 1."""
         canonical = arguments.canonical_options(**options)
         arguments.check_operands(x, weight, labels, bias, transpose_weight=canonical.get("transpose_weight", False))
+        if factors is None:
+            ones = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+            factors = ones if isinstance(labels, jax.ShapeDtypeStruct) else jnp.ones_like(ones)
         arguments.check_token_weights(factors, x)
         asked = {*arguments.canonical_statistics(statistics), *(["sum"] if "label_smoothing" in canonical else [])}
         canonical |= {"gradients": arguments.canonical_gradients(gradients), "vocab_shares": vocab_shares}
