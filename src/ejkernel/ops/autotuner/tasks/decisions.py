@@ -301,22 +301,25 @@ def _at_first_look(challenger: Candidate, *, takes_more: bool) -> PairedComparis
     return dataclasses.replace(comparison, settled=comparison.settled or hopeless)
 
 
-def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: bool) -> str:
+def why_it_stays(
+    decision: Conclusion, *, finished: bool, others_are_measured: bool, ended: str = "the search ended"
+) -> str:
     """Return why the heuristic stays, in a finished search perhaps because it is undecided.
 
     Args:
         decision: The decision.
         finished: Whether no candidate is left to measure, and the best one was compared with the heuristic.
         others_are_measured: Whether a candidate beside the heuristic has times.
+        ended: Why the search ended, as the start of a sentence.
     """
     challenge, winner = decision.challenge, decision.winner
     is_confirmed = challenge is not None and challenge.is_confirmation
     if not finished and winner.measurement is None and winner.status not in FAULTY:
-        return "the search ended before the heuristic was measured"
+        return f"{ended} before the heuristic was measured"
     if decision.unconfirmed and not is_confirmed:
-        return "the search ended before the best candidate was compared with the heuristic"
+        return f"{ended} before the best candidate was compared with the heuristic"
     if not finished and not others_are_measured:
-        return "the search ended when only the heuristic was measured"
+        return f"{ended} when only the heuristic was measured"
     if decision.faster is not None:
         return why_open(decision)
     so_far = "" if finished else " so far"
@@ -328,7 +331,9 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
     where = " in the confirmation run" if is_confirmed else ""
     rounds = f"{comparison.in_words}{where}, ahead in {comparison.ahead} of {counted(comparison.pairs, 'round')}"
     if decision.unconfirmed:
-        return f"the search ended before {name} was confirmed: {rounds} so far"
+        return (
+            f"{ended} before {name} was confirmed: {rounds} so far{f'; {comparison.doubt}' if comparison.doubt else ''}"
+        )
     if comparison.is_tie:
         return (
             f"no difference to {name}{where}{so_far}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
