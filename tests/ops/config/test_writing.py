@@ -95,6 +95,23 @@ def test_a_folder_that_cannot_be_opened_is_written_all_the_same(monkeypatch, tmp
     assert (tmp_path / "file.json").read_text() == "text"
 
 
+def test_each_entry_in_memory_has_its_own_reason(monkeypatch, tmp_path):
+    store, errors = PersistentCache(tmp_path), iter(["disk full", "read-only"])
+
+    def failing(*args, **kwargs):
+        raise OSError(next(errors))
+
+    monkeypatch.setattr("ejkernel.ops.config.persistent.write_file", failing)
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        store.put("cpu:some", "one@v0", "1", 1)
+    store.put("cpu:some", "two@v0", "1", 1)
+    keys = [ConfigKey("cpu:some", name, "1") for name in ("one@v0", "two@v0")]
+    assert list(map(store.why_unwritten, keys)) == ["disk full", "read-only"]
+    monkeypatch.undo()
+    store.put(keys[1], 2)
+    assert list(map(store.why_unwritten, keys)) == ["disk full", ""]
+
+
 def test_a_disk_that_fails_is_a_warning_and_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(_writing, "_sync", SYNC)
     monkeypatch.setattr(_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))

@@ -121,9 +121,15 @@ class Explanation(Shown):
     @property
     def elsewhere(self) -> str:
         """The number of implementations for other devices, as a sentence; empty if there are none."""
+        return self.elsewhere_on()
+
+    def elsewhere_on(self, target: str = "") -> str:
+        """Return the same sentence for an explanation on the target of this name."""
         count = len(self.refusals) - len(self.refused)
         do = "does" if count == 1 else "do"
-        return f"{counted(count, 'implementation')} {do} not run on this device; see `ejkernel list`" if count else ""
+        where, option = (target, f" --target {target}") if target else ("this device", "")
+        text = f"{counted(count, 'implementation')} {do} not run on {where}; see `ejkernel list{option}`"
+        return text if count else ""
 
     def _is_elsewhere(self, reason: str) -> bool:
         return self.key is not None and f"this call is for {self.key.device}" in reason
