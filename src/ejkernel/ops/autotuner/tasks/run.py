@@ -103,8 +103,8 @@ class TuningRun:
             why = why_passed_over(decision) if decision.faster is None else why_open(decision)
             return dataclasses.replace(data, why=why)
         finished = data.progress.state.is_finished
-        others = pool.others_are_measured
-        why = why_it_stays(decision, finished=finished, others_are_measured=others, ended=budget.why_over)
+        known = pool.others_are_measured
+        why = why_it_stays(decision, finished=finished, others_are_measured=known, ended=budget.why_over)
         is_alone = finished and len(pool.tried) == 1
         return dataclasses.replace(data, why="the space has no other configuration" if is_alone else why)
 
