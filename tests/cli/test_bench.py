@@ -347,6 +347,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
         (["rms_norm"], 2, "--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64]."),
         (["rms_norm", "--shape", "f32[8]", "--baseline", "a:b"], 2, "--baseline requires MODULE:FUNCTION"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
+        (
+            ["linear_cross_entropy", "--gradient", *LOSS[:6], "--kwargs", '{"reduction": "mean"}'],
+            1,
+            "linear_cross_entropy_gradients has no argument `reduction`",
+        ),
         (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
         (
             ["rms_norm", "--shape", "4x8"],

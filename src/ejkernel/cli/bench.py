@@ -461,7 +461,7 @@ def _made(build: Build) -> str:
     if all(times == 1 for times, _ in numbers):
         return ""
     named = [f"{inv.op_id} ({arguments(inv.description)}) {counted(times, 'time')}" for times, inv in numbers[:_CALLS]]
-    more = [f"{len(numbers) - _CALLS} others"] if len(numbers) > _CALLS else []
+    more = [counted(len(numbers) - _CALLS, "other")] if len(numbers) > _CALLS else []
     return f"A step makes {sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
 
 

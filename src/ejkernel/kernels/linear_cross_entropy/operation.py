@@ -305,12 +305,30 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         *,
         gradients: Any = ("x", "weight"),
         statistics: Any = (),
+        transpose_weight: Any = False,
+        label_smoothing: Any = 0.0,
+        z_loss: Any = 0.0,
+        logits_soft_cap: Any = None,
+        logits_scale: Any = None,
+        accumulation_dtype: Any = None,
+        precision: Any = None,
+        memory_limit: Any = None,
+        vocab_axis: Any = None,
         vocab_shares: Any = False,
         implementation: Any = None,
-        **options: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits; `factors` default to 1."""
-        canonical = arguments.canonical_options(**options)
+        canonical = arguments.canonical_options(
+            transpose_weight=transpose_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logits_soft_cap=logits_soft_cap,
+            logits_scale=logits_scale,
+            accumulation_dtype=accumulation_dtype,
+            precision=precision,
+            memory_limit=memory_limit,
+            vocab_axis=vocab_axis,
+        )
         arguments.check_operands(x, weight, labels, bias, transpose_weight=canonical.get("transpose_weight", False))
         if factors is None:
             ones = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
