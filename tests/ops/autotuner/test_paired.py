@@ -199,6 +199,14 @@ def test_a_serial_challenger_that_only_the_disturbed_clock_prefers_stays_undecid
     assert (verdict.wins, verdict.settled) == (False, False)
 
 
+def test_by_processor_time_more_memory_needs_a_larger_lead():
+    fast, slow = calls(0.87, NOISE), calls(1.0, NOISE[::-1])
+    assert judge(fast, slow).wins
+    verdict = judge(fast, slow, takes_more=True)
+    assert (verdict.wins, verdict.judged_by, round(verdict.least, 2)) == (False, "processor", 1.18)
+    assert judge(calls(0.8, NOISE), slow, takes_more=True).wins
+
+
 def test_nearly_equal_work_is_not_a_win():
     verdict = judge(calls(0.95, NOISE), calls(1.0, NOISE[::-1]))
     assert (verdict.wins, verdict.settled) == (False, False)

@@ -18,6 +18,7 @@ _MARGIN_OF_WORK = 0.1  # MARGIN for processor time, which varies more: preempted
 # MARGIN for a challenger that takes notably more memory. Such a candidate may be the faster one alone and the slower
 # one in a program, e.g. because an array that exceeds the allocator's threshold is mapped anew in each step.
 _MARGIN_OF_MEMORY = 0.05
+_MARGIN_OF_BOTH = 0.15  # by processor time, for such a challenger
 _SURE = 0.999  # confidence for unsteady times and repeated looks at the samples (multiple comparisons)
 _NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not to win
 _DOUBT = _NEGLIGIBLE - MARGIN  # how far beyond a tie the gain of such a challenger may be
@@ -91,7 +92,9 @@ def margin_of(clock: str, *, takes_more: bool) -> float:
         clock: `clock` or `processor`, the clock of the times.
         takes_more: Whether the challenger takes notably more memory than the incumbent.
     """
-    return max(_MARGIN_OF_WORK if clock == PROCESSOR else MARGIN, _MARGIN_OF_MEMORY if takes_more else 0.0)
+    if clock == PROCESSOR:
+        return _MARGIN_OF_BOTH if takes_more else _MARGIN_OF_WORK
+    return _MARGIN_OF_MEMORY if takes_more else MARGIN
 
 
 def compare(
@@ -193,7 +196,7 @@ def judge(
     busiest, total = (
         compare(
             *([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)),
-            margin=_MARGIN_OF_WORK,
+            margin=margin_of(PROCESSOR, takes_more=takes_more),
             confidence=sure,
             is_last=is_last,
             takes_more=takes_more,

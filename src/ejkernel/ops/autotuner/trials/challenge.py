@@ -81,8 +81,7 @@ class Challenge:
     def in_rounds(self) -> str:
         """The speed-up that decides, and the least one that wins."""
         figures = self.comparison
-        is_raised = self.more_bytes > 0 and figures.judged_by != PROCESSOR
-        why = f", since it takes {size(self.more_bytes)} more memory" if is_raised else ""
+        why = f", since it takes {size(self.more_bytes)} more memory" if self.more_bytes else ""
         return f"{figures.in_words} in the median round, which decides (threshold {figures.least:.2f}x{why})"
 
     @property
