@@ -119,12 +119,19 @@ def test_a_challenger_that_takes_more_memory_must_be_five_per_cent_faster(share,
     assert verdict.least == pytest.approx(1 / 0.95)
 
 
+@pytest.mark.parametrize(("rounds", "wins"), [(12, True), (10, False)])
+def test_a_challenger_that_takes_more_memory_must_lead_by_so_much_in_most_rounds(rounds, wins):
+    shares = [0.85] * rounds + [0.97] * (15 - rounds)
+    assert compare(shares, [1.0] * 15).wins
+    assert compare(shares, [1.0] * 15, takes_more=True).wins is wins
+
+
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.booleans())
 def test_memory_only_takes_wins_away_and_only_below_five_per_cent(pairs, is_last):
     mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     usual = compare(mine, theirs, is_last=is_last)
     verdict = compare(mine, theirs, is_last=is_last, takes_more=True)
-    assert verdict.wins == (usual.wins and verdict.speedup > 1 / 0.95)
+    assert verdict.wins <= (usual.wins and verdict.speedup > 1 / 0.95)
     assert verdict.settled >= usual.settled or (usual.wins and not verdict.wins)
 
 

@@ -121,7 +121,8 @@ def compare(
         margin: Share of the incumbent's time by which the challenger must be faster.
         confidence: The least confidence that settles the comparison.
         is_last: Whether these are the final samples.
-        takes_more: Whether the challenger takes notably more memory than the incumbent. A larger lead is then a tie.
+        takes_more: Whether the challenger takes notably more memory than the incumbent. A larger lead is then a tie,
+            and only rounds with a larger one count for the challenger.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
@@ -132,7 +133,9 @@ def compare(
     share, mine, theirs = map(statistics.median, (shares, *zip(*pairs, strict=True)))
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
-    wins = share < 1 - margin and mine < theirs and sure >= confidence
+    clear = sum(one < other * (1 - margin) for one, other in pairs) if takes_more else ahead
+    surely = _chance_of_fewer(clear, len(pairs))
+    wins = share < 1 - margin and mine < theirs and surely >= confidence
     by_medians = mine / theirs if theirs else 1.0
     stays = share >= 1 - tie and by_medians >= 1 - (negligible if is_last else tie)
     gain = 1 - _at_least(shares, min(confidence, CONFIDENCE) if is_last else confidence)
@@ -147,7 +150,7 @@ def compare(
         challenger=mine,
         incumbent=theirs,
         settled=settled,
-        doubt="" if settled else _doubt(share, margin, sure, confidence, gain, mine < theirs),
+        doubt="" if settled else _doubt(share, margin, surely, confidence, gain, mine < theirs),
         interval=_interval(shares),
         takes_more=takes_more,
     )
@@ -160,7 +163,8 @@ def _doubt(share: float, margin: float, sure: float, confidence: float, gain: fl
         return f"it may take up to {gain:.0%} less time" if gain < 1 else slower
     if not has_lower_median:
         return "it is ahead in the median round, but its median time is not shorter"
-    return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
+    enough = f" by {margin:.0%}" if margin not in (MARGIN, _MARGIN_OF_WORK) else ""
+    return f"the confidence that it is faster{enough} is {sure:.2%}, and {confidence:.1%} is needed"
 
 
 def judge(
