@@ -12,7 +12,7 @@ from tests.ops.sample_kernels import Double
 
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, BareChooser, Tier, tier_named
+from ejkernel.ops.config.tiers.tier import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, BareChooser, Tier, tier_named
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.ops.execution.executor import Executor
