@@ -30,7 +30,6 @@ _FULL: Final = 8 << 20  # bytes after which a new pack begins
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
 _WINDOW: Final = 4 << 10  # bytes per read
-_GUESSES: Final = 6  # steps of interpolation search, before bisection takes over
 _FIRST, _LAST = "", "~"  # used in place of a key's digest: they sort before and after all digests
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
@@ -195,19 +194,14 @@ class Pack:
         """Return the offset of a line shortly before the first line that starts with `wanted`."""
         # Invariant: no line before `low` starts with `wanted`, and the first one that does begins before `high` or
         # is the first line after it.
-        low, high, total = self._begin, size, size - self._begin
-        share = _share(wanted)
-        at, share_there, share_low, steps = low, 0.0, 0.0, 0
-        while high - low > _WINDOW and not 0 <= (share - share_low) * total <= 2 * _WINDOW:
-            # Digests are uniformly distributed, so each guess comes much closer; in a damaged pack they may not be.
-            guess = int(at + (share - share_there) * total) - _WINDOW if steps < _GUESSES else (low + high) // 2
-            at, steps = min(max(guess, low), high - 1), steps + 1
-            start, head = _next_line(descriptor, at, len(wanted))
-            share_there = _share(head)
+        low, high = self._begin, size
+        while high - low > _WINDOW:
+            middle = (low + high) // 2
+            start, head = _next_line(descriptor, middle, len(wanted))
             if head and head < wanted:
-                low, share_low = start, share_there
+                low = start
             else:
-                high = at
+                high = middle
         return low
 
     def walk(self) -> Iterator[bytes]:
@@ -319,14 +313,6 @@ def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
             return offset + end, head if len(head) == count else _read(descriptor, offset + end, count)
         offset += len(chunk)
     return offset, b""
-
-
-def _share(head: bytes) -> float:
-    """Return the digest at the start of a line as a fraction from 0 to 1."""
-    try:
-        return int(head[2:15], 16) / 16**13
-    except ValueError:  # the last line, or a damaged line
-        return 1.0
 
 
 def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
