@@ -822,3 +822,8 @@ def test_a_file_system_may_return_a_few_bytes_at_a_time(cache, monkeypatch):
     read = os.read
     monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
     assert cache.get(KEY, type(CFG)) == CFG
+
+
+def test_a_table_shows_the_parts_of_a_key_in_separate_columns():
+    assert entries.key_cells(KEY) == ("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
+    assert entries.key_cells(("a", "b")) == ("", "", "('a', 'b')")
