@@ -17,8 +17,8 @@ from ejkernel.ops.errors import ConfigError
 
 # Evidence from replaying recorded spaces (`benchmarks/search.py --failing`). In nine spaces the most promising pair of
 # values was made to fail (8 % of the configurations; four seeds each): with this model 4 % of the first hundred
-# measurements fail and the score is 0.69; with the share of failures nearby it was 35 % and 0.52. The product of both is
-# no better than this model alone (four spaces, twenty seeds each: 4.8 % and 0.411 either way). In three spaces with
+# measurements fail and the score is 0.69; with the share of failures nearby it was 35 % and 0.52. The product of the
+# two is no better than this model (four spaces, twenty seeds each: 4.8 % and 0.411 either way). In three spaces with
 # real failures (3 to 8 %; twenty seeds each), 78 % of the searches come within 5 % of the best after 100 measurements,
 # before 73 %; the score, which also counts the way there, falls from 0.63 to 0.59.
 _ADDITIVE = 0.5  # share of a sum over axes: most failures depend on one value or on a pair
