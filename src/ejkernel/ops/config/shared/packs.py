@@ -187,8 +187,14 @@ class Pack:
             OSError: The file cannot be read.
         """
         wanted = f'["{token}'.encode()
+        found = []
         with opened(self._name) as (descriptor, size):
-            return _lines_of(descriptor, self._before(descriptor, size, wanted), wanted)
+            for line in _lines(descriptor, self._before(descriptor, size, wanted), 4 * _WINDOW):
+                if line.startswith(wanted):
+                    found.append(line)
+                elif line > wanted:
+                    break
+        return found
 
     def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
         """Return the offset of a line shortly before the first line that starts with `wanted`."""
@@ -306,30 +312,12 @@ def _read(descriptor: int, offset: int, count: int) -> bytes:
 
 def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
     """Return the offset of the first line that begins after `offset`, and its first bytes (empty at the end)."""
-    while chunk := _read(descriptor, offset, _WINDOW):
-        end = chunk.find(b"\n") + 1
+    while chunk := _read(descriptor, offset, _WINDOW + count):
+        end = chunk.find(b"\n", 0, _WINDOW) + 1
         if end:
-            head = chunk[end : end + count]
-            return offset + end, head if len(head) == count else _read(descriptor, offset + end, count)
-        offset += len(chunk)
+            return offset + end, chunk[end : end + count]
+        offset += _WINDOW
     return offset, b""
-
-
-def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
-    """Return the lines that start with `wanted`; the first begins at `offset` or later."""
-    chunk = _read(descriptor, offset, 4 * _WINDOW)
-    begin = chunk.find(b"\n" + wanted) + 1
-    end = chunk.find(b"\n", begin) + 1
-    is_last = end + len(wanted) <= len(chunk) and not chunk.startswith(wanted, end)
-    if begin and end and is_last and not chunk.startswith(wanted):
-        return [chunk[begin:end]]  # the common case: no need to parse the lines before it
-    found = []
-    for line in _lines(descriptor, offset, 4 * _WINDOW):
-        if line.startswith(wanted):
-            found.append(line)
-        elif line > wanted:
-            break
-    return found
 
 
 def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[bytes]:
