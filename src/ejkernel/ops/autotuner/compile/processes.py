@@ -62,7 +62,7 @@ class CompileWorker(Worker):
         self._output, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
         weakref.finalize(self, os.close, self._output)
         try:
-            super().__init__(is_leaf=True, output=path)
+            super().__init__(output=path)
             self.call(_prepare)
         except WorkerDiedError as death:
             raise TuningError(f"a compile process does not start: {death}") from None
