@@ -9,10 +9,12 @@ import functools
 import itertools
 import math
 import operator
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
@@ -24,7 +26,6 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.stopping import announcing_the_stop
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -331,7 +332,7 @@ def _tune(
             bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
-            announcing_the_stop(console),
+            _announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
             if not todo:
@@ -379,3 +380,41 @@ def _advice(event: WorkerRestarted, told: list[str]) -> str:
         return ""
     told.append(event.reason)
     return ". On a busy machine a healthy worker may be this slow; a larger --budget gives it more time"
+
+
+# --- Ctrl-C and its relatives ---
+
+
+@contextlib.contextmanager
+def _announcing_the_stop(console: Console) -> Iterator[None]:
+    """Print a message at Ctrl-C: the running search may take a while to end.
+
+    SIGTERM and SIGHUP count as Ctrl-C. A scheduler or `timeout` sends the former, a closed terminal the latter; without
+    a handler, the measurements of the running search would be lost.
+    """
+    # Not those that `nohup` ignores.
+    others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, _Stop(console))}
+    before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class _Stop:
+    """A handler of Ctrl-C, which the user may press twice."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_first = True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        text = "stopping at once, without the measurements of this search"
+        if self._is_first:
+            text = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
+        self._is_first = False
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+            self._console.print(text, highlight=False)
+        signal.default_int_handler(number, frame)
