@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, ClassVar, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
-from ejkernel.ops.config.entries import ShippedConfigs
 from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
@@ -298,13 +297,13 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield tiers.OVERLAY, request.overlay
         yield tiers.MEMORY, request.memory
         yield tiers.PERSISTENT, partial(request.saved, tiers.PERSISTENT, "use")
-        yield tiers.SHIPPED, partial(request.shipped, tiers.SHIPPED, ShippedConfigs.find)
+        yield tiers.SHIPPED, partial(request.shipped, tiers.SHIPPED)
         if getattr(self.persistent, "shared", ()):
             yield tiers.SHARED, request.shared
         yield tiers.AUTOTUNE, partial(self._from_tuning, request)
         if request.policy.stale != StalePolicy():
             yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
-        yield tiers.SISTER, partial(request.shipped, tiers.SISTER, ShippedConfigs.find_of_sister)
+        yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
         yield tiers.FORWARD, partial(self._from_forward, request)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
             yield tiers.PUBLISHED, request.published

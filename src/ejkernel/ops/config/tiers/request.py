@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import Shipped, shipped_configs
+from ejkernel.ops.config.entries import shipped_configs, sister_of
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.staleness import Action, saved_in, standing
@@ -128,14 +127,16 @@ class Request:
         self.persistent.refresh_if_due()
         return self.saved(tiers.SHARED, "use")
 
-    def shipped(self, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
-        """Return the shipped configuration that `find` selects, if the call can run with it here."""
+    def shipped(self, tier: Tier) -> Answer:
+        """Return the shipped configuration for this device or, as the tier `SISTER`, for another with the same chip."""
         if self.key is None:
             return self.no_key
         if not getattr(self.persistent, "shipped", False):
             return "the chain does not use shipped configurations"
         note_config_types(self.inv, self.kernel)
-        found = find(shipped_configs(), self.key, self.kernel.config_type)
+        device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
+        key = None if device is None else self.key._replace(device=device)
+        found = None if key is None else shipped_configs().find(key, self.kernel.config_type)
         if found is None:
             return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")
