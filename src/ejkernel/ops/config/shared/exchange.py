@@ -233,7 +233,7 @@ def plan(sources: Iterable[Place], target: Place) -> Plan:
 def bring(sources: Sequence[Place], target: Place) -> Plan:
     """Copy the entries of some places to a target and return the decisions.
 
-    An entry of the target that another process changes meanwhile stays, as does every entry tuned together with it.
+    An entry of the target that another process changes during the copy stays, and so do those tuned together with it.
 
     Raises:
         OSError: The target cannot be written.
