@@ -291,6 +291,13 @@ def test_modules_are_sent_to_ray_by_the_process_that_connects(monkeypatch, is_th
     assert [name for name, options in said.items() if "runtime_env" in options] == ["task" if is_there else "init"]
 
 
+@pytest.mark.parametrize(("cores", "least"), [([8.0, 4.0, 0.0], 4.0), ([0.0], 1.0), ([], 1.0)])
+def test_a_task_without_a_gpu_takes_the_smallest_node_with_cores(cores, least):
+    nodes = [{"Alive": True, "Resources": {"CPU": count}} for count in cores]
+    nodes += [{"Alive": True, "Resources": {}}, {"Alive": False, "Resources": {"CPU": 2.0}}]
+    assert ray_executor._cores_of_a_node(SimpleNamespace(nodes=lambda: nodes)) == least
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """A local cluster with two workers, unreachable for others."""
