@@ -22,7 +22,7 @@ from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.selection import Resolution
-from ejkernel.ops.config.tiers import ORDER
+from ejkernel.ops.config.tiers.tier import ORDER
 from ejkernel.ops.execution.explain import Explanation
 
 PROGRAM = """

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
+from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor

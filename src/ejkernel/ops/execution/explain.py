@@ -16,7 +16,7 @@ from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.staleness import text_of_differences
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
+from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
