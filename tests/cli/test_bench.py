@@ -222,6 +222,34 @@ def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, m
     assert json.loads(capsys.readouterr().out)["peak"]["dtype"] == "float32"
 
 
+LOSS = ["--shape", "f32[8,4]", "--shape", "f32[4,16]", "--shape", "i32[8]", "--rounds", "6", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "calls"),
+    [
+        ("linear_cross_entropy", ["--gradient"], "linear_cross_entropy_gradients"),
+        ("linear_cross_entropy_gradients", [], "linear_cross_entropy_gradients"),
+        ("linear_cross_entropy_gradients", ["--gradient"], "linear_cross_entropy_gradients"),
+        ("token_log_probs", [], "linear_cross_entropy"),
+        ("linear_cross_entropy", [], "linear_cross_entropy"),
+    ],
+)
+def test_the_gradient_of_a_loss_is_the_call_of_a_training_step(capsys, name, more, calls):
+    assert main(["bench", "--op", name, *LOSS, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["op"] == f"{calls}@v0"
+    assert found["builds"][-1]["configurations"][0].startswith("implementation=xla")
+    assert ("A program that differentiates a mean or a sum" in found["note"]) == bool(more)
+
+
+def test_the_gradient_of_losses_per_token_is_measured_by_their_name(capsys):
+    assert main(["bench", "--op", "token_log_probs", *LOSS, "--gradient"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["op"], found["note"]) == ("linear_cross_entropy@v0", "")
+    assert len(found["builds"][-1]["configurations"]) == 2  # forward and backward
+
+
 def test_without_a_known_peak_the_command_names_the_option(capsys):
     assert main(["bench", "--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -274,7 +302,8 @@ def test_results_of_builds_are_compared(bench):
     found = json.loads(bench("step", "--baseline", "benched_program:plain", "--json")[1])
     assert found["apart"] == {"baseline": 0.0, "untuned": 0.5}
     said = " ".join(found["conclusions"])
-    assert "The results of baseline and tuned agree to 0.0e+00 of their norm." in said
+    agree = "The results of baseline and tuned agree to 0.0e+00 of their norm: after one step with the same random"
+    assert agree in said
     assert "The results of untuned and tuned DIFFER by 0.5 of their norm: do both compute the same?" in said
 
 
@@ -318,6 +347,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
         (["rms_norm"], 2, "--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64]."),
         (["rms_norm", "--shape", "f32[8]", "--baseline", "a:b"], 2, "--baseline requires MODULE:FUNCTION"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
+        (
+            ["linear_cross_entropy", "--gradient", *LOSS[:6], "--kwargs", '{"reduction": "mean"}'],
+            1,
+            "linear_cross_entropy_gradients has no argument `reduction`",
+        ),
         (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
         (
             ["rms_norm", "--shape", "4x8"],

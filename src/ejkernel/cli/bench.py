@@ -409,7 +409,7 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
             said.append(verdict("tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
         if result.measured < len(result.tuned):
             said.append(f"{counts_in_words(result.tuned, options.target)}.")
-    said += [_agreement(name, best, apart) for name, apart in result.apart.items()]
+    said += [_agreement(name, best, apart, result.program.is_random) for name, apart in result.apart.items()]
     said += _of_inputs(result)
     said.append(_made(result.own))
     said.append(busy(best, found.middle[best]))
@@ -437,13 +437,17 @@ def _of_inputs(result: _Result) -> list[str]:
     return said
 
 
-def _agreement(name: str, best: str, apart: float | None) -> str:
+def _agreement(name: str, best: str, apart: float | None, is_random: bool) -> str:
     """Return whether the results of two builds agree."""
     if apart is None:
         return f"The results of {name} and {best} were not compared: they have different shapes, or no floating-point."
     if not apart <= _FAR:
         return f"The results of {name} and {best} DIFFER by {apart:.2g} of their norm: do both compute the same?"
-    text = f"The results of {name} and {best} agree to {apart:.1e} of their norm."
+    inputs = "the same random inputs" if is_random else "the same inputs"
+    text = (
+        f"The results of {name} and {best} agree to {apart:.1e} of their norm: after one step with {inputs}, this is "
+        f"the largest difference of a floating-point result. Up to {_FAR} may be rounding."
+    )
     if apart > _ROUNDING:
         text += (
             " An optimizer like Adam turns rounding errors of tiny gradients into full updates; compare the gradients."
@@ -457,7 +461,7 @@ def _made(build: Build) -> str:
     if all(times == 1 for times, _ in numbers):
         return ""
     named = [f"{inv.op_id} ({arguments(inv.description)}) {counted(times, 'time')}" for times, inv in numbers[:_CALLS]]
-    more = [f"{len(numbers) - _CALLS} others"] if len(numbers) > _CALLS else []
+    more = [counted(len(numbers) - _CALLS, "other")] if len(numbers) > _CALLS else []
     return f"A step makes {sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
 
 
