@@ -13,10 +13,11 @@ from ejkernel.kernels._hopper import MULTIPROCESSORS
 from .params import BackwardParams
 from .plan import BackwardProblem
 
-FEW_BLOCKS = 8 * MULTIPROCESSORS
+FEW_BLOCKS = 16 * MULTIPROCESSORS
 _ENDS = 8  # of a block of threads, in steps of 64 queries
 _CACHED = 32 << 20  # bytes of one pass over queries that the L2 cache surely keeps
 _MEMORY = {True: 2.0, False: 0.7}  # time to copy all of a step's queries, and sums, from memory; `True` if fused
+_DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
 _SUMMED = 1.9e-4  # time to add up the parts of one row of keys
 
 
@@ -39,25 +40,26 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
     then few blocks at a time share queries, and sums, in the cache: on one H100, the gradients of 8 examples of 1,024
     queries took 768 us instead of 575, with every other order of their blocks the same.
     """
-    parts = problem.groups * params.head_parts
+    parts, fused = problem.groups * params.head_parts, params.form == "fused"
     heads, blocks = problem.heads // parts, -(-problem.keys // params.keys)
     steps = _steps(problem, params.keys) * heads + _ENDS
     mean = float(steps.sum()) * parts * problem.batch / MULTIPROCESSORS
     if blocks * parts * problem.batch > FEW_BLOCKS:
         return Order(False, mean)
     row = 8 * (problem.head_dim + problem.value_dim) // 2  # bytes of a query, its cotangent, and its sum
+    drift = 1 + _DRIFT * (heads - 1) if fused and problem.head_dim > 64 else 1.0
     orders = []
     for first, spread in ((False, parts), (True, parts * problem.batch)):
         # Blocks that run at the same time and share queries.
         sharing = min(max(MULTIPROCESSORS / spread, 1), blocks)
         in_flight = MULTIPROCESSORS / sharing * heads * problem.queries * row
-        # From 16 causal gradients with 1 to 8 parts, of 1,024 to 4,118 queries at head_dim 128. Blocks of unequal
-        # lengths do not stay at the same queries.
-        missed = 0.45 + 0.5 / sharing + min(0.3, 0.15 * heads * sharing / blocks)
+        # From 35 causal gradients with 1 to 8 parts, of 1,024 to 8,192 queries. Blocks of unequal lengths drift apart:
+        # the more heads they walk over, and the more of them run at a time, the further.
+        missed = 0.45 + 0.5 / sharing + min(0.35, 0.2 * heads * sharing / blocks)
         missed *= min(max(in_flight - _CACHED, 0) / (2 * _CACHED), 1)
         by_example = np.tile(np.repeat(steps, parts), problem.batch)
-        busiest = _duration(np.repeat(steps, spread) if first else by_example)
-        orders.append(Order(first, max(busiest, _MEMORY[params.form == "fused"] * missed * mean)))
+        busiest = _duration(np.repeat(steps, spread) if first else by_example) * drift
+        orders.append(Order(first, max(busiest, _MEMORY[fused] * missed * mean)))
     best = min(orders, key=lambda order: order.time)
     summed = _SUMMED * parts * problem.batch * problem.keys if params.head_parts > 1 else 0
     return best._replace(time=best.time + summed)
