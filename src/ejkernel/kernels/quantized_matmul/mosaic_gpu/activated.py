@@ -27,7 +27,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.kernel import SMALLEST, scale_
 
 from .blocks import BlocksKernel
 from .kernel import QuantizedKernel
-from .plan import CHUNK, ActivatedPlan
+from .plan import CHUNK, PART, ActivatedPlan
 
 
 def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = None) -> list[jax.Array]:
@@ -176,23 +176,14 @@ class ActivatedBlocksKernel(ActivatedKernel, BlocksKernel):
     plan: ActivatedPlan
 
     def _promoted(self, tile: ProductTile, step: Any, warpgroup: Any) -> list[Any]:
-        del tile
-        plan, shape = self.plan, (self.plan.part_rows, self.plan.part_columns)
+        return self.sums_in_turn(self.plan.steps, step, warpgroup, tile.column, jnp.minimum(tile.rows, 1))
 
-        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
-            stage = self.pipeline.stage(step + i)
-            self.pipeline.consumer_wait(stage)
-            of_rows, scaled = self._of_rows(step, i, warpgroup), []
-            for part, total in enumerate(sums):
-                found = self._products(part, [stage], warpgroup)
-                factor = of_rows * self._of_part(step, i, part)
-                scaled.append(total + found * lax.broadcast_in_dim(factor, shape, [0]))
-            self.backend.order_reads()  # of scales, before the arrival
-            self.pipeline.consumer_release(stage)
-            return scaled
+    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
+        self._multiply(accumulator, stage, warpgroup, start // PART)
 
-        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return list(lax.fori_loop(0, plan.steps, one, [zeros] * plan.parts))
+    def _factors_of_parts(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
+        of_rows = self._of_rows(step, index, warpgroup)
+        return [of_rows * self._of_part(step, index, part) for part in range(self.plan.parts)]
 
     def _of_part(self, step: Any, index: Any, part: int) -> Any:
         """Return the scale of one part's 128 columns: a block of either matrix, or of the only one."""
