@@ -4,20 +4,26 @@
 Training is a step of `quantized_grouped_dense(block=128)` into the experts and out of them, or of `quantized_dense`:
 the products forward and backward, the gradient of the matrices, and what quantises their operands. Decoding is
 `quantized_matmul` with the weights of a dense layer.
+
+    python -m benchmarks.quantized_uses CACHE   # a table of the entries of a cache, as Markdown
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.experts import MODELS, TRAINING, Experts, running
+from ejkernel.kernels.quantized_matmul.quantizing.plan import QuantizeParams
 from ejkernel.modules import Quantized, quantized_dense, quantized_grouped_dense, quantized_matmul
-from ejkernel.ops import Invocation
+from ejkernel.ops import Invocation, PersistentCache
 from ejkernel.ops.execution.discovery import discover_for
 
 OPERATIONS = ("quantize", "quantized_grouped_matmul", "quantized_grouped_wgrad", "quantized_matmul")
@@ -88,7 +94,7 @@ def candidates(inv: Invocation[Any, Any]) -> list[Any]:
     kernel: Any = inv.kernel
     call, own = kernel.call_of(inv), kernel.implementations["mosaic_gpu"]
     if inv.op_id == "quantize":
-        found = list(own.space(call))
+        found = [QuantizeParams(tiles=tiles, blocks=blocks) for tiles, blocks in ((2, 2), (1, 3), (2, 1))]
     elif inv.op_id == "quantized_matmul" and call.rows <= FEW_ROWS:
         found = [own.heuristic(call), *_few_rows(own, call)]
     else:
@@ -100,7 +106,6 @@ def _changes(operation: str) -> Iterator[dict[str, Any]]:
     yield {}
     yield from ({"panel": panel} for panel in (4, 8, 32))
     yield {"block_n": 192, "stages": 4, "out_slots": 3}
-    yield {"block_n": 128, "stages": 5, "out_slots": 2}
     if operation == "quantized_grouped_wgrad":
         yield {"largest_first": True, "snake": True}
         yield {"largest_first": False, "snake": False}
@@ -110,3 +115,33 @@ def _few_rows(own: Any, call: Any) -> list[Any]:
     """Return parameters for few rows, of each width those with the most stages."""
     deepest = {params.block_n: params for params in own.space(call) if params.block_m == FEW_ROWS}
     return [params for width, params in deepest.items() if width >= 128]
+
+
+def table(cache: Path) -> str:
+    """Return a table with a row for each entry: what was chosen, and its time beside the heuristic's."""
+    entries = {key.call: entry for key, entry in PersistentCache(cache, shipped=False).entries()}
+    lines = ["| | call | chosen | us | heuristic, us |", "|---|---|---|---|---|"]
+    for name, find in USES.items():
+        for inv in find():
+            entry = entries.pop(inv.call_key, None)
+            if entry is not None and entry.measured is not None:
+                chosen = ", ".join(f"{key} {value}" for key, value in (entry.config.get("fwd") or {}).items())
+                times = [entry.measured[which]["median_us"] for which in ("winner", "heuristic")]
+                shapes = " by ".join(
+                    " x ".join(map(str, array.shape)) for array in inv.args[:2] if len(array.shape) > 1
+                )
+                lines.append(f"| {name} | {inv.op_id} {shapes} | {chosen} | {times[0]:,.1f} | {times[1]:,.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_uses", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cache", type=Path)
+    print(table(parser.parse_args(argv).cache), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -119,8 +119,6 @@ def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blo
     [
         (SIZES, {"block_n": 192, "stages": 3}, False, False),
         (SIZES, {"block_n": 192, "stages": 3}, False, True),
-        (SIZES, {"block_n": 256, "stages": 2}, False, True),
-        ((128, 0, 40), {"block_n": 256, "stages": 2}, True, False),
         ((128, 0, 40), {"block_n": 64, "stages": 2, "out_slots": 1, "largest_first": True, "snake": True}, True, False),
     ],
 )

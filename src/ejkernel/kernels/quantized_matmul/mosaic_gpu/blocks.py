@@ -7,7 +7,6 @@ ahead was much slower in a prototype. The products of a step are scaled as they 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile
 
 from .kernel import QuantizedKernel
-from .plan import CHUNK, PART, SQUARES, STEP, QuantizedPlan
+from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
 _PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
 _CHUNK_BITS = np.int32(CHUNK.bit_length() - 1)
@@ -102,56 +101,14 @@ class ScaledSums:
         start = [zeros] * count, factors(jnp.int32(0))
         return list(lax.fori_loop(0, steps, one, start)[0])
 
-    def sums_in_turn(self, steps: Any, step: Any, warpgroup: Any, column: Any, once: Any) -> list[Any]:
-        """Return the sums of a tile in parts of `PART` columns, which take turns with one accumulator.
-
-        Args:
-            steps, step, warpgroup, column: As for `scaled_sums`.
-            once: 1, which the compiler does not know.
-        """
-        shape, parts = (self.plan.part_rows, PART), range(self.plan.parts)
-
-        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
-            stage = self.pipeline.stage(step + i)
-            self.pipeline.consumer_wait(stage)
-            factors = self._factors_of_parts(step, i, warpgroup, column)
-
-            def add(part: int, turn: Any, total: Any) -> Any:
-                del turn
-
-                def products(accumulator: Any) -> Any:
-                    self._start_products(accumulator, stage, warpgroup, part * PART)
-                    return self._times_columns(self.backend.read(accumulator, pending=0), stage, part * PART)
-
-                found = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
-                if part == parts[-1]:
-                    self.backend.order_reads()  # of scales, before the arrival
-                    self.pipeline.consumer_release(stage)
-                return total + found * lax.broadcast_in_dim(factors[part], shape, [0])
-
-            # A loop that runs once separates the parts: ptxas would start products before the sums of the part before
-            # them are complete, which takes a second accumulator, and some sums would spill in every step.
-            return [lax.fori_loop(0, once, functools.partial(add, part), sums[part]) for part in parts]
-
-        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return list(lax.fori_loop(0, steps, one, [zeros for _ in parts]))
-
-    def _factors_of_parts(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
-        """Return the factors of rows for each part in step `index` of the tile that begins with `step`."""
-        found = self._factors(step, index, warpgroup, column)
-        return found * self.plan.parts if self.plan.thin else found[:: PART // _PIECE]
-
     def _pieces_of(self, found: Any, stage: Any, start: int) -> list[Any]:
         """Return products in pieces, times the scales of their columns, from `start` on, if each column has one."""
         places = range(0, found.shape[1], _PIECE)
-        return [self._times_columns(found[:, at : at + _PIECE], stage, start + at) for at in places]
-
-    def _times_columns(self, found: Any, stage: Any, start: int) -> Any:
-        """Return products times the scales of their columns, from `start` on, if each column has one."""
+        pieces = [found[:, at : at + _PIECE] for at in places]
         if not self.plan.thin:
-            return found
-        own = plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, found.shape[1])], layout=_COLUMNS)
-        return found * lax.broadcast_in_dim(own, found.shape, [1])
+            return pieces
+        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, _PIECE)], layout=_COLUMNS) for at in places]
+        return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
 
     def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
         """Return factors of rows in step `index` of the tile that begins with `step`, for each piece or for all."""

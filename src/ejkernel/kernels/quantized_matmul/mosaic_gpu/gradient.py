@@ -24,8 +24,8 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .plan import MOST_SUMS, quantized_wgrad_plan
 
-_WIDTHS = (64, 128, 192, 256)  # of a tile
-_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by width: the most, if they fit
+_WIDTHS = (64, 128, 192)  # of a tile: sums and accumulator of 256 columns do not fit in registers
+_STAGES = {64: 8, 128: 6, 192: 4}  # by width: the most, if they fit
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_GROUPS = 2**20
 
@@ -54,7 +54,7 @@ class MosaicGpuGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
     def params_fault(self, call: QuantizedGroupedWgradCall, params: WgradParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
         if params.block_k != 128 or params.block_n not in _WIDTHS:
-            return f"block_k must be 128 and block_n 64, 128, 192 or 256, got {params.block_k, params.block_n}."
+            return f"block_k must be 128 and block_n 64, 128 or 192, got {params.block_k, params.block_n}."
         plan = quantized_wgrad_plan(call, params)
         if plan.shared_bytes() > hopper.SHARED_MEMORY:
             return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."

@@ -33,7 +33,7 @@ MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 ROWS_WITH_SHORT_TILES = range(256, 1024)
 _OUT_SCALES = 1024  # bytes of the scales of a tile's rows, and the alignment of what follows
 _TILES_FOR_CLUSTERS = 16  # rows of tiles; if their number is odd, two blocks compute the last one
-PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
+_PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class QuantizedPlan(ProductPlan):
     @property
     def parts(self) -> int:
         """Pieces of a tile's columns, each with its own instruction."""
-        return max(1, self.tile_columns // PART) if self.promoted else 1
+        return max(1, self.tile_columns // _PART) if self.promoted else 1
 
     @property
     def part_columns(self) -> int:
@@ -221,11 +221,6 @@ class QuantizedWgradPlan(WgradPlan):
         return WARPGROUPS + 3
 
     @property
-    def parts(self) -> int:
-        """Parts of a tile's columns that take turns with one accumulator."""
-        return self.tile_columns // PART if self.tile_columns > MOST_SUMS else 1
-
-    @property
     def row_scales(self) -> tuple[int, ...]:
         """The shape of shared memory for scales of the left operand."""
         return self.stages, self.tile_rows
@@ -241,8 +236,7 @@ class QuantizedWgradPlan(WgradPlan):
 
     def sums_per_thread(self) -> int:
         """Return the registers of sums per thread, and of the accumulator."""
-        sums = super().sums_per_thread()
-        return sums + sums // self.parts
+        return 2 * super().sums_per_thread()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,7 +281,7 @@ class FewRowsPlan:
         """Warpgroups that share a tile's columns."""
         if self.wide:
             return self.tile_columns // ROWS
-        return 1 if self.tile_columns <= PART else 2
+        return 1 if self.tile_columns <= _PART else 2
 
     @property
     def part_columns(self) -> int:

@@ -87,10 +87,7 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
     def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
         # An empty group has no steps; its result is stored as zeros.
         self.first_square = lax.rem(lax.div(tile.column, STEP), CHUNK)
-        own = tile.steps, step, warpgroup, tile.column
-        sums = (
-            self.scaled_sums(*own) if self.plan.parts == 1 else self.sums_in_turn(*own, jnp.minimum(tile.start + 1, 1))
-        )
+        sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
         self._store(sums, tile, warpgroup)
         return step + tile.steps
 
@@ -113,5 +110,4 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
     def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
-        columns = self.rhs_stages.at[stage, pl.ds(start, accumulator.shape[1])]
-        plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], columns.transpose((1, 0)))
+        plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
