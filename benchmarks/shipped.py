@@ -249,14 +249,15 @@ def _folder(bundles: Path, number: int) -> Path:
 
 def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int, target: Target) -> None:
     """Compile the candidates of every work, each into a separate bundle; existing bundles stay."""
-    for number, (name, find) in enumerate(works.items()):
-        folder = _folder(bundles, number)
-        if (folder / "manifest.json").exists() or name not in only:
-            continue
-        started = time.monotonic()
-        made = compile_bundle(aimed(find, target), target, folder, candidates=candidates, processes=processes)
-        programs = sum(len(call.programs) for call in made)
-        print(f"{number} {name}: {programs} programs in {time.monotonic() - started:.0f} s", flush=True)
+    with worker_session():
+        for number, (name, find) in enumerate(works.items()):
+            folder = _folder(bundles, number)
+            if (folder / "manifest.json").exists() or name not in only:
+                continue
+            started = time.monotonic()
+            made = compile_bundle(aimed(find, target), target, folder, candidates=candidates, processes=processes)
+            programs = sum(len(call.programs) for call in made)
+            print(f"{number} {name}: {programs} programs in {time.monotonic() - started:.0f} s", flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
