@@ -75,13 +75,13 @@ def _found(program: Any, *arrays: Any) -> _Calls:
 
 # The most valuable first: the device may be gone before the list ends.
 USES: dict[str, Callable[[], _Calls]] = {
-    **{f"{name}, training": functools.partial(training_of, experts) for name, experts in MODELS.items()},
-    **{f"{name}, training": functools.partial(dense_training_of, *own, block=128) for name, own in DENSE.items()},
     **{
         f"{name}, decoding in {dtype}": functools.partial(decoding_of, *own, dtype=dtype)
         for name, own in DENSE.items()
         for dtype in ("float8_e4m3fn", "int8", "bfloat16")
     },
+    **{f"{name}, training": functools.partial(training_of, experts) for name, experts in MODELS.items()},
+    **{f"{name}, training": functools.partial(dense_training_of, *own, block=128) for name, own in DENSE.items()},
     **{
         f"{name}, training by rows": functools.partial(dense_training_of, *own, block=None)
         for name, own in DENSE.items()
