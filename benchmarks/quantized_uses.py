@@ -59,13 +59,18 @@ def decoding_of(width: int, hidden: int, *, dtype: str) -> _Calls:
     """Return the two products of a dense layer with few rows of 8 bits, or of bfloat16 by int8."""
     found = []
     for k, n in ((width, hidden), (hidden, width)):
+        wide = dtype == "bfloat16"
         x: Any = jax.ShapeDtypeStruct((FEW_ROWS, k), dtype)
-        if dtype != "bfloat16":
-            x = Quantized(x, jax.ShapeDtypeStruct((FEW_ROWS, 1), jnp.float32), (1, None))
-        values = jax.ShapeDtypeStruct((n, k), "int8" if dtype == "bfloat16" else dtype)
-        w = Quantized(values, jax.ShapeDtypeStruct((n, 1), jnp.float32), (1, None))
+        x = x if wide else _in_8_bits(x)
+        w = _in_8_bits(jax.ShapeDtypeStruct((n, k), "int8" if wide else dtype))
         found += _found(functools.partial(quantized_matmul, transpose_w=True), x, w)
     return found
+
+
+def _in_8_bits(values: Any) -> Quantized:
+    """Return a matrix with a scale for each row."""
+    scale: Any = jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32)
+    return Quantized(values, scale, (1, None))
 
 
 def _found(program: Any, *arrays: Any) -> _Calls:
