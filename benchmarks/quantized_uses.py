@@ -4,17 +4,12 @@
 Training is a step of `quantized_grouped_dense(block=128)` into the experts and out of them, or of `quantized_dense`:
 the products forward and backward, the gradient of the matrices, and what quantises their operands. Decoding is
 `quantized_matmul` with the weights of a dense layer.
-
-    python -m benchmarks.quantized_uses CACHE   # a table of the entries of a cache, as Markdown
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks.experts import MODELS, TRAINING, Experts, running
 from ejkernel.kernels.quantized_matmul.quantizing.plan import QuantizeParams
 from ejkernel.modules import Quantized, quantized_dense, quantized_grouped_dense, quantized_matmul
-from ejkernel.ops import Invocation, PersistentCache
+from ejkernel.ops import Invocation
 from ejkernel.ops.execution.discovery import discover_for
 
 OPERATIONS = ("quantize", "quantized_grouped_matmul", "quantized_grouped_wgrad", "quantized_matmul")
@@ -120,33 +115,3 @@ def _few_rows(own: Any, call: Any) -> list[Any]:
     """Return parameters for few rows, of each width those with the most stages."""
     deepest = {params.block_n: params for params in own.space(call) if params.block_m == FEW_ROWS}
     return [params for width, params in deepest.items() if width >= 128]
-
-
-def table(cache: Path) -> str:
-    """Return a table with a row for each entry: what was chosen, and its time beside the heuristic's."""
-    entries = {key.call: entry for key, entry in PersistentCache(cache, shipped=False).entries()}
-    lines = ["| | call | chosen | us | heuristic, us |", "|---|---|---|---|---|"]
-    for name, find in USES.items():
-        for inv in find():
-            entry = entries.pop(inv.call_key, None)
-            if entry is not None and entry.measured is not None:
-                chosen = ", ".join(f"{key} {value}" for key, value in (entry.config.get("fwd") or {}).items())
-                times = [entry.measured[which]["median_us"] for which in ("winner", "heuristic")]
-                shapes = " by ".join(
-                    " x ".join(map(str, array.shape)) for array in inv.args[:2] if len(array.shape) > 1
-                )
-                lines.append(f"| {name} | {inv.op_id} {shapes} | {chosen} | {times[0]:,.1f} | {times[1]:,.1f} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_uses", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("cache", type=Path)
-    print(table(parser.parse_args(argv).cache), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -262,13 +262,8 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error
 
 
-# Device names with the same chip, and the measured devices among them. MIG slices are excluded.
-_SISTERS: Final = (
-    (
-        re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"),
-        ("gpu:nvidia_h200", "gpu:nvidia_h100_80gb_hbm3"),
-    ),
-)
+# Device names with the same chip, and the measured device among them. MIG slices are excluded.
+_SISTERS: Final = ((re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"), "gpu:nvidia_h200"),)
 
 
 class Shipped(NamedTuple):
@@ -315,18 +310,18 @@ class ShippedConfigs:
 
     def find_of_sister(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
         """Return the shipped configuration of another device with the same chip."""
-        found = (self.find(key._replace(device=sister), cfg_type) for sister in sisters_of(key.device))
-        return next(filter(None, found), None)
+        sister = sister_of(key.device)
+        return None if sister is None else self.find(key._replace(device=sister), cfg_type)
 
     @functools.cached_property
     def _devices(self) -> frozenset[str]:
         return frozenset(place.name for place in listed(self.folder))
 
 
-def sisters_of(device: str) -> tuple[str, ...]:
-    """Return the measured devices with the same chip as `device`; only clocks, memory and host may differ."""
-    measured = next((devices for pattern, devices in _SISTERS if pattern.match(device)), ())
-    return tuple(sister for sister in measured if sister != device)
+def sister_of(device: str) -> str | None:
+    """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
+    found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
+    return None if found == device else found
 
 
 @functools.cache
