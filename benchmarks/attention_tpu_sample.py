@@ -130,12 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, and write the results after each call."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
+    parser.add_argument("--again", type=int, nargs="*", default=(), help="calls of the file to simulate again")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="the time limit of a program")
     parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
     given = parser.parse_args(arguments)
     results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-    simulator = attention_tpu.Simulator()
+    simulator = attention_tpu.Simulator(seconds=given.seconds)
     try:
-        for index in range(len(results), given.calls):
+        for index in (*given.again, *range(len(results), given.calls)):
             found = []
             for case in configurations(index):
                 groups = max(1, 4096 // case["length"] // case["repeats"])
@@ -143,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 heads = groups * case["repeats"]
                 found.append(case | ({"cycles": answer["cycles"] / heads} if "cycles" in answer else answer))
             simulator.end()  # the compiler keeps gigabytes of finished programs
-            results.append(summary(found))
-            print(json.dumps(results[-1]), flush=True)
+            results[index : index + 1] = [summary(found)]
+            print(json.dumps(results[index]), flush=True)
             if given.out:
                 _write(given.out, results)
     finally:
