@@ -2,12 +2,11 @@
 """`python -m benchmarks.compiled_tpu`: random calls of all operations, compiled for TPUs; needs `jax[tpu]`, no TPU.
 
 Each call is drawn by a seed: chip (of v5e, v5p and v6e, unless `--chips` names others), operation, implementation,
-sizes, dtypes and options. If the implementation does not
-take the call, its reason is recorded. Otherwise Google's compiler compiles, forward and backward, the heuristic's
-configuration and one of the space. A configuration that the compiler refuses is a fault of ours: the space should not
-contain it, unless the implementation doubts that it fits in vector memory. Nothing runs on a TPU. A process compiles
-one call after the other. If it ends or takes more than 600 s for a call, this call counts as failed, and another
-process goes on.
+sizes, dtypes and options. If the implementation does not take the call, its reason is recorded. Otherwise Google's
+compiler compiles, forward and backward, the heuristic's configuration and one of the space. A configuration that the
+compiler refuses is a fault of ours: the space should not contain it, unless the implementation doubts that it fits in
+vector memory. Nothing runs on a TPU. A process compiles one call after the other. If it ends or takes more than 600 s
+for a call, this call counts as failed, and another process goes on.
 """
 
 from __future__ import annotations

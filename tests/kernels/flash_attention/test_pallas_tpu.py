@@ -243,7 +243,7 @@ def test_estimates_of_memory_of_strips_with_ids_are_not_below_the_compilers():
     heads = {"query": (1, 1024, 4, 160), "key": (1, 1024, 1, 160), "value": (1, 1024, 1, 160)}
     call = dataclasses.replace(call_of(1024, CHIPS[1], False, right=0), **heads, segments=True)
     need = choices.needed(call, ForwardParams(block_q=1024, chunk=512, strip=256))
-    assert need.least <= 8_830_976 <= need.most <= 1.2 * 8_830_976
+    assert need.least <= 8_830_976 <= need.most <= 1.35 * 8_830_976
 
 
 @pytest.mark.parametrize("name", NEEDS_MORE)
